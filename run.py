@@ -1,0 +1,257 @@
+"""run.py: what grpo.py and ppo.py share around their loops: set-up, one rollout with its rewards, and the end.
+
+Set-up finds every mistake it can before weights load, and reports them all at once. Nothing here is algorithm.
+"""
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+import dist
+import evaluate
+import log
+import model
+import plan
+import rewards
+from batch import Batch, Completion
+from plan import SettingsError
+from rollout import Engine, Request, hash_seed
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+TINY_LR, LR = 1e-3, 1e-6
+
+
+@dataclass
+class Sample:
+    """One completion with all that is known of it."""
+    prompt: data.Prompt
+    completion: Completion
+    text: str
+    score: rewards.Score
+
+
+def lengths_of(spec: str | None) -> int | None:
+    """Rows of a data set, read without a tokenizer; None without a spec."""
+    return len(data.read(spec)[0]) if spec else None
+
+
+class Run:
+    """Everything a loop needs, set up: world, stream, policy (and reference, critic), engine, scorer, log."""
+
+    def __init__(self, args, script: str):
+        self.args, self.script = args, script
+        if args.lr is None:
+            args.lr = TINY_LR if args.model.partition(":")[0] == "tiny" else LR
+        if args.plan:
+            print(plan.make(args, script, args.ranks, lengths_of(args.data), lengths_of(args.eval_data) or 0).text())
+            sys.exit(0)
+        self.world = world = dist.start(args.timeout)
+        self.stop = dist.Stop(args.stop_seconds)
+
+        # Every mistake that can be known before weights load: tried one after the other, told together, by every rank alike.
+        problems: list[str] = []
+
+        def attempt(function, *a, **k):
+            try:
+                return function(*a, **k)
+            except SettingsError as error:
+                problems.append(str(error))
+
+        attempt(rewards.check, list(args.reward))
+        self.folder, resuming = attempt(log.open_folder, args.name, Path(script).stem, args.resume, args.steps) or (None, False)
+        self.source = attempt(self._find_model)
+        tokenizer = self.tokenizer = attempt(self._tokenizer) if self.source else None
+        rows = eval_rows = None
+        if tokenizer:
+            shape = dict(max_prompt_tokens=args.max_prompt_tokens, prompt_template=args.prompt_template, system=args.system)
+            rows = attempt(data.load, args.data, tokenizer, seed=args.seed, **shape)
+            eval_rows = attempt(data.load, args.eval_data, tokenizer, seed=args.seed, **shape) if args.eval_data else None
+        self.eval_rows = eval_rows[0] if eval_rows else []
+        problems += [str(p) for p in plan.problems(args, world.size, len(rows[0]) if rows else None, len(self.eval_rows))]
+        if self.source:
+            self.config = attempt(model.config_of, self.source)
+            room = getattr(self.config, "max_position_embeddings", None)
+            if room and args.max_prompt_tokens + args.max_tokens > room:
+                problems.append(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_tokens {args.max_tokens} is more than the {room} positions of "
+                                f"{args.model}; --max_tokens {room - args.max_prompt_tokens} fits." if args.max_prompt_tokens < room else
+                                f"--max_prompt_tokens {args.max_prompt_tokens} leaves no room in the {room} positions of {args.model}.")
+        everyone = world.gather([problems])
+        said = next((p for p in everyone if p), None)
+        if said:
+            raise SettingsError(plan.together(said))
+        self.plan = plan.Plan(args, script, world.size, len(rows[0]), len(self.eval_rows))
+        self.scorer = rewards.Scorer(list(args.reward), args.reward_workers, args.reward_timeout)   # imports while we load
+        by_group = self.scorer.needs_groups                # waits for own files to load, so that a mistake in one shows here
+
+        # From here on weights load.
+        self.stream = data.Stream(rows[0], args.seed)
+        self.log = log.Log(self.folder, world.rank == 0, args.steps, args.wandb)
+        self.start, self.bad_streak = 0, 0
+        self.log.open(asdict(args) | {"ranks": world.size}, self.plan.text(), self.start)
+        self.log.say(self.plan.text(short=True))
+        for line in (rows[1].text(), eval_rows[1].text() if eval_rows else None):
+            if line:
+                self.log.say(f"  {line}")
+        for line in plan.warnings(args):
+            self.log.say(f"  note: {line}")
+        compute = DTYPES[args.dtype] if args.dtype != "auto" else torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        self.build = lambda kind: model.build(kind, self.source, world, compute=compute, checkpointing=args.checkpointing,
+                                              offload=args.cpu_offload, shard_size=args.shard_size, head_chunk=args.head_chunk)
+        self.optimizer = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, rest=args.offload)
+        self.policy = model.Policy(self.build(model.Scorer), world, **self.optimizer)
+        self.reference = model.Policy(self.build(model.Scorer), world, **self.optimizer) if plan.needs_reference(args) else None
+        self.engine = Engine(
+            self.source, world, tp=args.tp, dtype=torch.bfloat16 if compute == torch.bfloat16 else torch.float32,
+            max_len=self.plan.longest, vocab_size=self.config.vocab_size, eos_ids=self._eos_ids(), seed=args.seed,
+            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb or (0 if world.device.type == "cuda" else 1),
+            max_num_seqs=args.max_num_seqs, sleep_level=args.sleep_level, eager=args.eager, log_level=args.engine_log)
+
+    def _find_model(self) -> str:
+        kind, _, task = self.args.model.partition(":")
+        if kind == "tiny":
+            import tiny
+            return tiny.ensure("runs", *([task] if task else []))
+        return model.find(self.args.model)
+
+    def _tokenizer(self):
+        from transformers import AutoTokenizer
+        try:
+            return AutoTokenizer.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--model {self.args.model} has no tokenizer that transformers can load ({str(error).splitlines()[0]})") from None
+
+    def _eos_ids(self) -> list[int]:
+        """All ids that end a completion: the generation config's list and the tokenizer's own."""
+        path = Path(self.source) / "generation_config.json"
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        ids = ids if isinstance(ids, list) else [ids]
+        return sorted({i for i in [*ids, self.tokenizer.eos_token_id] if i is not None})
+
+    def learning_rate(self, step: int, peak: float, warmup_steps: int) -> float:
+        """--lr at this step, by --warmup_steps and --lr_schedule."""
+        return model.learning_rate(step, self.args.steps, peak, warmup_steps, self.args.lr_schedule)
+
+    # ---- one rollout ------------------------------------------------------------------------------------------------
+
+    def steps(self):
+        """The steps to do, with what belongs between them: evaluation, checkpoints, and the end on SIGTERM."""
+        for step in range(self.start, self.args.steps):
+            if self.args.eval_every and step % self.args.eval_every == 0 or self.args.eval_data and step == 0:
+                self.evaluate(step)
+            yield step
+
+    def sync(self) -> None:
+        """The engine takes the policy's weights; what --offload names leaves the GPU to it first."""
+        with self.log.time("sync"):
+            self.policy.rest()
+            self.engine.load(self.policy.weights(self.engine.dtype))
+
+    def sample(self, prompts: list[data.Prompt], step: int, group: int, *, temperature: float, salt: str = "train") -> list[Sample]:
+        """`group` completions of each prompt, with rewards: the same list, in request order, on every rank."""
+        a, world = self.args, self.world
+        asked = [(p, Request(p.row.prompt_ids, hash_seed(a.seed, salt, p.position, g))) for p in prompts for g in range(group)]
+        world.meet("rollout", step, len(asked))
+        with self.log.time("rollout"):
+            mine = self.engine.generate(self.engine.mine([request for _, request in asked]), temperature=temperature,
+                                        max_tokens=a.max_tokens, stop=a.stop)
+            part = dist.share(len(mine), a.tp, world.rank % a.tp)               # the ranks of one engine made the same: count it once
+            completions = world.gather(mine[part])
+        world.meet("reward", step, len(asked))
+        with self.log.time("reward"):
+            texts = self.tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+            items = [rewards.Item(p.row.prompt, text, p.row.answer, p.row.columns, len(c.ids), c.truncated, c.ids.tolist())
+                     for (p, _), text, c in zip(asked, texts, completions)]
+            size = group if self.scorer.needs_groups else 1                     # rewards that compare need the whole group together
+            units = [items[i:i + size] for i in range(0, len(items), size)]
+            scores = world.gather(self.scorer.score([item for unit in world.mine(units) for item in unit], size))
+            trace = next((t for t in world.gather([self.scorer.first_traceback]) if t), None)
+            rewards.raise_if_all_failed(scores, trace)
+            if trace and not getattr(self, "warned", False):
+                self.warned = True
+                self.log.say(f"a completion could not be scored (it is left out, and counted); this is said once:\n{trace}")
+        return [Sample(p, c, t, s) for (p, _), c, t, s in zip(asked, completions, texts, scores)]
+
+    def rollout_metrics(self, samples: list[Sample]) -> dict[str, float]:
+        """What is said of all completions of a step, those included that are not trained on."""
+        scored = np.array([s.score.total for s in samples if s.score.total is not None])
+        lengths = np.array([len(s.completion.ids) for s in samples])
+        metrics = {"reward/mean": scored.mean(), "reward/std": scored.std()} if len(scored) else {}
+        for name in samples[0].score.parts:
+            values = [s.score.parts[name] for s in samples if s.score.parts[name] is not None]
+            if values:
+                metrics[f"reward/{name}"] = np.mean(values)
+        metrics |= {"rollout/length_mean": lengths.mean(), "rollout/truncated_frac": np.mean([s.completion.truncated for s in samples]),
+                    "rollout/unscored": len(samples) - len(scored), "rollout/tokens": int(lengths.sum()),
+                    "rollout/tokens_per_s": lengths.sum() / max(1e-9, self.log.times.get("time/rollout", 0.0))}
+        return {k: v if isinstance(v, int) else float(v) for k, v in metrics.items()}
+
+    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        """(N, T) log-probs of the starting model, at the sampling temperature."""
+        return batch.score(self.world, self.args.score_tokens, "reference", step, lambda m: self.reference.logprobs(m, self.args.temperature)[0])
+
+    def check_norm(self, norm: float) -> bool:
+        """Whether an update was applied; a gradient that is not finite is counted, and --max_bad_steps of them in a row end the run."""
+        if np.isfinite(norm):
+            self.bad_streak = 0
+            return True
+        self.bad_streak += 1
+        self.log.say(f"the gradient is not finite ({norm}): this update is not applied, {self.bad_streak} in a row")
+        if self.bad_streak >= self.args.max_bad_steps:
+            raise RuntimeError(f"{self.bad_streak} updates in a row had a gradient that is not finite (--max_bad_steps {self.args.max_bad_steps}); "
+                               f"the last applied weights are finite, a smaller --lr or --max_grad_norm may help")
+        return False
+
+    def end_step(self, step: int, samples: list[Sample], metrics: dict[str, float]) -> None:
+        """Logs one step, with some completions now and then."""
+        if self.world.device.type == "cuda":
+            metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        self.log.step(step, metrics)
+        if step % self.args.samples_every == 0 or step == self.args.steps - 1:
+            self.log.samples(f"step_{step:05d}", [(s.prompt.row.prompt, s.text, s.score.total, s.prompt.row.answer) for s in samples], show=3)
+
+    # ---- evaluation and the end -------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """pass@1 and pass@k on --eval_data with the current policy, through the same engine and rewards."""
+        with self.log.time("eval"):
+            self.sync()
+            metrics, samples = evaluate.evaluate(self, step)
+            self.engine.sleep()
+            self.policy.wake()
+        self.log.samples(f"eval_{step:05d}", [(s.prompt.row.prompt, s.text, s.score.total, s.prompt.row.answer) for s in samples])
+        self.log.times.clear()
+        self.log.hold(metrics, step)
+        return metrics
+
+    def end(self) -> None:
+        """The last evaluation, the exported model, the curve, a summary, the grade; then everything is shut down in order."""
+        a, rows = self.args, self.log.rows
+        if self.eval_rows:
+            self.evaluate(a.steps)
+            self.log.step(a.steps, {})
+        if a.export:
+            self.policy.export(self.source, str(self.folder / "model"))
+        grade = 0
+        if self.log.writing:
+            curve = self.log.curve()
+            means = [r["reward/mean"] for r in rows if r.get("reward/mean") is not None]
+            seconds = sum(r.get("time/step", 0.0) for r in rows)
+            tokens = sum(r.get("rollout/tokens", 0) for r in rows)
+            before, after = np.mean(means[:3]), np.mean(means[-10:])
+            self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of {len(means)} steps), "
+                         f"{tokens:,} tokens in {seconds:.0f} s = {tokens / seconds:,.0f} tokens/s, all phases")
+            self.log.say(f"everything is in {self.folder}/: metrics.jsonl, samples/, {'model/, ' * a.export}{curve.name if curve else ''}")
+            if a.target_reward is not None and not (before <= 0.4 and after >= a.target_reward):
+                self.log.say(f"missed --target_reward: the first 3 steps must be at most 0.4 and the last 10 at least {a.target_reward}")
+                grade = 1
+        self.log.finish(a.steps)
+        self.scorer.close()
+        grade = self.world.agree(bool(grade))
+        self.engine.close()
+        sys.exit(int(grade))
