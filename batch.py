@@ -5,6 +5,7 @@ Three cuts, from large to small; only the first changes the maths:
     minibatch → ranks      data parallel  } `dist.balance`: by padded tokens, as many micro-batches on every rank
     rank → micro-batches   what fits      }
 """
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +79,7 @@ class Micro:
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
-        self.rows, self.device, self.totals = rows, device, [batch.totals[r] for r in rows]
+        self.batch, self.rows, self.device, self.totals = batch, rows, device, [batch.totals[r] for r in rows]
         prompts = [batch.prompt_lengths[r] for r in rows] or [1]
         lengths = [batch.lengths[r] for r in rows] or [1]
         wide, long = max(p + c for p, c in zip(prompts, lengths)), max(lengths)
@@ -112,45 +113,41 @@ class Meter:
     """Means of per-token metrics over the global minibatch, with the loss's own weights: the same on any number of ranks."""
 
     def __init__(self, world: World):
-        self.world, self.sums, self.counts = world, {}, {}
-        self.updates = self.applied = 0
-        self.norm = self.gap_sum = self.gap_max = self.gap_tokens = 0.0
-        self.real = self.padded = 0
+        self.world, self.sums = world, {}
+        self.steps = self.not_finite = self.skipped = 0        # optimizer steps applied, refused, and without any token
+        self.norm = self.gap_max = 0.0
 
-    def add(self, micro: Micro, metrics: dict[str, torch.Tensor], mask: torch.Tensor, weights: torch.Tensor) -> None:
-        """metrics (b, t) each; padding is selected out. Every rank adds the same names, the dummy's values weigh nothing."""
-        for name, value in ({"": torch.ones_like(weights)} | metrics).items():
-            part = (weights * torch.where(mask, value.detach().double(), 0)).sum()
-            self.sums[name] = self.sums.get(name, 0.0) + part
-        self.real += sum(micro.totals)
-        self.padded += micro.ids.numel()
+    def add(self, micro: Micro, mask: torch.Tensor, weights: torch.Tensor, metrics: dict[str, torch.Tensor], old_logprobs: torch.Tensor | None = None) -> None:
+        """metrics (b, t) each; padding is selected out. Every rank adds the same names; the dummy's values weigh nothing."""
+        add = lambda name, value: self.sums.__setitem__(name, self.sums.get(name, 0.0) + value)
+        add("weight", weights.sum())
+        add("real", sum(micro.totals))
+        add("padded", micro.ids.numel())
+        for name, value in metrics.items():
+            add(f"mean {name}", (weights * torch.where(mask, value.detach().double(), 0)).sum())
+        if old_logprobs is not None:                           # |trainer's - engine's|: how far the engine is from being the policy
+            gap = torch.where(mask, (old_logprobs.detach().double() - micro.take(micro.batch.engine_logprobs).double()).abs(), 0)
+            add("gap", gap.sum())
+            add("tokens", mask.sum())
+            self.gap_max = max(self.gap_max, float(gap.max()))
 
-    def gap(self, old_logprobs: torch.Tensor, micro: Micro, batch: "Batch", mask: torch.Tensor) -> None:
-        """|trainer's - engine's| log-prob of the sampled tokens: how far the engine is from being the policy."""
-        gap = torch.where(mask, (old_logprobs.detach().double() - micro.take(batch.engine_logprobs).double()).abs(), 0)
-        self.gap_sum, self.gap_tokens = self.gap_sum + gap.sum(), self.gap_tokens + mask.sum()
-        self.gap_max = max(self.gap_max, float(gap.max()))
+    def step(self, norm: float) -> None:
+        """One optimizer step with this gradient norm; one that is not finite was not applied."""
+        if math.isfinite(norm):
+            self.steps, self.norm = self.steps + 1, self.norm + norm
+        else:
+            self.not_finite += 1
 
-    def count(self, name: str) -> None:
-        """Counts something that all ranks see alike."""
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def update(self, norm: float, applied: bool) -> None:
-        """One optimizer step: its gradient norm, and whether it was applied (it is not where the norm is not finite)."""
-        self.updates += 1
-        self.applied += applied
-        self.norm += norm if applied else 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """All of it, over all ranks; means over the optimizer steps. A collective."""
-        names = list(self.sums)
-        values = [self.sums[n] for n in names] + [self.gap_sum, self.gap_tokens, self.real, self.padded]
-        total = self.world.sum(torch.tensor([float(v) for v in values], dtype=torch.float64)).tolist()
-        worst = float(self.world.max(torch.tensor(self.gap_max, dtype=torch.float64)))
-        means = dict(zip(names, total))
-        weight = means.pop("", 0.0) or 1.0
-        gap_sum, gap_tokens, real, padded = total[len(names):]
-        return {n: v / weight for n, v in means.items()} | {
-            "grad/norm": self.norm / max(1, self.applied), "grad/not_finite": self.updates - self.applied, "update/steps": self.applied,
-            "rollout/logprob_gap_mean": gap_sum / max(1.0, gap_tokens), "rollout/logprob_gap_max": worst,
-            "batch/pad_frac": 1 - real / max(1.0, padded)} | self.counts
+    def metrics(self, names: dict[str, str], prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
+        """All of it over all ranks, means over the optimizer steps. Names not in `names` get the prefix. A collective."""
+        keys = list(self.sums)
+        total = dict(zip(keys, self.world.sum(torch.tensor([float(self.sums[k]) for k in keys], dtype=torch.float64)).tolist()))
+        weight = total.get("weight") or 1.0
+        means = {k.removeprefix("mean "): v / weight for k, v in total.items() if k.startswith("mean ")}
+        out = {names.get(k, prefix + k): v for k, v in means.items()}
+        out |= {norm: self.norm / max(1, self.steps), f"{norm}_not_finite": self.not_finite, "update/steps": self.steps, "update/skipped": self.skipped,
+                "batch/pad_frac": 1 - total.get("real", 0.0) / (total.get("padded") or 1.0)}
+        if "gap" in total:
+            out |= {"rollout/logprob_gap_mean": total["gap"] / (total["tokens"] or 1.0),
+                    "rollout/logprob_gap_max": float(self.world.max(torch.tensor(self.gap_max, dtype=torch.float64)))}
+        return out

@@ -8,11 +8,12 @@ One step: the engine samples G completions for each of P prompts; each is reward
 better it did than the other completions of its prompt; the policy takes one gradient step (or several) towards more of
 what was better. There is no critic: the group is the baseline (ppo.py is the same loop with one).
 
-Read `train` from the top. The formulas it calls, one short function each, are in losses.py; who does what is in the
-README. Shapes: P prompts, G completions each, N = P·G completions in request order, T tokens of the longest; a
+Read `train`, then `learn`. The formulas they call, one short function each, are in losses.py; the README says who does what.
+Shapes: P prompts, G completions each, N = P·G completions in request order, T tokens of the longest; a
 micro-batch is (b, t). Everything (N, …) is the same on every rank.
 """
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,6 +23,9 @@ import tyro
 
 import losses
 from batch import Batch, Meter
+from dist import World
+from model import Policy
+from plan import needs_old_logprobs
 from run import Run, Sample
 
 
@@ -204,102 +208,107 @@ LOSSES = {"clip": losses.clip_loss, "gspo": losses.gspo_loss, "cispo": losses.ci
 
 
 def train(args: Args) -> None:
-    """The whole algorithm, top to bottom. Everything it needs is set up in `Run`; every line below is the same on all ranks."""
+    """The loop. `Run` sets up what it needs; every line below is the same on all ranks."""
     run = Run(args, "grpo.py")
-    world, policy, engine = run.world, run.policy, run.engine
-    policy_loss = LOSSES[args.loss]
-
     for step in run.steps():
         with run.log.time("step"):
-            lr = run.learning_rate(step, args.lr, args.warmup_steps)
-
-            # 1. Rollout: the engine takes the current weights, then samples G completions of each of P prompts.
-            # 2. Reward: each is scored. With --dynamic_sampling, groups without a difference teach nothing: take more prompts.
+            # 1. Rollout: the engine takes the current weights, then samples G completions of each of P prompts; each is rewarded.
+            #    With --dynamic_sampling, groups without a difference are left out, and more prompts are taken in their place.
             run.sync()
             everything = samples = run.sample(run.stream.take(args.batch), step, args.group, temperature=args.temperature)
             dropped = Counter()
             if args.dynamic_sampling:
                 everything, samples, dropped = refill(run, samples, step)
-            engine.sleep()
-            policy.wake()
-            batch = Batch([s.prompt.row.prompt_ids for s in samples], [s.completion for s in samples])
-            raw = torch.tensor([s.score.total if s.score.total is not None else 0.0 for s in samples], dtype=torch.float64)   # (N,)
-            scored = torch.tensor([s.score.total is not None for s in samples], dtype=torch.bool)                            # (N,)
+            run.engine_rests()
 
-            # Which completions bear loss, and why the others do not: each is counted once.
-            paired = scored.view(-1, args.group).sum(1).ge(1 if args.advantage == "reinforce++" else 2).repeat_interleave(args.group)
-            cut = batch.truncated & args.overlong_filter
-            dropped += Counter(unscored=int((~scored).sum()), no_baseline=int((scored & ~paired).sum()), truncated=int((scored & paired & cut).sum()))
-            mask = batch.present & (scored & paired & ~cut).view(-1, 1)                                                      # (N, T)
-
-            # 3. Log-probs from before the update, where something needs them; else the update's own serve, and the ratio is 1.
-            old_logprobs = ref_logprobs = None
-            with run.log.time("score"):
-                if run.plan.scores:
-                    old_logprobs = batch.score(world, args.score_tokens, "old log-probs", step, lambda m: policy.logprobs(m, args.temperature)[0])
-                if run.reference:
-                    ref_logprobs = run.reference_logprobs(batch, step)
-
-            # 4. Reward of the whole completion, then advantage over its group:  A_i = R_i - mean(R)   (/ std(R) for GRPO)
-            shaped = raw
-            if args.overlong_buffer:
-                shaped = shaped + losses.overlong_penalty(torch.tensor(batch.lengths), args.max_tokens, args.overlong_buffer)
-            whiten = args.advantage.startswith("reinforce++")
-            if args.advantage == "reinforce++":            # A_t = R - beta * sum of k1 from t on, then whitened over all tokens
-                token_rewards = losses.token_rewards(shaped, old_logprobs, ref_logprobs, mask, kl_coef=args.kl_reward_coef)
-                advantages = losses.rewards_to_go(token_rewards, mask)                                                       # (N, T)
-            else:
-                if args.kl_reward_coef:                    # R_i - beta * sum_t k1_t
-                    shaped = shaped - args.kl_reward_coef * losses.kl_estimate(old_logprobs, ref_logprobs, batch.present, kind="k1").sum(1)
-                per_completion = losses.group_advantages(shaped, args.group, kind=args.advantage, eps=args.advantage_eps, scored=scored)
-                advantages = per_completion.view(-1, 1).expand(batch.present.shape)                                          # (N, T)
-            if whiten:
-                advantages = losses.whiten(advantages, mask)
-            correction, engine_metrics = None, {}
-            if args.engine_correction != "none":
-                correction, engine_metrics = losses.engine_correction(old_logprobs, batch.engine_logprobs, mask, kind=args.engine_correction,
-                                                                      low=args.correction_low, high=args.correction_high)    # (N, T)
-
-            # 5. Update. Membership of a minibatch and its weights (1 / global denominator) are fixed before anything is split, so
-            #        L = sum_it weight_it * [ -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it) + beta * KL_it - c * H_it ]
-            #    is the same sum on any number of ranks and micro-batches.
-            meter = Meter(world)
-            for epoch in range(args.epochs):
-                for rows in batch.minibatches(args.minibatches):
-                    if not mask[rows].any():               # nothing to learn from: momentum alone must not move the weights
-                        meter.count("update/skipped")
-                        continue
-                    weights = torch.zeros(mask.shape, dtype=torch.float64)                                                   # (N, T)
-                    weights[rows] = losses.token_weights(mask[rows], args.aggregation, max_tokens=args.max_tokens)
-                    with run.log.time("update"):
-                        for micro in batch.micros(world, rows, args.update_tokens, "update", step):
-                            logprobs, entropy = policy.logprobs(micro, args.temperature, entropy="grad" if args.entropy_coef else "value")
-                            m, w = micro.take(mask), micro.take(weights)                                                     # (b, t)
-                            old = logprobs.detach() if old_logprobs is None else micro.take(old_logprobs)
-                            token_loss, metrics = policy_loss(logprobs, old, micro.take(advantages), m, clip_low=args.clip_low,
-                                                              clip_high=args.clip_high, dual_clip=args.dual_clip)
-                            if correction is not None:
-                                token_loss = token_loss * micro.take(correction)
-                            metrics = {"loss/policy": token_loss, "policy/entropy": entropy} | {f"policy/{k}": v for k, v in metrics.items()}
-                            if args.kl_loss_coef:
-                                kl = losses.kl_estimate(logprobs, micro.take(ref_logprobs), m, kind=args.kl_estimator)
-                                token_loss = token_loss + args.kl_loss_coef * kl
-                                metrics["loss/kl"] = kl
-                            if args.entropy_coef:
-                                token_loss = token_loss - args.entropy_coef * entropy
-                            policy.backward((w * torch.where(m, token_loss, 0)).sum())
-                            meter.add(micro, metrics, m, w)
-                            meter.gap(old, micro, batch, m)
-                        norm = policy.step(lr)
-                    meter.update(norm, applied=run.check_norm(norm))
-
-            metrics = run.rollout_metrics(everything) | meter.metrics() | {"lr": lr}
-            metrics |= {f"policy/{k}": float(losses.masked_mean(v, mask)) for k, v in engine_metrics.items()}
-            metrics |= {"batch/prompts": len(samples) // args.group, "batch/completions": len(everything), "batch/tokens": sum(batch.totals),
-                        "batch/trained": int(mask.any(1).sum()), "batch/dropped": sum(dropped.values()), "data/position": run.stream.position}
-            metrics |= {f"batch/dropped_{why}": n for why, n in dropped.items()}
+            # 2. Advantages, and the update.
+            lr = run.learning_rate(step, args.lr, args.warmup_steps)
+            metrics = run.rollout_metrics(everything) | learn(args, run.world, run.policy, run.reference, samples, step, lr, dropped, run.log.time)
+            metrics |= {"batch/completions": len(everything), "data/position": run.stream.position}
         run.end_step(step, everything, metrics)
     run.end()
+
+
+def learn(args: Args, world: World, policy: Policy, reference: Policy | None, samples: list[Sample], step: int, lr: float,
+          dropped: Counter | None = None, time=nullcontext) -> dict[str, float]:
+    """One step of learning from N samples in request order: advantages, then --epochs × --minibatches optimizer steps → metrics.
+
+    The samples are the same list on every rank; so are the result and the weights, whatever the number of ranks and the budgets.
+    """
+    batch = Batch([s.prompt.row.prompt_ids for s in samples], [s.completion for s in samples])
+    raw = torch.tensor([s.score.total if s.score.total is not None else 0.0 for s in samples], dtype=torch.float64)          # (N,)
+    scored = torch.tensor([s.score.total is not None for s in samples], dtype=torch.bool)                                    # (N,)
+
+    # Which completions bear loss; the others are counted once, with the reason. A lone scored one has no baseline.
+    least = 1 if args.advantage == "reinforce++" else 2
+    paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)                                     # (N,)
+    cut = batch.truncated & args.overlong_filter
+    dropped = Counter(unscored=int((~scored).sum()), no_baseline=int((scored & ~paired).sum()),
+                      overlong=int((scored & paired & cut).sum())) + (dropped or Counter())
+    mask = batch.present & (scored & paired & ~cut).view(-1, 1)                                                              # (N, T)
+
+    # Log-probs from before the update, where something needs them; else the update's own serve, and the ratio is exactly 1.
+    old_logprobs = ref_logprobs = None
+    with time("score"):
+        if needs_old_logprobs(args):
+            old_logprobs = batch.score(world, args.score_tokens, "old log-probs", step, lambda m: policy.logprobs(m, args.temperature)[0])
+        if reference is not None:
+            ref_logprobs = batch.score(world, args.score_tokens, "reference", step, lambda m: reference.logprobs(m, args.temperature)[0])
+
+    # Advantage: A_i = R_i - mean(R of its group), for GRPO divided by their std, for RLOO without R_i in the mean.
+    rewards = raw
+    if args.overlong_buffer:
+        rewards = rewards + losses.overlong_penalty(torch.tensor(batch.lengths), args.max_tokens, args.overlong_buffer)
+    if args.advantage == "reinforce++":                    # A_t = sum over i >= t of (R at the last token - beta * k1_i), no group
+        token_rewards = losses.token_rewards(rewards, old_logprobs, ref_logprobs, mask, kl_coef=args.kl_reward_coef)
+        advantages = losses.rewards_to_go(token_rewards, mask)                                                               # (N, T)
+    else:
+        if args.kl_reward_coef:                            # R_i - beta * sum_t k1_t
+            rewards = rewards - args.kl_reward_coef * losses.kl_estimate(old_logprobs, ref_logprobs, batch.present, kind="k1").sum(1)
+        per_completion = losses.group_advantages(rewards, args.group, kind=args.advantage, eps=args.advantage_eps, scored=scored)
+        advantages = per_completion.view(-1, 1).expand(mask.shape)                                                           # (N, T)
+    if args.advantage.startswith("reinforce++"):
+        advantages = losses.whiten(advantages, mask)
+    correction = None                                      # pi_trainer / pi_engine, bounded, a constant of the loss
+    if args.engine_correction != "none":
+        correction, engine_metrics = losses.engine_correction(
+            old_logprobs, batch.engine_logprobs, mask, kind=args.engine_correction, low=args.correction_low, high=args.correction_high)
+
+    # Update. Membership of a minibatch and its weights (1 / global denominator) are fixed before anything is split, so that
+    #     L = sum_it weight_it * (-min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it) + beta * KL_it - c * H_it)
+    # is the same sum on any number of ranks and micro-batches.
+    meter = Meter(world)
+    for rows in batch.minibatches(args.minibatches) * args.epochs:
+        if not mask[rows].any():                           # nothing to learn from: momentum alone must not move the weights
+            meter.skipped += 1
+            continue
+        weights = torch.zeros(mask.shape, dtype=torch.float64)                                                               # (N, T)
+        weights[rows] = losses.token_weights(mask[rows], args.aggregation, max_tokens=args.max_tokens)
+        with time("update"):
+            for micro in batch.micros(world, rows, args.update_tokens, "update", step):
+                m, w = micro.take(mask), micro.take(weights)                                                                 # (b, t)
+                logprobs, entropy = policy.logprobs(micro, args.temperature, entropy="grad" if args.entropy_coef else "value")
+                old = logprobs.detach() if old_logprobs is None else micro.take(old_logprobs)
+                token_loss, metrics = LOSSES[args.loss](logprobs, old, micro.take(advantages), m, clip_low=args.clip_low,
+                                                        clip_high=args.clip_high, dual_clip=args.dual_clip)                  # (b, t)
+                if correction is not None:
+                    token_loss = token_loss * micro.take(correction)
+                metrics |= {"loss": token_loss, "entropy": entropy}
+                if args.kl_loss_coef:
+                    metrics["kl"] = losses.kl_estimate(logprobs, micro.take(ref_logprobs), m, kind=args.kl_estimator)
+                    token_loss = token_loss + args.kl_loss_coef * metrics["kl"]
+                if args.entropy_coef:
+                    token_loss = token_loss - args.entropy_coef * entropy
+                policy.backward((w * torch.where(m, token_loss, 0)).sum())
+                meter.add(micro, m, w, metrics, old)
+            meter.step(policy.step(lr))
+
+    metrics = meter.metrics(names={"loss": "loss/policy", "kl": "loss/kl", "entropy": "policy/entropy"})
+    if correction is not None:
+        metrics |= {f"policy/{name}": float(losses.masked_mean(value, mask)) for name, value in engine_metrics.items()}
+    return metrics | {"lr": lr, "batch/prompts": len(samples) // args.group, "batch/tokens": sum(batch.totals),
+                      "batch/trained": int(mask.any(1).sum()), "batch/dropped": sum(dropped.values()),
+                      **{f"batch/dropped_{reason}": n for reason, n in dropped.items()}}
 
 
 def refill(run: Run, samples: list[Sample], step: int) -> tuple[list[Sample], list[Sample], Counter]:
@@ -308,7 +317,8 @@ def refill(run: Run, samples: list[Sample], step: int) -> tuple[list[Sample], li
     Keeps groups whose scored rewards differ, and takes more prompts until there are --batch of them or --refills are used up.
     A pure function of the global list, so every rank stops alike; accepted groups beyond --batch are counted and discarded.
     """
-    args, everything, kept = run.args, [], []
+    args = run.args
+    everything, kept = [], []
     for refill in range(args.refills + 1):
         everything += samples
         raw = torch.tensor([s.score.total if s.score.total is not None else 0.0 for s in samples], dtype=torch.float64)

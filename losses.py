@@ -69,7 +69,7 @@ def group_advantages(rewards, group, *, kind, eps=1e-6, scored=None):
         reinforce++             R: no baseline here, whitened over tokens later    https://arxiv.org/abs/2501.03262
         reinforce++-baseline    R - mean, whitened over tokens later               the same
 
-    Only rloo is unbiased: R - mean holds R_i in its own baseline, which gives (G - 1) / G of the gradient, and dividing
+    Of these baselines only rloo's is unbiased: R - mean holds R_i itself, which gives (G - 1) / G of the gradient, and dividing
     by std reweights prompts by difficulty. ddof 1 as in verl, TRL and OpenRLHF; eps 1e-6 is verl's (TRL's is 1e-4).
 
     Completions not scored (N,) bool are in no mean or std, and have advantage 0. Except for "reinforce++", so has a

@@ -87,12 +87,6 @@ class Plan:
         return sorted({min(self.args.batch, self.n_rows), self.n_rows % self.args.batch or min(self.args.batch, self.n_rows)}, reverse=True)
 
     @property
-    def scores(self) -> bool:
-        """Whether old log-probs need a pass of their own; with one update per rollout they are the update's, unless something uses them before."""
-        a = self.args
-        return a.algorithm == "ppo" or a.minibatches * a.epochs > 1 or a.engine_correction != "none" or bool(a.kl_reward_coef)
-
-    @property
     def optimizer_steps(self) -> int:
         """Per rollout."""
         return self.args.minibatches * self.args.epochs
@@ -105,7 +99,7 @@ class Plan:
             yield Phase("update", rows_of_minibatch, a.update_tokens, self.longest, self.ranks)
             if hasattr(a, "critic_update_tokens"):
                 yield Phase("critic update", rows_of_minibatch, a.critic_update_tokens, self.longest, self.ranks)
-        if self.scores or needs_reference(a):
+        if needs_old_logprobs(a) or needs_reference(a):
             yield Phase("score", rows, a.score_tokens, self.longest, self.ranks)
         if hasattr(a, "critic_score_tokens"):
             yield Phase("critic score", rows, a.critic_score_tokens, self.longest, self.ranks)
@@ -136,7 +130,7 @@ class Plan:
         lines.append(f"  rollout    {engines:,} engine{'s' * (engines > 1)} of {a.tp} rank{'s' * (a.tp > 1)}: {spread(n, engines)} requests each; no padding")
         lines.append(f"  reward     {spread(n, self.ranks)} completions a rank, {a.reward_workers} worker processes each")
         lines += [f"  {phase.name:<10} {phase.text()}" for phase in self.phases(self.batches[0])]
-        if not (self.scores or needs_reference(a)):
+        if not (needs_old_logprobs(a) or needs_reference(a)):
             lines.append("  score      not needed: with one update per rollout the ratio is 1, and no reference model is used")
         for prompts in self.batches[1:]:
             lines.append(f"  last batch {prompts:,} prompts = {prompts * a.group:,} completions, {spread(prompts * a.group, engines)} an engine")
@@ -146,6 +140,11 @@ class Plan:
             m = self.n_eval * a.eval_samples
             lines.append(f"  evaluation {self.n_eval:,} rows x {a.eval_samples} = {m:,} requests, {spread(m, engines)} an engine; no padding")
         return "\n".join(lines) + (f"\n{self.memory}" if self.memory else "")
+
+
+def needs_old_logprobs(args) -> bool:
+    """Whether old log-probs need a pass of their own: with one update per rollout they are the update's, unless something uses them before."""
+    return args.algorithm == "ppo" or args.minibatches * args.epochs > 1 or args.engine_correction != "none" or bool(args.kl_reward_coef)
 
 
 def needs_reference(args) -> bool:

@@ -60,7 +60,7 @@ class Item:
 
 @dataclass
 class Score:
-    """`total` = sum of weight * part; None when any part is None, i.e. unscorable. `error` says why, None if a reward chose None."""
+    """`total` = sum of weight * part; None (unscorable) when any part is None. `error` says why; None where a reward chose None."""
     total: float | None
     parts: dict[str, float | None]
     error: str | None
@@ -73,7 +73,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in `text`: '$1,234.50' is 1234.5, '10-5' ends in 5, 'x = -5' in -5. Decimal, as 0.1 + 0.2 has no place here."""
+    """The last number in `text`: '$1,234.50' is 1234.5, '10-5' ends in 5, 'x = -5' in -5. Exact, so a Decimal."""
     found = NUMBER.findall(text.replace("$", ""))
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -246,7 +246,7 @@ def short(completion, answer=None, tokens=0, **row):
 
 
 def reasoning_gym_score(completion, answer, reasoning_gym_task, reasoning_gym_entry, **row):
-    """The score (0 to 1) that the library's own scorer of this task gives the last <answer>...</answer>, or the whole completion."""
+    """The score (0 to 1) of the library's own scorer for the last <answer>...</answer>, or the whole completion."""
     scorer, text = reasoning_gym_scorer(reasoning_gym_task), last_answer(completion)
     try:
         return float(scorer(completion.strip() if text is None else text, reasoning_gym_entry))
@@ -343,7 +343,8 @@ def load(part: Part) -> tuple[str, object, set[str] | None]:
 
 def shut_eval(library: str) -> None:
     """Import the library and take Python's eval out of its scorers' reach: several of reasoning_gym's hand it the model's answer,
-    plainly or through sympy's parse_expr. Plain evals become literal_eval; parse_expr refuses all but arithmetic and elementary functions.
+    plainly or through sympy's parse_expr. Plain evals become literal_eval; parse_expr then takes arithmetic and elementary
+    functions only.
     """
     from sympy.parsing import sympy_parser
     called = {"Integer", "Float", "Rational", "Symbol", "factorial", "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "cot",
@@ -506,6 +507,14 @@ class Worker:
         except ValueError:   # a reward wrote into our pipe
             return [], True
 
+    def obituary(self) -> str:
+        try:
+            how = f"ended with code {self.process.wait(1)}"   # its pipe closes a moment before its end
+        except subprocess.TimeoutExpired:
+            how = "closed its pipe"
+        printed = self.printed.decode(errors="replace").strip()
+        return f"the worker {how}" + (f"; it printed: {printed}" if printed else "")
+
     def kill(self) -> None:
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -580,7 +589,7 @@ class Scorer:
                     self.fruitless = 0
                     for i, values, error in zip(units[worker.pending.popleft()], message["parts"], message["errors"]):
                         parts = {part.name: value for part, value in zip(self.parts, values)}
-                        total = None if None in values else sum(part.weight * value for part, value in zip(self.parts, values))
+                        total = None if None in values else sum(p.weight * value for p, value in zip(self.parts, values))
                         scores[i] = Score(total, parts, error)
                         self.failures["exception"] += error is not None
                     self.first_traceback = self.first_traceback or message["trace"]
@@ -632,8 +641,7 @@ class Scorer:
             if worker not in self.workers:
                 continue
             if gone:
-                printed = worker.printed.decode(errors="replace").strip()
-                yield worker, ("death", f"the worker ended with code {worker.process.poll()}" + (f"; it printed: {printed}" if printed else ""))
+                yield worker, ("death", worker.obituary())
             elif (worker.pending or worker.kinds is None) and time.monotonic() - worker.since > limit:
                 yield worker, ("timeout", f"no answer within {limit:g} seconds")
 
@@ -654,8 +662,8 @@ class Scorer:
         if not isinstance(message, dict):
             return False
         parts, errors = message.get("parts"), message.get("errors")
-        return (bool(worker.pending) and message.get("unit") == worker.pending[0] and isinstance(parts, list) and isinstance(errors, list)
-                and len(parts) == len(errors) == size and {"trace", "spent"} <= set(message)
+        return (bool(worker.pending) and message.get("unit") == worker.pending[0]
+                and isinstance(parts, list) and isinstance(errors, list) and len(parts) == len(errors) == size and {"trace", "spent"} <= set(message)
                 and all(isinstance(values, list) and len(values) == len(self.parts) for values in parts)
                 and all(v is None or isinstance(v, float) and math.isfinite(v) for values in parts for v in values))
 

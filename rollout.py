@@ -5,7 +5,9 @@ one engine together and must generate the same requests. One request per complet
 sampled then does not depend on which rank, or beside which others, a request runs.
 """
 import hashlib
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,6 +45,9 @@ class Engine:
         gpu = world.device.type == "cuda"
         if not gpu:                                    # the ranks of one machine share its cores; vLLM would pin them all to the first
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed.reduce_op` is deprecated")
+        for name in ("vllm.triton_utils.importing", "torch._library.triton"):          # both say at every start that a CPU has no Triton
+            logging.getLogger(name).setLevel(logging.ERROR)
         from vllm import LLM
         self.world, self.dtype, self.tp = world, dtype, tp
         self.vocab_size, self.eos_ids = vocab_size, eos_ids

@@ -190,21 +190,20 @@ class Run:
                     "rollout/tokens_per_s": lengths.sum() / max(1e-9, self.log.times.get("time/rollout", 0.0))}
         return {k: v if isinstance(v, int) else float(v) for k, v in metrics.items()}
 
-    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """(N, T) log-probs of the starting model, at the sampling temperature."""
-        return batch.score(self.world, self.args.score_tokens, "reference", step, lambda m: self.reference.logprobs(m, self.args.temperature)[0])
+    def engine_rests(self) -> None:
+        """The GPU goes back to the trainer."""
+        self.engine.sleep()
+        self.policy.wake()
 
-    def check_norm(self, norm: float) -> bool:
-        """Whether an update was applied; a gradient that is not finite is counted, and --max_bad_steps of them in a row end the run."""
-        if np.isfinite(norm):
-            self.bad_streak = 0
-            return True
-        self.bad_streak += 1
-        self.log.say(f"the gradient is not finite ({norm}): this update is not applied, {self.bad_streak} in a row")
+    def check_finite(self, metrics: dict[str, float]) -> None:
+        """A gradient that is not finite was not applied, on any rank; --max_bad_steps steps in a row with one end the run."""
+        bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
+        self.bad_streak = self.bad_streak + 1 if bad else 0
+        if bad:
+            self.log.say(f"{bad} updates of this step had a gradient that is not finite and were not applied; {self.bad_streak} such steps in a row")
         if self.bad_streak >= self.args.max_bad_steps:
-            raise RuntimeError(f"{self.bad_streak} updates in a row had a gradient that is not finite (--max_bad_steps {self.args.max_bad_steps}); "
-                               f"the last applied weights are finite, a smaller --lr or --max_grad_norm may help")
-        return False
+            raise RuntimeError(f"{self.bad_streak} steps in a row had a gradient that is not finite (--max_bad_steps {self.args.max_bad_steps}); "
+                               f"the weights are still those of the last good update; a smaller --lr or --max_grad_norm may help")
 
     def end_step(self, step: int, samples: list[Sample], metrics: dict[str, float]) -> None:
         """Logs one step, with some completions now and then."""
@@ -212,6 +211,7 @@ class Run:
             metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
         self.log.step(step, metrics)
+        self.check_finite(metrics)
         if step % self.args.samples_every == 0 or step == self.args.steps - 1:
             self.log.samples(f"step_{step:05d}", [(s.prompt.row.prompt, s.text, s.score.total, s.prompt.row.answer) for s in samples], show=3)
 
@@ -222,8 +222,7 @@ class Run:
         with self.log.time("eval"):
             self.sync()
             metrics, samples = evaluate.evaluate(self, step)
-            self.engine.sleep()
-            self.policy.wake()
+            self.engine_rests()
         self.log.samples(f"eval_{step:05d}", [(s.prompt.row.prompt, s.text, s.score.total, s.prompt.row.answer) for s in samples])
         self.log.times.clear()
         self.log.hold(metrics, step)

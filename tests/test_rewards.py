@@ -92,10 +92,10 @@ def test_math500_answers_verify_against_themselves_and_not_against_others():
     rows = jsonl(DATA / "math500/test.jsonl")
     boxed, failures, _ = score(["math"], [item(rf"So it is \boxed{{{r['answer']}}}.", r["answer"]) for r in rows], timeout=30)
     assert {r["unique_id"] for r, s in zip(rows, boxed) if s.total != 1} == MATH500_FAILURES and not failures.total()
-    others = [rows[i - 1] for i in range(len(rows))]
-    wrong, _, _ = score(["math"], [item(rf"So it is \boxed{{{o['answer']}}}.", r["answer"]) for r, o in zip(rows, others)], timeout=30)
-    equal = [(r["answer"], o["answer"]) for r, o, s in zip(rows, others, wrong) if s.total]
-    assert equal == [("x=5", "5"), ("7", "7"), ("3", "3")]   # math-verify takes an assignment for its value
+    pairs = [(rows[i], rows[i - 1]) for i in range(200)]
+    wrong, _, _ = score(["math"], [item(rf"So it is \boxed{{{other['answer']}}}.", row["answer"]) for row, other in pairs], timeout=30)
+    equal = [(row["answer"], other["answer"]) for (row, other), s in zip(pairs, wrong) if s.total]
+    assert equal == [("x=5", "5"), ("7", "7")]   # math-verify takes an assignment for its value
 
 
 PLAIN = r"""
@@ -356,10 +356,11 @@ def test_hostile_rewards_cost_their_completion_and_nothing_else(own):
     file = own(HOSTILE)
     texts = [text for bad in [*LOST, *HARMLESS] for text in (bad, "fine", "fine")]
     start = time.time()
-    scores, failures, trace = score([f"{file}:reward"], [item(text) for text in texts], timeout=1.0, memory_gb=1.0)
+    scores, failures, trace = score([f"{file}:reward"], [item(text) for text in texts], timeout=2.0, memory_gb=0.4)
     assert time.time() - start < 40
     assert [(t, s.total) for t, s in zip(texts, scores)] == [(t, None if t in LOST else 1.0) for t in texts]
-    assert failures == Counter(LOST.values()) or failures == Counter((LOST | {"bigint": "exception"}).values())   # time or memory
+    assert failures.total() == len(LOST) and failures["death"] == 5
+    assert 3 <= failures["timeout"] <= 5   # "bigint" and "allocate" end by time or by memory, whichever comes first
     assert all(s.error for t, s in zip(texts, scores) if t in LOST) and trace
     json.dumps([s.error for s in scores], ensure_ascii=False).encode()   # any file can hold it
 
