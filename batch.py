@@ -138,15 +138,17 @@ class Meter:
         else:
             self.not_finite += 1
 
-    def metrics(self, names: dict[str, str], prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
+    def metrics(self, names: dict[str, str], prefix: str = "policy/", norm: str = "grad/norm",
+                layout: bool = True) -> dict[str, float]:
         """All of it over all ranks, means over the optimizer steps. Names not in `names` get the prefix. A collective."""
         keys = list(self.sums)
         total = dict(zip(keys, self.world.sum(torch.tensor([float(self.sums[k]) for k in keys], dtype=torch.float64)).tolist()))
         weight = total.get("weight") or 1.0
         means = {k.removeprefix("mean "): v / weight for k, v in total.items() if k.startswith("mean ")}
         out = {names.get(k, prefix + k): v for k, v in means.items()}
-        out |= {norm: self.norm / max(1, self.steps), f"{norm}_not_finite": self.not_finite, "update/steps": self.steps, "update/skipped": self.skipped,
-                "batch/pad_frac": 1 - total.get("real", 0.0) / (total.get("padded") or 1.0)}
+        out |= {norm: self.norm / max(1, self.steps), f"{norm}_not_finite": self.not_finite}
+        if layout:
+            out |= {"update/steps": self.steps, "update/skipped": self.skipped, "batch/pad_frac": 1 - total.get("real", 0.0) / (total.get("padded") or 1.0)}
         if "gap" in total:
             out |= {"rollout/logprob_gap_mean": total["gap"] / (total["tokens"] or 1.0),
                     "rollout/logprob_gap_max": float(self.world.max(torch.tensor(self.gap_max, dtype=torch.float64)))}

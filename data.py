@@ -9,8 +9,8 @@ What `--data` may say (`read`):
     rows.jsonl  rows.json  rows.parquet    a file: one JSON object a line, a JSON list of objects, or a table
     some/folder[@split]                    files or a saved data set that the `datasets` library can load
     name[:config][@split]                  a Hugging Face data set, from the local cache or the hub; the split is `train` unless said
-    reasoning_gym:TASK                     `size` puzzles from a generator of the reasoning-gym library
-    tiny[:TASK]                            `size` rows of the procedural task in tiny.py
+    reasoning_gym:TASK[@split]             `size` puzzles from a generator of the reasoning-gym library; each split has its own seeds
+    tiny[:TASK][@split]                    `size` rows of the procedural task in tiny.py; its splits, train and test, share no question
 
 Which rows are understood, by the columns they have (`prompt_of`, `answer_of`; the first line that fits counts, a null is no column):
 
@@ -35,6 +35,7 @@ import pickle
 import re
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -148,11 +149,17 @@ def read(spec: str, seed: int = 0, size: int | None = None) -> tuple[list[dict],
     """
     if size is not None and size < 1:
         raise SettingsError(f"size {size} asks for no rows of {spec}; a size is at least 1.")
-    path, (kind, _, task) = Path(spec).expanduser(), spec.partition(":")
+    path, (kind, task, split) = Path(spec).expanduser(), parts(spec)
     if kind == "tiny":
         import tiny
-        return tiny.rows(size or GENERATED_ROWS, seed, *([task] if task else [])), spec.replace(":", "/")
+        if task and task not in tiny.TASKS or split not in ("", "train", "test"):
+            raise SettingsError(f"no such rows: {spec}; tiny[:TASK][@split] knows the tasks {', '.join(tiny.TASKS)} "
+                                f"and the splits train and test.")
+        wanted = {"task": task} if task else {}
+        return tiny.rows(size or GENERATED_ROWS, seed, split=split or "train", **wanted), f"tiny/{task}" if task else "tiny"
     if kind == "reasoning_gym":
+        # Puzzle i is made from the generator's seed + i, so neighbouring seeds would share nearly all their puzzles: spread them.
+        seed = zlib.crc32(f"{split or 'train'} {seed}".encode()) // 2
         return read_reasoning_gym(task, size or GENERATED_ROWS, seed), f"reasoning_gym/{task}"
     if path.suffix in FILES and not path.is_dir():
         rows, name = read_file(path), path.with_suffix("")
@@ -161,6 +168,13 @@ def read(spec: str, seed: int = 0, size: int | None = None) -> tuple[list[dict],
     if not rows:
         raise SettingsError(f"{spec} is empty: it has no rows; at least one is needed.")
     return rows[:size], "/".join(part for part in name.parts[-2:] if part not in ("/", ".."))       # gsm8k/train, openai/gsm8k
+
+
+def parts(spec: str) -> tuple[str, str, str]:
+    """name[:config][@split] → (name, config, split), "" where one is not there. A split may hold colons: train[:100]."""
+    head, _, split = spec.partition("@")
+    name, _, config = head.partition(":")
+    return name, config, split
 
 
 def read_file(path: Path) -> list[dict]:
@@ -201,7 +215,7 @@ def read_datasets(spec: str, size: int | None) -> tuple[list[dict], Path]:
 
     SettingsError: not here and not to be had (offline, unknown, private), an unknown config or split, several splits and none named.
     """
-    name, config, split = re.fullmatch(r"([^:@]*)(?::([^@]*))?(?:@(.*))?", spec, re.DOTALL).groups()
+    name, config, split = parts(spec)
     folder = Path(name).expanduser()
     if not name or not folder.is_dir() and (spec.startswith((".", "/", "~")) or name.count("/") > 1 or folder.is_file()):
         what = "no such folder" if not folder.is_file() else f"only {', '.join(FILES)} files can be read"

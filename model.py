@@ -173,13 +173,13 @@ class Valuer(nn.Module):
 
     def __init__(self, lm: nn.Module, head_chunk: int):
         super().__init__()
-        lm.lm_head = None
         self.lm = lm
+        del lm.lm_head
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=next(lm.parameters()).dtype)
 
     def forward(self, ids, source):
         hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[source]  # (n, H)
-        values = self.head(hidden).squeeze(-1)
+        values = self.head(hidden).sum(-1)             # not squeeze: FSDP's hooks want an output that is no view
         return values.to(torch.promote_types(values.dtype, torch.float32))                             # (n,)
 
 

