@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from typing import ClassVar
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # before torch is imported: NUMA and socket notes are not for everyone
 
@@ -123,7 +124,8 @@ class World:
     local_size: int
     device: torch.device
     control: td.ProcessGroup       # gloo, on the host: for objects, flags and checks; never for weights
-    timeout: float                 # seconds a rank may be late at `meet`
+    timeout: float                 # seconds a rank may be late
+    joined: ClassVar["World | None"] = None                                # what `start` made, for `run`'s last words
 
     def mine(self, items: list) -> list:
         """My contiguous share of a list that is the same on every rank."""
@@ -179,6 +181,13 @@ class World:
                 tell = "rank {} is at the start of {!r}, step {}, with {} micro-batches".format
                 raise RuntimeError(f"ranks disagree: {tell(0, *said[0])}, but {tell(other, *theirs)}")
 
+    def late(self, seconds: float = 10.0) -> list[int]:
+        """After a collective has timed out: the ranks that do not say within `seconds` that they have waited too."""
+        store = td.distributed_c10d._get_default_store()
+        store.set(f"waited/{self.rank}", "yes")
+        time.sleep(seconds)
+        return [rank for rank in range(self.size) if not store.check([f"waited/{rank}"])]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
@@ -207,31 +216,69 @@ def start(timeout: float = 600.0) -> World:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     td.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
     control = td.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-    return World(rank, size, local_rank, local_size, device, control, timeout)
+    World.joined = World(rank, size, local_rank, local_size, device, control, timeout)
+    return World.joined
 
 
 # ---- ending ---------------------------------------------------------------------------------------------------------
 
 class Stop:
-    """SIGTERM as a flag: the loop looks at it where it can save. A second one, or no such place in time, ends at once."""
+    """What signals mean to a rank. SIGTERM: save at the end of the step, and leave. Again, or not in time, and Ctrl-C: leave now.
 
-    def __init__(self, seconds: float):
-        self.seconds, self.requested = seconds, False
-        signal.signal(signal.SIGTERM, self._on_term)
+    A thread acts on them, because a main thread that waits in a collective or computes in C would not. What reaches both
+    torchrun and its ranks (a scheduler's kill of the whole group) comes twice within a moment, and is one signal.
+    """
+    requested = False              # of the process, like signals themselves: `run` looks at it too
+    AGAIN = 2.0                    # seconds after which a second SIGTERM is a second one
 
-    def _on_term(self, *_) -> None:
-        if self.requested:
-            os._exit(128 + signal.SIGTERM)
-        self.requested = True
-        timer = threading.Timer(self.seconds, self._abandon)
-        timer.daemon = True
-        timer.start()
+    def __init__(self, world: World, seconds: float):
+        self.world, self.seconds, self.leaving = world, seconds, False
+        first = world.rank - world.local_rank
+        self.peers = [pid for pid in world.gather([os.getpid()])[first:first + world.local_size] if pid != os.getpid()]
+        numbers, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.detach())          # the kernel's signal becomes a byte here, whatever the main thread does
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
-    def _abandon(self) -> None:
-        sys.stderr.write(f"SIGTERM: no step ended within --stop_seconds {self.seconds:g}; the step is abandoned, "
-                         f"the last checkpoint stands.\n")
-        sys.stderr.flush()
-        os._exit(128 + signal.SIGTERM)
+    def agreed(self) -> bool:
+        """Whether any rank was told to stop. From then on all save and leave, and only a second signal interrupts that."""
+        self.leaving = self.world.agree(Stop.requested)
+        return self.leaving
+
+    def _watch(self, numbers: socket.socket) -> None:
+        came = 0.0
+        while True:
+            numbers.settimeout(0.2 if Stop.requested else None)
+            try:
+                heard = numbers.recv(64)
+            except TimeoutError:
+                heard = b""
+            waited = time.monotonic() - came
+            if signal.SIGINT in heard:
+                self._leave(130, "interrupted")
+            elif signal.SIGTERM in heard and not Stop.requested:
+                Stop.requested, came = True, time.monotonic()
+            elif signal.SIGTERM in heard and waited > self.AGAIN:
+                self._leave(143, "a second SIGTERM: ended at once; the last checkpoint stands")
+            elif Stop.requested and not self.leaving and not all(map(alive, self.peers)):
+                self._leave(1, "stops because another rank ended")         # SIGTERM is how torchrun tells
+            elif Stop.requested and not self.leaving and waited > self.seconds:
+                self._leave(143, f"SIGTERM: no step ended within --stop_seconds {self.seconds:g}; the step is abandoned, the last checkpoint stands")
+
+    def _leave(self, status: int, text: str) -> None:
+        os.write(2, f"[rank {self.world.rank}] {text}\n".encode())
+        os._exit(status)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this machine is there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def run(main, *args) -> None:
@@ -265,8 +312,11 @@ def run(main, *args) -> None:
         if _peer_left(error):                          # not the cause: let torchrun end us while the cause is on the screen
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             print(f"[rank {rank}] stops because another rank ended", file=sys.stderr, flush=True)
-            time.sleep(15)
+            time.sleep(0 if Stop.requested else 15)
         else:
+            if "Timed out waiting" in str(error) and World.joined:         # gloo's words; it does not say for whom
+                late = World.joined.late()
+                error.add_note(f"waited {World.joined.timeout:g} s (--timeout) for rank {', '.join(map(str, late)) or '(all came since)'}")
             print(f"[rank {rank}] failed:\n{traceback.format_exc()}", file=sys.stderr)
             report.record_exception(error)
     sys.stdout.flush()

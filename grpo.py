@@ -176,7 +176,7 @@ class Args:
     resume: bool = True
     """--no-resume: refuse if runs/NAME exists."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only on SIGTERM."""
+    """Steps between checkpoints (one more at the end); 0: only on SIGTERM."""
     keep: int = 2
     """Newest checkpoints kept."""
     seed: int = 0
@@ -188,7 +188,7 @@ class Args:
     target_reward: float | None = None
     """Grade the run: exit status 1 unless the mean reward of the first 3 steps is at most 0.4 and of the last 10 at least this."""
     export: bool = True
-    """Write the trained model to runs/NAME/model at the end."""
+    """Write the trained model to runs/NAME/model at the end, and the best by evaluation (mean pass@1) to runs/NAME/best."""
     timeout: float = 600.0
     """Seconds that one rank waits for another before the run ends with a message that names it."""
     stop_seconds: float = 25.0

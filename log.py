@@ -3,7 +3,7 @@
 Only rank 0 writes; the other ranks hold the same object and its methods do nothing there. Nothing here knows what the
 numbers mean, beyond which few of them fit on a line.
 
-    runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
+    runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/  best/
 """
 import fcntl
 import json
@@ -24,21 +24,20 @@ LINE = (("reward/mean", "reward {:.3f}"), ("loss/policy", "loss {:+.4f}"), ("los
         ("rollout/tokens_per_s", "{:,.0f} tok/s"), ("time/step", "{:.2f} s"))
 
 
-def open_folder(name: str | None, script: str, resume: bool, steps: int) -> tuple[Path, bool]:
-    """runs/NAME for a new run, or an unfinished one to go on with: (folder, whether to resume).
+def open_folder(name: str | None, script: str, resume: bool, steps: int) -> Path:
+    """runs/NAME for a new run, or an unfinished one to go on with.
 
     A finished run is only opened again when `steps` now asks for more. SettingsError: finished, or exists with --no-resume.
     """
     folder = Path("runs") / (name or time.strftime(f"{script}-%Y%m%d-%H%M%S"))
-    metrics = folder / "metrics.jsonl"
     if not (folder / "args.json").exists():
-        return folder, False
+        return folder
     done = finished_steps(folder)
     if not resume:
         raise SettingsError(f"--name {name}: {folder} exists and --no-resume was given; choose another --name or leave --no-resume out.")
     if done is not None and steps <= done:
         raise SettingsError(f"--name {name}: {folder} is finished, with {done} steps; choose another --name, or give --steps more than {done}.")
-    return folder, metrics.exists()
+    return folder
 
 
 def finished_steps(folder: Path) -> int | None:
@@ -71,8 +70,8 @@ class Log:
         self.held: dict[str, float] = {}
         self.file = self.bar = self.wandb = None
 
-    def open(self, args: dict, plan_text: str, start: int) -> None:
-        """Begins to write, at step `start`: whatever was logged at or after it, by a run that was killed, is dropped."""
+    def take(self) -> None:
+        """Makes the run's folder and keeps other runs out of it, until this process ends. SettingsError where that cannot be."""
         if not self.writing:
             return
         try:
@@ -85,6 +84,11 @@ class Log:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)          # released by the kernel, however the run ends
         except BlockingIOError:
             raise SettingsError(f"another run is writing {self.folder}; choose another --name, or wait for it to end.") from None
+
+    def open(self, args: dict, plan_text: str, start: int) -> None:
+        """Begins to write, at step `start`: whatever was logged at or after it, by a run that was killed, is dropped."""
+        if not self.writing:
+            return
         path = self.folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] < start]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
@@ -152,14 +156,14 @@ class Log:
                 self.wandb = None
 
     def samples(self, name: str, items: list[tuple[str, str, float | None, object]], show: int = 0) -> None:
-        """Writes samples/NAME.txt: (prompt, completion, reward, answer) each; prints the first `show` of them in short."""
+        """Writes samples/NAME.txt: (prompt, completion, reward, answer) each; prints `show` of them, spread over the list, in short."""
         if not self.writing:
             return
         rule = "-" * 80
         text = "\n".join(f"{rule}\nreward: {reward}    answer: {answer}\n--- prompt\n{prompt}\n--- completion\n{completion}"
                          for prompt, completion, reward, answer in items)
         write_whole(self.folder / "samples" / f"{name}.txt", text + "\n")
-        for prompt, completion, reward, _ in items[:show]:
+        for prompt, completion, reward, _ in items[::max(1, len(items) // max(1, show))][:show]:
             score = "unscored" if reward is None else f"{reward:g}"
             self.say(f"    [{score}] {short(prompt)} -> {short(completion)}")
 
@@ -187,6 +191,11 @@ class Log:
         figure.savefig(self.folder / "curve.png", dpi=110)
         plt.close(figure)
         return self.folder / "curve.png"
+
+    def sync(self) -> None:
+        """Waits until every line is on disk: before a checkpoint that will not have them made again."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def finish(self, steps: int) -> None:
         """Marks the run as come to its end."""

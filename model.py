@@ -58,6 +58,11 @@ def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute: tor
             layer.forward = _checkpointed(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=where)
     fully_shard(root, mesh=mesh, mp_policy=mixed, offload_policy=where)
+    # FSDP's mean over ranks would need a loss scaled by their number, which rounds otherwise on 3 ranks than on 1 (norm layers
+    # compute in float32 whatever the weights are): off by 1e-6 where 1e-16 is possible. So gradients are summed, never scaled.
+    for module in (*layers, root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _checkpointed(forward):
@@ -196,7 +201,7 @@ class Trained:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this rank's part of the gradient. `loss` is a sum over my tokens, already divided by the global count."""
-        (loss * self.world.size).backward()            # FSDP averages over ranks; we want the sum
+        loss.backward()                                # summed over ranks: see `shard`
 
     def step(self, lr: float) -> float:
         """One AdamW step at `lr` on the clipped gradient → its norm before clipping, the same on every rank.
@@ -250,8 +255,8 @@ class Policy(Trained):
             value = value.to(self.world.device, dtype or value.dtype)
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
-    def export(self, source: str, folder: str, shard_bytes: int = 4 * 2**30) -> None:
-        """Writes a Hugging Face folder (in the source's dtype, with its tokenizer) that transformers and vLLM load."""
+    def export(self, source: str, folder: str, shard_bytes: int = 4 * 2**30, notes: dict[str, str] = {}) -> None:
+        """Writes a Hugging Face folder (in the source's dtype, with its tokenizer) that transformers and vLLM load; `notes`: more files."""
         from safetensors.torch import save_file
         config = config_of(source)
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -285,6 +290,8 @@ class Policy(Trained):
             else:
                 (partial / "model.safetensors.index.json").write_text(
                     json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1))
+            for name, text in notes.items():
+                (partial / name).write_text(text)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(partial, target)
         self.world.barrier()

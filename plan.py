@@ -5,7 +5,7 @@ A run makes the same plan first, prints its short form and keeps it as plan.txt.
 with the numbers, the rule, and the nearest values that work (tried on this very check before they are named).
 """
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 
 class SettingsError(Exception):
@@ -19,9 +19,20 @@ class Problem:
     tries: tuple[tuple[str, Iterable], ...] = ()
     fixes: tuple[tuple[str, object], ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """What it is about, without the numbers: its first word, which is a flag."""
+        return self.text.split()[0].rstrip(":")
+
     def __str__(self) -> str:
-        tell = " or ".join(f"{'' if flag == 'ranks' else '--'}{flag} {value}" if value is not False else f"--no-{flag}" for flag, value in self.fixes)
-        return self.text + (f" Would work: {tell}." if tell else "")
+        return self.text + (f" Would work: {' or '.join(said(*fix) for fix in self.fixes)}." if self.fixes else "")
+
+
+def said(flag: str, value: object) -> str:
+    """A setting as it is typed."""
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"{'' if flag == 'ranks' else '--'}{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 @dataclass
@@ -106,8 +117,13 @@ class Plan:
 
     @property
     def sizes(self) -> Iterable[int]:
-        """Every number of prompts an update may have: those of `batches`, and with dynamic sampling any smaller one."""
-        return range(1, max(self.batches) + 1) if getattr(self.args, "dynamic_sampling", False) else self.batches
+        """Every number of prompts an update may have: those of `batches`, and with dynamic sampling any smaller one.
+
+        Of those, padding repeats or is over beyond 2 x ranks rows in a minibatch, so no more of them are looked at.
+        """
+        if not getattr(self.args, "dynamic_sampling", False):
+            return self.batches
+        return range(1, min(max(self.batches), 2 * self.ranks * self.args.minibatches) + 1)
 
     @property
     def padding(self) -> int:
@@ -154,9 +170,9 @@ def needs_reference(args) -> bool:
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
-POSITIVE = ("batch", "group", "minibatches", "epochs", "update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens",
-            "max_prompt_tokens", "max_tokens", "steps", "lr", "critic_lr", "temperature", "tp", "eval_samples", "reward_workers", "reward_timeout",
-            "timeout", "stop_seconds", "max_num_seqs", "keep", "samples_every", "max_bad_steps")
+SIZES = ("batch", "group", "minibatches", "epochs", "max_prompt_tokens", "max_tokens", "eval_samples", "tp")
+POSITIVE = SIZES + ("steps", "lr", "critic_lr", "temperature", "reward_workers", "reward_timeout", "timeout", "stop_seconds", "max_num_seqs", "keep",
+                    "samples_every", "max_bad_steps")
 NOT_NEGATIVE = ("warmup_steps", "critic_warmup_steps", "weight_decay", "max_grad_norm", "kl_reward_coef", "kl_loss_coef", "entropy_coef", "eval_every",
                 "save_every", "eval_temperature", "head_chunk", "shard_size", "kv_cache_gb", "refills", "overlong_buffer", "clip_low",
                 "clip_high", "advantage_eps", "correction_low", "correction_high", "value_clip", "seed")
@@ -165,18 +181,69 @@ NOT_NEGATIVE = ("warmup_steps", "critic_warmup_steps", "weight_decay", "max_grad
 def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, suggest: bool = True) -> list[Problem]:
     """Everything about sizes and combinations that cannot run or would not mean what it says.
 
-    A change is suggested only if this same check, run on it, finds fewer problems and no new one.
+    A change is suggested only if this same check, run on it, no longer finds that problem, and no new one.
     """
+    found = flag_problems(args, ranks)
+    if not {p.kind for p in found} & {"ranks", "--shard_size", *(f"--{name}" for name in SIZES)}:     # arithmetic needs sizes that are numbers
+        found += size_problems(args, ranks, n_rows, n_eval)
+    if suggest:
+        kinds = {p.kind for p in found}
+        for problem in found:
+            for flag, values in problem.tries:
+                for value in values:
+                    changed, w = (args, value) if flag == "ranks" else (replace(args, **{flag: value}), ranks)
+                    if {p.kind for p in problems(changed, w, n_rows, n_eval, suggest=False)} <= kinds - {problem.kind}:
+                        problem.fixes += ((flag, value),)
+                        break
+    return found
+
+
+def flag_problems(args, ranks: int) -> list[Problem]:
+    """Flags that are wrong whatever the sizes come to."""
     found = []
-    for names, least, rule in ((POSITIVE, 0, "more than 0"), (NOT_NEGATIVE, -1e-300, "0 or more")):
+    default = {f.name: f.default for f in fields(args)}
+    for names, least, rule in ((POSITIVE, 1, "more than 0"), (NOT_NEGATIVE, 0, "0 or more")):
         for name in names:
             value = getattr(args, name, None)
-            if value is not None and not least < value < float("inf"):
-                found.append(Problem(f"--{name} is {value}; it must be a number, {rule}."))
+            if value is not None and not ((value > 0 if least else value >= 0) and value < float("inf")):
+                nearest = range(least, 1025) if isinstance(value, int) or not least else ()
+                found.append(Problem(f"--{name} is {value}; it must be a number, {rule}.", ((name, [*nearest, default[name]]),)))
     if ranks < 1:
-        found.append(Problem(f"ranks is {ranks}; there must be at least one."))
-    if found:
-        return found                                   # the rest divides by these
+        found.append(Problem(f"ranks is {ranks}; there must be at least one.", (("ranks", range(1, 1025)),)))
+    if not 0 < args.gpu_memory_utilization <= 1:
+        found.append(Problem(f"--gpu_memory_utilization is {args.gpu_memory_utilization}; it must be more than 0 and at most 1.",
+                             (("gpu_memory_utilization", [default["gpu_memory_utilization"]]),)))
+    if "" in args.stop:
+        found.append(Problem("--stop has an empty string, which would end every completion before it begins.",
+                             (("stop", [tuple(s for s in args.stop if s)]),)))
+    if not 0 < args.top_p <= 1:
+        found.append(Problem(f"--top_p is {args.top_p}; it must be 1.", (("top_p", [1.0]),)))
+    elif args.top_p < 1:
+        found.append(Problem(f"--top_p is {args.top_p}: the engine would sample from a truncated distribution that the trainer's log-probs do not "
+                             f"describe, so every ratio would be biased; training samples with top_p 1.", (("top_p", [1.0]),)))
+    if len(args.betas) != 2 or not all(0 <= b < 1 for b in args.betas):
+        found.append(Problem(f"--betas is {args.betas}; they must be two numbers in [0, 1).", (("betas", [(0.9, 0.999)]),)))
+    if args.seed >= 2**63:
+        found.append(Problem(f"--seed is {args.seed}; it must be below 2^63.", (("seed", [2**63 - 1]),)))
+    if args.target_reward is not None and args.steps < 13:
+        found.append(Problem(f"--target_reward compares the first 3 with the last 10 steps; --steps is {args.steps}.",
+                             (("steps", [13]), ("target_reward", [None]))))
+    if args.eval_every and not args.eval_data:
+        found.append(Problem(f"--eval_every is {args.eval_every}, but there is no --eval_data.", (("eval_every", [0]),)))
+    if args.eval_samples > 1 and args.eval_temperature == 0:
+        found.append(Problem(f"--eval_samples is {args.eval_samples} at --eval_temperature 0: greedy samples are all the same.",
+                             (("eval_samples", [1]), ("eval_temperature", [1.0]))))
+    if args.dual_clip is not None and not args.dual_clip > 1:
+        found.append(Problem(f"--dual_clip is {args.dual_clip}; it must be more than 1 (the paper's is 3).", (("dual_clip", [3.0]),)))
+    if args.engine_correction == "mask" and args.correction_low > args.correction_high:
+        found.append(Problem(f"--correction_low {args.correction_low} is above --correction_high {args.correction_high}: all would be masked.",
+                             (("correction_low", [args.correction_high]),)))
+    return found + (grpo_problems(args) if args.algorithm == "grpo" else ppo_problems(args))
+
+
+def size_problems(args, ranks: int, n_rows: int | None, n_eval: int) -> list[Problem]:
+    """What the sizes come to together. They are all numbers by now."""
+    found = []
 
     def near(flag: str, reach: int = 1024) -> tuple[tuple[str, Iterable], tuple[str, Iterable]]:
         """The values below and above, nearest first."""
@@ -201,43 +268,13 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, sugge
         last = "the last batch of an epoch" if len(plan.batches) > 1 else "a batch"
         found.append(Problem(f"--minibatches is {args.minibatches}, but {last} has {min(plan.batches)} prompts x group {args.group} = {least} "
                              f"completions, and every minibatch must have at least one.", near("minibatches") + near("group") + near("batch")))
-    if not 0 < args.top_p <= 1:
-        found.append(Problem(f"--top_p is {args.top_p}; it must be 1.", (("top_p", [1.0]),)))
-    elif args.top_p < 1:
-        found.append(Problem(f"--top_p is {args.top_p}: the engine would sample from a truncated distribution that the trainer's log-probs do not "
-                             f"describe, so every ratio would be biased; training samples with top_p 1.", (("top_p", [1.0]),)))
-    if len(args.betas) != 2 or not all(0 <= b < 1 for b in args.betas):
-        found.append(Problem(f"--betas is {args.betas}; they must be two numbers in [0, 1).", (("betas", [(0.9, 0.999)]),)))
-    if args.seed >= 2**63:
-        found.append(Problem(f"--seed is {args.seed}; it must be below 2^63."))
-    if args.target_reward is not None and args.steps < 13:
-        found.append(Problem(f"--target_reward compares the first 3 with the last 10 steps; --steps is {args.steps}.", (("steps", [13]),)))
-    if args.eval_every and not args.eval_data:
-        found.append(Problem(f"--eval_every is {args.eval_every}, but there is no --eval_data.", (("eval_every", [0]),)))
-    if args.eval_samples > 1 and args.eval_temperature == 0:
-        found.append(Problem(f"--eval_samples is {args.eval_samples} at --eval_temperature 0: greedy samples are all the same.",
-                             (("eval_samples", [1]), ("eval_temperature", [1.0]))))
-    if args.dual_clip is not None and not args.dual_clip > 1:
-        found.append(Problem(f"--dual_clip is {args.dual_clip}; it must be more than 1 (the paper's is 3).", (("dual_clip", [3.0]),)))
-    if args.engine_correction == "mask" and args.correction_low > args.correction_high:
-        found.append(Problem(f"--correction_low {args.correction_low} is above --correction_high {args.correction_high}: all would be masked.",
-                             (("correction_low", [0.5, 0.0]),)))
     if args.overlong_buffer > args.max_tokens:
         found.append(Problem(f"--overlong_buffer is {args.overlong_buffer} and --max_tokens is {args.max_tokens}; the buffer is its last part.",
                              (("overlong_buffer", [args.max_tokens]),)))
-    found += grpo_problems(args) if args.algorithm == "grpo" else ppo_problems(args)
-    if args.strict and plan.padding:
-        worst = max((phase for prompts in plan.sizes for phase in plan.phases(prompts)), key=lambda p: p.padding)
+    worst = next((phase for prompts in plan.sizes for phase in plan.phases(prompts) if phase.padding), None) if args.strict else None
+    if worst:
         found.append(Problem(f"--strict: {worst.name} has {worst.rows} completions in a pass, for {ranks} ranks x {worst.micros} micro-batches: "
                              f"{worst.padding} would be padding alone.", near("batch") + near("group", 256) + near("ranks", 256)))
-    if suggest:
-        for problem in found:
-            for flag, values in problem.tries:
-                for value in values:
-                    changed, w = (args, value) if flag == "ranks" else (replace(args, **{flag: value}), ranks)
-                    if len(problems(changed, w, n_rows, n_eval, suggest=False)) < len(found):
-                        problem.fixes += ((flag, value),)
-                        break
     return found
 
 

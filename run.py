@@ -4,6 +4,7 @@ Set-up finds every mistake it can before weights load, and reports them all at o
 """
 import json
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import checkpoint
 import data
 import dist
 import evaluate
@@ -49,12 +51,6 @@ class Run:
         args.lr = args.lr if args.lr is not None else TINY_LR if is_tiny else LR
         if args.algorithm == "ppo":
             args.critic_lr = args.critic_lr if args.critic_lr is not None else TINY_LR if is_tiny else CRITIC_LR
-        if args.plan:
-            print(plan.make(args, script, args.ranks, lengths_of(args.data), lengths_of(args.eval_data) or 0).text())
-            sys.exit(0)
-        self.world = world = dist.start(args.timeout)
-        self.stop = dist.Stop(args.stop_seconds)
-
         # Every mistake that can be known before weights load: tried one after the other, told together, by every rank alike.
         problems: list[str] = []
 
@@ -64,8 +60,24 @@ class Run:
             except SettingsError as error:
                 problems.append(str(error))
 
+        if args.plan:
+            attempt(rewards.check, list(args.reward))
+            n_rows, n_eval = attempt(lengths_of, args.data), attempt(lengths_of, args.eval_data) or 0
+            problems += [str(p) for p in plan.problems(args, args.ranks, n_rows, n_eval)]
+            if problems:
+                raise SettingsError(plan.together(problems))
+            print(plan.Plan(args, script, args.ranks, n_rows, n_eval).text())
+            sys.exit(0)
+        self.world = world = dist.start(args.timeout)
+        self.stop = dist.Stop(world, args.stop_seconds)
+
+        def agree() -> None:
+            said = next((p for p in world.gather([problems]) if p), None)
+            if said:
+                raise SettingsError(plan.together(said))
+
         attempt(rewards.check, list(args.reward))
-        self.folder, resuming = attempt(log.open_folder, args.name, Path(script).stem, args.resume, args.steps) or (None, False)
+        self.folder = world.gather([attempt(log.open_folder, args.name, Path(script).stem, args.resume, args.steps)])[0]
         self.source = attempt(self._find_model)
         tokenizer = self.tokenizer = attempt(self._tokenizer) if self.source else None
         rows = eval_rows = None
@@ -82,23 +94,28 @@ class Run:
                 problems.append(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_tokens {args.max_tokens} is more than the {room} positions of "
                                 f"{args.model}; --max_tokens {room - args.max_prompt_tokens} fits." if args.max_prompt_tokens < room else
                                 f"--max_prompt_tokens {args.max_prompt_tokens} leaves no room in the {room} positions of {args.model}.")
-        everyone = world.gather([problems])
-        said = next((p for p in everyone if p), None)
-        if said:
-            raise SettingsError(plan.together(said))
+        agree()
+        # The run's folder is ours from here on, and tells where to start.
+        self.log = log.Log(self.folder, world.rank == 0, args.steps, args.wandb)
+        attempt(self.log.take)
+        agree()
+        self.settings = asdict(args) | {"algorithm": args.algorithm, "source": Path(self.source).name, "rows": len(rows[0]), "ranks": world.size} | log.versions()
+        told = attempt(self._resume)
+        agree()
         self.plan = plan.Plan(args, script, world.size, len(rows[0]), len(self.eval_rows))
         self.scorer = rewards.Scorer(list(args.reward), args.reward_workers, args.reward_timeout)   # imports while we load
         by_group = self.scorer.needs_groups                # waits for own files to load, so that a mistake in one shows here
 
         # From here on weights load.
         self.stream = data.Stream(rows[0], args.seed)
-        self.log = log.Log(self.folder, world.rank == 0, args.steps, args.wandb)
-        self.start, self.bad_streak = 0, 0
+        self.bad_streak, self.best = 0, None               # the best evaluation so far: {"step", "score"}
         self.log.open(asdict(args) | {"ranks": world.size}, self.plan.text(), self.start)
         self.log.say(self.plan.text(short=True))
         for line in (rows[1].text(), eval_rows[1].text() if eval_rows else None):
             if line:
                 self.log.say(f"  {line}")
+        for line in told:
+            self.log.say(f"  {line}")
         for line in plan.warnings(args):
             self.log.say(f"  note: {line}")
         compute = DTYPES[args.dtype] if args.dtype != "auto" else torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -108,12 +125,25 @@ class Run:
         self.policy = model.Policy(self.build(model.Scorer), world, **self.optimizer)
         self.reference = model.Policy(self.build(model.Scorer), world, **self.optimizer) if plan.needs_reference(args) else None
         self.critic = model.Critic(self.build(model.Valuer), world, **self.optimizer) if args.algorithm == "ppo" else None
+        self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         self.kl_coef = args.kl_reward_coef
         self.engine = Engine(
             self.source, world, tp=args.tp, dtype=torch.bfloat16 if compute == torch.bfloat16 else torch.float32,
             max_len=self.plan.longest, vocab_size=self.config.vocab_size, eos_ids=self._eos_ids(), seed=args.seed,
             gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb or (0 if world.device.type == "cuda" else 1),
             max_num_seqs=args.max_num_seqs, sleep_level=args.sleep_level, eager=args.eager, log_level=args.engine_log)
+
+    def _resume(self) -> list[str]:
+        """Finds the checkpoint that an unfinished run of this name goes on from, and where that is → lines to tell. A collective."""
+        self.saved, told = checkpoint.find(self.folder / "checkpoints", self.world)
+        self.start = self.saved.state["step"] if self.saved else 0
+        if self.saved:
+            changed = checkpoint.compare(self.saved, self.settings)
+            return [*told, f"resumed from {self.saved.path}" + (f"; changed since: {', '.join(changed)}" if changed else "")]
+        if log.finished_steps(self.folder):
+            raise SettingsError(f"{self.folder} is finished and kept no checkpoint (--save_every was 0), so it cannot go on to --steps {self.args.steps}; "
+                                f"choose another --name.")
+        return [f"{self.folder} was begun before but has no checkpoint: it begins anew"] * (self.folder / "metrics.jsonl").exists()
 
     def _find_model(self) -> str:
         kind, _, task = self.args.model.partition(":")
@@ -144,10 +174,42 @@ class Run:
 
     def steps(self):
         """The steps to do, with what belongs between them: evaluation, checkpoints, and the end on SIGTERM."""
-        for step in range(self.start, self.args.steps):
-            if self.args.eval_every and step % self.args.eval_every == 0 or self.args.eval_data and step == 0:
+        a, trouble = self.args, None
+        self.restore()
+        for step in range(self.start, a.steps):
+            if a.eval_every and step % a.eval_every == 0 or a.eval_data and step == 0:
                 self.evaluate(step)
             yield step
+            told_to_stop, done = self.stop.agreed(), step + 1
+            if told_to_stop or a.save_every and (done % a.save_every == 0 or done == a.steps):
+                trouble = self.save(done)
+            if told_to_stop:
+                self.log.say(f"SIGTERM: ended after {done} of {a.steps} steps; " + ("the last checkpoint stands" if trouble else
+                             f"the same command with --name {self.folder.name} goes on from here"))
+                self.close()
+                sys.exit(143 if trouble else dist.STOPPED)
+
+    def save(self, step: int) -> str | None:
+        """Everything that the steps after `step` depend on, to disk → None, or why it could not be: then the run goes on without."""
+        began = time.perf_counter()
+        self.log.sync()
+        state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef, "bad_streak": self.bad_streak, "best": self.best,
+                 "settings": self.settings}
+        trouble = checkpoint.save(self.folder / "checkpoints", self.world, self.trained, state, self.args.keep)
+        self.log.say(f"the checkpoint after {step} steps could not be written ({trouble}); the last one stands" if trouble else
+                     f"saved {self.folder}/checkpoints/step_{step} in {time.perf_counter() - began:.1f} s")
+        return trouble
+
+    def restore(self) -> None:
+        """Undoes `save`, once everything that has state is there."""
+        if self.saved:
+            state = self.saved.state
+            checkpoint.load(self.saved, self.world, self.trained)
+            self.stream.position, self.bad_streak = state["position"], state["bad_streak"]
+            if getattr(self.args, "kl_target", None) is not None:
+                self.kl_coef = state["kl_coef"]
+            if all(state["settings"].get(k) == v for k, v in asdict(self.args).items() if k.startswith("eval_")):
+                self.best = state["best"]                  # other rows or another way to count: scores do not compare
 
     def sync(self) -> None:
         """The engine takes the policy's weights; what --offload names leaves the GPU to it first."""
@@ -232,6 +294,11 @@ class Run:
         self.log.samples(f"eval_{step:05d}", [(s.prompt.row.prompt, s.text, s.score.total, s.prompt.row.answer) for s in samples])
         self.log.times.clear()
         self.log.hold(metrics, step)
+        score = float(np.mean([v for k, v in metrics.items() if k.endswith("/pass@1")]))
+        if self.best is None or score > self.best["score"]:
+            self.best = {"step": step, "score": score}
+            if self.args.export and step:                  # before the first step the best is --model itself
+                self.policy.export(self.source, str(self.folder / "best"), notes={"best.json": json.dumps(self.best | metrics, indent=1)})
         return metrics
 
     def end(self) -> None:
@@ -256,7 +323,12 @@ class Run:
                 self.log.say(f"missed --target_reward: the first 3 steps must be at most 0.4 and the last 10 at least {a.target_reward}")
                 grade = 1
         self.log.finish(a.steps)
-        self.scorer.close()
         grade = self.world.agree(bool(grade))
-        self.engine.close()
+        self.close()
         sys.exit(int(grade))
+
+    def close(self) -> None:
+        """Shuts everything down, in order."""
+        self.log.close()
+        self.scorer.close()
+        self.engine.close()

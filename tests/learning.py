@@ -1,10 +1,12 @@
 """Fabricated samples, a random model of two layers, and one call of the shipped `grpo.learn` on it: what the layout tests share."""
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 import data
 import grpo
@@ -37,17 +39,24 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one call of learn did: the gradient of every optimizer step, the update and the parameters after it, the metrics."""
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    before: torch.Tensor | None = None
-    after: torch.Tensor | None = None
+    """What one rank saw of a case. Tensors are its own shards; `whole` joins those of all ranks, so that no collective is added."""
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)      # of each optimizer step, of each parameter
+    before: list[torch.Tensor] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)
     metrics: list[dict] = field(default_factory=list)
-    micros: list[tuple] = field(default_factory=list)       # (phase, budget, rows and padded tokens of each micro-batch)
+    micros: list[tuple] = field(default_factory=list)                      # (phase, budget, [(rows, padded tokens) of each micro-batch])
+    seconds: float = 0.0
+
+
+def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
+    """[rank][parameter] → one flat vector of all parameters: FSDP2 shards along the first dimension, in rank order."""
+    return torch.cat([torch.cat(parts).flatten() for parts in zip(*shards)]).double()
 
 
 def make_models(world, folder: str) -> None:
     """A tied and an untied random Qwen2 of 2 layers, hidden 32, in float64: FOLDER/tied and FOLDER/untied."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM, logging
+    logging.disable_progress_bar()
     for tied in (True, False):
         torch.manual_seed(1 + tied)
         lm = Qwen2ForCausalLM(Qwen2Config(
@@ -81,53 +90,58 @@ def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> lis
 def arguments(**options) -> grpo.Args:
     """Args with these, for a model that takes LONGEST tokens; budgets so large that all fits in one micro-batch."""
     return grpo.Args(**{"group": GROUP, "max_prompt_tokens": PROMPT, "max_tokens": COMPLETION, "update_tokens": 1 << 20,
-                        "score_tokens": 1 << 20, "lr": 3e-3} | options)
+                        "score_tokens": 1 << 20, "lr": 1e-3} | options)
 
 
 class Spy(model.Policy):
-    """The shipped policy that keeps the whole gradient of each optimizer step, as every rank sees it."""
+    """The shipped policy that keeps the gradient of each optimizer step."""
 
     def step(self, lr):
-        flat = [(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).flatten() for p in self.module.parameters()]
-        self.gradients.append(torch.cat(flat).double())
+        self.gradients.append([p.grad.to_local().clone() for p in self.module.parameters()])
         return super().step(lr)
 
-    def flat(self) -> torch.Tensor:
-        return torch.cat([p.detach().full_tensor().flatten() for p in self.module.parameters()]).double()
+    def shards(self) -> list[torch.Tensor]:
+        self.module.reshard()                            # after a forward without a backward, the root's parameters are whole
+        return [p.detach().to_local().clone() for p in self.module.parameters()]
+
+
+def reset(module, folder: str, noise: float = 0.0) -> None:
+    """The folder's weights into the sharded module; with noise another model nearby, the same one on any number of ranks."""
+    module.reshard()
+    for name, p in module.named_parameters():
+        full = WEIGHTS.setdefault(folder, load_file(f"{folder}/model.safetensors"))[name.removeprefix("lm.")]
+        generator = torch.Generator().manual_seed(len(name))
+        model.put(p, full * (1 + noise * torch.randn(full.shape, generator=generator, dtype=torch.float64)))
+
+
+WEIGHTS: dict[str, dict[str, torch.Tensor]] = {}
 
 
 def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
     """One `Outcome` a case, in order, in one process group."""
     built, outcomes, real_micros = {}, [], Batch.micros
     for case in cases:
-        key = case.tied, case.dtype, case.shard_size
-        source = f"{folder}/{'tied' if case.tied else 'untied'}"
-        make = lambda: model.build(model.Scorer, source, world, compute=DTYPES[case.dtype], shard_size=case.shard_size % (world.size + 1))
-        if key not in built:
-            built[key] = make(), {}
-            built[key][1].update({n: p.detach().full_tensor().clone() for n, p in built[key][0].named_parameters()})
-        module, initial = built[key]
-        for name, p in module.named_parameters():
-            model.put(p, initial[name])
-        args, outcome = arguments(**case.options), Outcome()
+        source, args, outcome = f"{folder}/{'tied' if case.tied else 'untied'}", arguments(**case.options), Outcome()
         optimizer = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
-        policy = Spy(module, world, **optimizer)
+
+        def module(kind: str, noise: float):
+            key = kind, case.tied, case.dtype, case.shard_size
+            if key not in built:
+                built[key] = model.build(model.Scorer, source, world, compute=DTYPES[case.dtype], shard_size=case.shard_size)
+            reset(built[key], source, noise)
+            return built[key]
+
+        start = time.monotonic()
+        policy = Spy(module("policy", 0.0), world, **optimizer)
         policy.gradients = outcome.gradients
-        reference = None
-        if plan.needs_reference(args):                   # not quite the policy, or every KL would be 0
-            if ("reference", *key) not in built:
-                built["reference", *key] = make()
-            reference = model.Policy(built["reference", *key], world, **optimizer)
-            for name, p in reference.module.named_parameters():
-                generator = torch.Generator().manual_seed(len(name))
-                model.put(p, initial[name] * (1 + 0.05 * torch.randn(initial[name].shape, generator=generator, dtype=torch.float64)))
+        reference = model.Policy(module("reference", 0.05), world, **optimizer) if plan.needs_reference(args) else None
 
         def micros(self, world, rows, budget, phase, step):
             made = real_micros(self, world, rows, budget, phase, step)
             outcome.micros.append((phase, budget, [(tuple(m.rows), m.ids.numel()) for m in made]))
             return made
 
-        outcome.before = policy.flat()
+        outcome.before = policy.shards()
         Batch.micros = micros
         try:
             for step in range(case.steps):
@@ -135,7 +149,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
                 outcome.metrics.append(grpo.learn(args, world, policy, reference, samples, step, args.lr, Counter()))
         finally:
             Batch.micros = real_micros
-        outcome.after = policy.flat()
+        outcome.after, outcome.seconds = policy.shards(), time.monotonic() - start
         outcomes.append(outcome)
     return outcomes
 

@@ -2,6 +2,7 @@
 
 A fork server imports torch and transformers once, so that a rank costs a fork and not ten seconds of imports.
 """
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -40,7 +41,8 @@ def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, 
     try:
         world = dist.start(timeout)
         outcome = ("ok", function(world, *args))
-        world.barrier()
+        with contextlib.suppress(RuntimeError):          # all end together, but for a test of those that do not
+            world.barrier()
     except BaseException:
         outcome = ("error", traceback.format_exc())
     with open(f"{path}.partial", "wb") as file:

@@ -1,0 +1,86 @@
+"""The engine is the policy: with real engines on two ranks, after every weight sync, with tied and with untied embeddings."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+def make(folder: Path, tied: bool) -> None:
+    """A random Qwen2 whose logits are spread enough that a wrong weight shows, with tiny.py's tokenizer."""
+    import tiny
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(0)
+    tokenizer = tiny.make_tokenizer()
+    lm = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.1, bos_token_id=None, eos_token_id=2, dtype="float32"))
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def found(request, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp(request.param)
+    with torch.random.fork_rng():
+        make(folder / "model", request.param == "tied")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "tests/engine_worker.py",
+               str(folder / "model"), str(folder / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out").read_text()) | {"folder": folder, "stderr": done.stderr, "stdout": done.stdout}
+
+
+def test_logprobs_equal_after_every_sync_at_two_temperatures(found):
+    for when in ("sync 0", "sync 1", "sync 2", "sync again"):
+        assert max(found["gap"][when]) < 1e-4, (when, found["gap"])
+
+
+def test_without_the_sync_or_the_cache_reset_they_do_not(found):
+    assert found["gap"]["no sync"][0] > 1e-2
+    assert found["gap"]["no cache reset"][0] > 1e-2     # the prompts are longer than a cache block: stale prefixes are used
+
+
+def test_a_refused_cache_reset_is_an_error(found):
+    assert "prefix cache" in found["refused"]
+
+
+def test_a_seeded_request_samples_the_same_alone_and_among_others(found):
+    assert all(found["same"].values())
+
+
+def test_an_id_outside_the_vocabulary_never_reaches_the_engine(found):
+    assert "vocabulary size" in found["bad id"]
+
+
+def test_it_ends_without_noise(found):
+    assert found["stdout"] == "" and found["stderr"] == ""
+
+
+def test_the_export_gives_the_same_greedy_tokens_in_transformers_and_in_a_plain_vllm(found):
+    """The folder is loaded by both as a user would, and compared with what the training engine said."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = str(found["folder"] / "out.model")
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for prompt, said in zip(found["prompts"], found["greedy"]):
+            ids = list(prompt)
+            for token in said:
+                assert int(lm(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+                ids.append(token)
+    script = ("import json,sys\nfrom vllm import LLM, SamplingParams, TokensPrompt\nfolder, prompts = sys.argv[1], json.loads(sys.argv[2])\n"
+              "llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27, max_model_len=256)\n"
+              "params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[2])\n"
+              "out = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)\n"
+              "print('SAID', json.dumps([list(o.outputs[0].token_ids) for o in out]))\n")
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run([sys.executable, "-c", script, folder, json.dumps(found["prompts"])], env=env, capture_output=True, text=True, timeout=300)
+    said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert said, done.stderr[-2000:]
+    assert json.loads(said[0].removeprefix("SAID")) == found["greedy"]

@@ -1,0 +1,162 @@
+"""Invariants 1 and 2: from the same completions, the same update and the same metrics on any number of ranks, with any token budget.
+
+Every case runs through the shipped `grpo.learn` in real processes, once on each number of ranks, and is compared with one rank;
+one rank is compared with a loop over single sequences that knows nothing of batches. Shape of the cases: see learning.py.
+"""
+import math
+
+import pytest
+import torch
+
+import ranks
+from learning import COMPLETION, GROUP, LAYOUT_METRICS, LONGEST, Case, difference, fabricate, learn_all, make_models, whole
+
+LIMIT = {"float64": 1e-12, "float32": 1e-5}
+BUDGETS = (LONGEST, 77, 4096)               # exactly one longest sequence; a few; everything
+
+
+def case(prompts: int, samples: str = "mixed", tied: bool = True, dtype: str = "float64", steps: int = 1, shard_size: int = 0, **args) -> Case:
+    return Case(prompts, tuple(sorted(args.items())), samples, tied, dtype, steps, shard_size)
+
+
+def cross(dtype: str) -> list[Case]:
+    """batch × budget × aggregation × minibatches, all of it."""
+    return [case(prompts, dtype=dtype, update_tokens=budget, score_tokens=budget + 13, aggregation=aggregation, minibatches=minibatches)
+            for prompts in (1, 7, 8) for budget in BUDGETS for aggregation in ("token", "sequence", "constant") for minibatches in (1, 3)]
+
+
+SOME = [c for i, c in enumerate(cross("float64")) if i % 3 == i // 18] + [c for i, c in enumerate(cross("float32")) if i % 11 == 1] + [
+    case(7, tied=False, update_tokens=77),
+    case(7, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, update_tokens=100, score_tokens=50, aggregation="sequence"),
+    case(7, kl_reward_coef=0.05, advantage="reinforce++", update_tokens=64, score_tokens=96),
+    case(8, engine_correction="truncate", correction_high=1.2, advantage="grpo", update_tokens=64, score_tokens=96),
+    case(3, engine_correction="mask", epochs=2, overlong_filter=True, overlong_buffer=8, loss="gspo", aggregation="sequence", update_tokens=40),
+    case(3, advantage="reinforce++-baseline", loss="cispo", minibatches=2, epochs=2, steps=2, update_tokens=40),
+    case(1, samples="plain", minibatches=3),            # 4 completions in 3 minibatches, on up to 4 ranks
+    case(2, samples="unscored", minibatches=3),         # nothing to learn from
+    case(0, samples="none", minibatches=2),             # --dynamic_sampling that found no group
+]
+
+
+def label(c: Case) -> str:
+    return f"{c.prompts} prompts {c.samples} {c.dtype}{'' if c.tied else ' untied'} " + " ".join(f"{k}={v}" for k, v in c.args)
+
+
+def run_on(sizes, folder: str, cases: list[Case]) -> dict[int, list]:
+    """{W: [the case's outcomes on all W ranks, for each case]}"""
+    return {size: list(zip(*ranks.results(size, learn_all, folder, cases, timeout=300))) for size in sizes}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("models"))
+    ranks.results(1, make_models, folder)
+    return folder
+
+
+def same(cases: list[Case], runs: dict[int, list]) -> None:
+    """Asserts that the outcomes on W ranks are those on one; prints the largest differences."""
+    worst: dict[tuple, float] = {}
+    for number, c in enumerate(cases):
+        one = runs[1][number]
+        before, after = whole([o.before for o in one]), whole([o.after for o in one])
+        learnt = any(m["update/steps"] for m in one[0].metrics)
+        assert learnt == (c.samples not in ("unscored", "none"))
+        assert not learnt or difference(after, before) > 1e-4, "the learning rate does not move the parameters"
+        for size, outcomes in runs.items():
+            many, limit, name = outcomes[number], LIMIT[c.dtype], f"{label(c)}, {size} ranks"
+            assert len(many[0].gradients) == len(one[0].gradients), name
+            for k in range(len(one[0].gradients)):
+                gap = difference(whole([o.gradients[k] for o in many]), whole([o.gradients[k] for o in one]))
+                worst[c.dtype, "gradient", size] = max(worst.get((c.dtype, "gradient", size), 0), gap)
+                assert gap <= limit, f"{name}: gradient {k} differs by {gap:.2g}"
+            start, end = whole([o.before for o in many]), whole([o.after for o in many])
+            gap, update = difference(end, after), difference(end - start, after - before)
+            for what, value in (("parameters", gap), ("update", update)):
+                worst[c.dtype, what, size] = max(worst.get((c.dtype, what, size), 0), value)
+            assert torch.equal(start, before) and gap <= limit, f"{name}: parameters differ by {gap:.2g}"
+            for theirs in many:                          # every rank says the same metrics, and those of one rank
+                same_metrics(theirs.metrics, one[0].metrics, 1e-10 if c.dtype == "float64" else 1e-4, name)
+    for (dtype, what, size), value in sorted(worst.items()):
+        if size > 1:
+            print(f"  {dtype} {what:<10} {size} ranks against 1: relative difference at most {value:.1e}")
+
+
+def same_metrics(theirs: list[dict], ours: list[dict], limit: float, name: str) -> None:
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.keys() == b.keys(), name
+        for key in a.keys() - set(LAYOUT_METRICS):
+            assert math.isclose(a[key], b[key], rel_tol=limit, abs_tol=limit), f"{name}: {key} is {a[key]}, on one rank {b[key]}"
+
+
+def test_same_update_and_metrics_on_1_2_3_4_ranks(models):
+    runs = run_on((1, 2, 3, 4), models, SOME)
+    same(SOME, runs)
+    # What one rank does does not depend on its budgets either: equal cases but for the budget have equal gradients.
+    by_maths: dict[tuple, torch.Tensor] = {}
+    for c, outcomes in zip(SOME, runs[1]):
+        if outcomes[0].gradients:
+            key = c.prompts, c.samples, c.tied, tuple(a for a in c.args if a[0] not in ("update_tokens", "score_tokens")), c.dtype
+            gradient = whole([o.gradients[0] for o in outcomes])
+            assert difference(gradient, by_maths.setdefault(key, gradient)) <= LIMIT[c.dtype], label(c)
+    # The cases are what they say: some rank has nothing to do, and one longest sequence fills the smallest budget.
+    assert any(micros == [((), 2)] for outcomes in runs[4] for o in outcomes for _, _, micros in o.micros)
+    assert any(tokens == LONGEST == budget for outcomes in runs[4] for o in outcomes for _, budget, micros in o.micros for _, tokens in micros)
+    # 1 prompt in 3 minibatches: as many optimizer steps on every layout, none of them empty.
+    number = SOME.index(case(1, samples="plain", minibatches=3))
+    for outcomes in runs.values():
+        assert all(o.metrics[0]["update/steps"] == 3 and o.metrics[0]["update/skipped"] == 0 for o in outcomes[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_same_update_whole_cross_product(models, dtype):
+    cases = cross(dtype)
+    runs = run_on((1, 2, 3, 4), models, cases)
+    same(cases, runs)
+    for prompts in (1, 7, 8):                             # and across budgets
+        for aggregation in ("token", "sequence", "constant"):
+            for minibatches in (1, 3):
+                alike = [n for n, c in enumerate(cases) if c.prompts == prompts and c.options["aggregation"] == aggregation and
+                         c.options["minibatches"] == minibatches]
+                after = [whole([o.after for o in runs[1][n]]) for n in alike]
+                assert len(alike) == 3 and max(difference(a, after[0]) for a in after) <= LIMIT[dtype]
+
+
+def test_hybrid_sharding_is_the_same_update(models):
+    """--shard_size 2 on 4 ranks: two copies of the weights, each over two ranks; their gradients add up over all four."""
+    cases = [case(7, update_tokens=77, minibatches=3, shard_size=size) for size in (0, 2)]
+    all_four, hybrid = run_on((4,), models, cases)[4]
+    for k in range(3):
+        gradient = whole([o.gradients[k] for o in all_four])
+        assert difference(whole([o.gradients[k] for o in hybrid[:2]]), gradient) <= 1e-12
+        assert difference(whole([o.gradients[k] for o in hybrid[2:]]), gradient) <= 1e-12
+
+
+def one_by_one(world, folder: str, prompts: int) -> dict[str, torch.Tensor]:
+    """The gradient by the paper's formula, one sequence at a time through plain transformers: nothing of ours but the samples."""
+    from transformers import AutoModelForCausalLM
+    samples, gradients = fabricate("mixed", prompts), {}
+    for aggregation in ("token", "sequence", "constant"):
+        lm = AutoModelForCausalLM.from_pretrained(f"{folder}/tied", dtype=torch.float64).eval()
+        rows = []
+        for start in range(0, len(samples), GROUP):
+            group = [s for s in samples[start:start + GROUP] if s.score.total is not None]
+            mean = sum(s.score.total for s in group) / max(1, len(group))
+            rows += [(s, s.score.total - mean) for s in group] if len(group) > 1 else []
+        tokens = sum(len(s.completion.ids) for s, _ in rows)
+        for s, advantage in rows:
+            prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
+            logits = lm(torch.tensor([prompt + ids])).logits[0]
+            log_pi = sum(logits[len(prompt) - 1 + t].log_softmax(-1)[token] for t, token in enumerate(ids))
+            per = {"token": tokens, "sequence": len(ids) * len(rows), "constant": COMPLETION * len(rows)}[aggregation]
+            (-advantage * log_pi / per).backward()
+        gradients[aggregation] = torch.cat([p.grad.flatten() for p in lm.parameters()])
+    return gradients
+
+
+def test_one_rank_is_the_formula(models):
+    expected, = ranks.results(1, one_by_one, models, 7)
+    cases = [case(7, update_tokens=77, aggregation=aggregation) for aggregation in expected]
+    for c, outcomes in zip(cases, run_on((1,), models, cases)[1]):
+        assert difference(whole([o.gradients[0] for o in outcomes]), expected[c.options["aggregation"]]) <= 1e-12, label(c)
