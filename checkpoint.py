@@ -49,18 +49,8 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
     """
     path = folder / f"step_{state['step']}"
     partial = path.with_suffix(".partial")
-    everyone = world.gather([generators()])
-
-    def write(act) -> str | None:
-        """act() on this rank; the first rank's trouble with the disk, if any had one."""
-        try:
-            act()
-            trouble = None
-        except OSError as error:
-            trouble = f"{error.strerror or error}"
-        except CheckpointException as error:               # torch's: what went wrong on which rank, raised on all of them
-            trouble = str(next(iter(error.failures.values()))[0]).splitlines()[0]
-        return next((t for t in world.gather([trouble]) if t), None)
+    state = state | {"generators": world.gather([generators()])}
+    files: list[tuple[str, int, int]] = []
 
     def begin():
         if world.rank == 0:
@@ -68,31 +58,44 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
                 shutil.rmtree(left)
             partial.mkdir(parents=True)
 
-    def tensors_to_disk():
+    def write():
         dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial), process_group=world.control, no_dist=world.size == 1)
+        files.extend(fingerprint(p) for p in partial.glob(f"__{world.rank}_*"))
 
-    mine: list[tuple[str, int, int]] = []
-
-    def check_mine():
-        mine.extend(fingerprint(p) for p in partial.glob(f"__{world.rank}_*"))
-
-    def name_it():
+    def seal():
         if world.rank == 0:
-            durable(partial / "state.json", json.dumps(state | {"generators": everyone}, default=str))
-            files = [*theirs, fingerprint(partial / ".metadata"), fingerprint(partial / "state.json")]
-            durable(partial / "manifest.json", json.dumps({"files": sorted(files)}, indent=1))
+            durable(partial / "state.json", json.dumps(state, default=str))
+            every = [*everyones, fingerprint(partial / ".metadata"), fingerprint(partial / "state.json")]
+            durable(partial / "manifest.json", json.dumps({"files": sorted(every)}))
+            sync(partial)
             remove(path)                                   # a damaged one of this very step, passed over when the run was resumed
             os.rename(partial, path)
             sync(folder)
-            for old in steps(folder)[:-keep]:
+            there = steps(folder)                          # newer ones than this were passed over too
+            for old in set(there) - set([n for n in there if n <= state["step"]][-keep:]):
                 remove(folder / f"step_{old}")
 
-    trouble = write(begin) or write(tensors_to_disk) or write(check_mine)
-    theirs = world.gather(mine)
-    trouble = trouble or write(name_it)
+    trouble = said_by_any(world, begin) or said_by_any(world, write)
+    everyones = world.gather(files)
+    trouble = trouble or said_by_any(world, seal)
     if trouble and world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     return trouble
+
+
+def said_by_any(world: World, act) -> str | None:
+    """Calls act() on every rank → what the disk said to the first one that it refused, on all of them; None if to none."""
+    said = None
+    try:
+        act()
+    except OSError as error:
+        said = error.strerror or str(error)
+    except CheckpointException as error:                   # torch's: what went wrong on which rank, raised on all of them
+        cause = next(iter(error.failures.values()))[0]
+        while not isinstance(cause, OSError) and cause.__context__:
+            cause = cause.__context__
+        said = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+    return next((s for s in world.gather([said]) if s), None)
 
 
 def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,9 @@ A run makes the same plan first, prints its short form and keeps it as plan.txt.
 with the numbers, the rule, and the nearest values that work (tried on this very check before they are named).
 """
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
+from functools import cache
 
 
 class SettingsError(Exception):
@@ -184,24 +186,42 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, sugge
     A change is suggested only if this same check, run on it, no longer finds that problem, and no new one.
     """
     found = flag_problems(args, ranks)
-    if not {p.kind for p in found} & {"ranks", "--shard_size", *(f"--{name}" for name in SIZES)}:     # arithmetic needs sizes that are numbers
-        found += size_problems(args, ranks, n_rows, n_eval)
+    kinds = {p.kind for p in found}
+    if ranks > 0:
+        # The arithmetic needs sizes that are numbers; where some are not, what it finds however they are mended is told as well.
+        bad = {name for name in (*SIZES, "shard_size") if f"--{name}" in kinds}
+        mended = [{n: values[n] for n in bad} for values in (defaults(type(args)), defaults(type(args)) | dict.fromkeys(SIZES, 1))[:1 + bool(bad)]]
+        first, *others = [size_problems(changed(args, **values), ranks, n_rows, n_eval) for values in mended]
+        found += [p for p in first if all(p.kind in {q.kind for q in other} for other in others)]
     if suggest:
         kinds = {p.kind for p in found}
         for problem in found:
             for flag, values in problem.tries:
                 for value in values:
-                    changed, w = (args, value) if flag == "ranks" else (replace(args, **{flag: value}), ranks)
-                    if {p.kind for p in problems(changed, w, n_rows, n_eval, suggest=False)} <= kinds - {problem.kind}:
+                    a, w = (args, value) if flag == "ranks" else (changed(args, **{flag: value}), ranks)
+                    if {p.kind for p in problems(a, w, n_rows, n_eval, suggest=False)} <= kinds - {problem.kind}:
                         problem.fixes += ((flag, value),)
                         break
     return found
 
 
+def changed(args, **values):
+    """args with other values. (dataclasses.replace is slow, and this is asked thousands of times.)"""
+    other = copy(args)
+    vars(other).update(values)
+    return other
+
+
+@cache
+def defaults(kind: type) -> dict[str, object]:
+    """The default of every flag of a script."""
+    return {f.name: f.default for f in fields(kind)}
+
+
 def flag_problems(args, ranks: int) -> list[Problem]:
     """Flags that are wrong whatever the sizes come to."""
     found = []
-    default = {f.name: f.default for f in fields(args)}
+    default = defaults(type(args))
     for names, least, rule in ((POSITIVE, 1, "more than 0"), (NOT_NEGATIVE, 0, "0 or more")):
         for name in names:
             value = getattr(args, name, None)
@@ -245,10 +265,17 @@ def size_problems(args, ranks: int, n_rows: int | None, n_eval: int) -> list[Pro
     """What the sizes come to together. They are all numbers by now."""
     found = []
 
-    def near(flag: str, reach: int = 1024) -> tuple[tuple[str, Iterable], tuple[str, Iterable]]:
+    def near(flag: str, reach: int = 256) -> tuple[tuple[str, Iterable], tuple[str, Iterable]]:
         """The values below and above, nearest first."""
         value = ranks if flag == "ranks" else getattr(args, flag)
         return (flag, range(value - 1, max(0, value - reach), -1)), (flag, range(value + 1, value + reach))
+
+    def divisors(flag: str) -> tuple[tuple[str, Iterable], ...]:
+        value, divide = getattr(args, flag), [d for d in range(1, ranks + 1) if ranks % d == 0]
+        return (flag, [d for d in reversed(divide) if d < value]), (flag, [d for d in divide if d > value])
+
+    def multiples(of: int) -> tuple[tuple[str, Iterable], ...]:
+        return ("ranks", range(ranks - ranks % of, 0, -of)), ("ranks", range(ranks - ranks % of + of, ranks + 64 * of, of))
 
     longest = args.max_prompt_tokens + args.max_tokens
     for name in ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens"):
@@ -258,23 +285,25 @@ def size_problems(args, ranks: int, n_rows: int | None, n_eval: int) -> list[Pro
                                  f"{args.max_tokens:,} = {longest:,} tokens and must fit in one micro-batch.", ((name, [longest]),)))
     if ranks % args.tp:
         found.append(Problem(f"--tp is {args.tp} and there are {ranks} ranks; an engine of {args.tp} ranks must divide them.",
-                             near("tp", 65) + near("ranks", 65)))
+                             divisors("tp") + multiples(args.tp)))
     if args.shard_size and ranks % args.shard_size:
         found.append(Problem(f"--shard_size is {args.shard_size} and there are {ranks} ranks; it must divide them.",
-                             near("shard_size", 65) + near("ranks", 65)))
+                             divisors("shard_size") + multiples(args.shard_size)))
     plan = Plan(args, "", ranks, n_rows, n_eval)
     least = min(plan.batches) * args.group
     if args.minibatches > least:
         last = "the last batch of an epoch" if len(plan.batches) > 1 else "a batch"
         found.append(Problem(f"--minibatches is {args.minibatches}, but {last} has {min(plan.batches)} prompts x group {args.group} = {least} "
-                             f"completions, and every minibatch must have at least one.", near("minibatches") + near("group") + near("batch")))
+                             f"completions, and every minibatch must have at least one.", (
+                                 ("minibatches", range(least, max(0, least - 256), -1)),
+                                 ("group", range(-(-args.minibatches // min(plan.batches)), args.minibatches + 1))) + near("batch")))
     if args.overlong_buffer > args.max_tokens:
         found.append(Problem(f"--overlong_buffer is {args.overlong_buffer} and --max_tokens is {args.max_tokens}; the buffer is its last part.",
                              (("overlong_buffer", [args.max_tokens]),)))
     worst = next((phase for prompts in plan.sizes for phase in plan.phases(prompts) if phase.padding), None) if args.strict else None
     if worst:
         found.append(Problem(f"--strict: {worst.name} has {worst.rows} completions in a pass, for {ranks} ranks x {worst.micros} micro-batches: "
-                             f"{worst.padding} would be padding alone.", near("batch") + near("group", 256) + near("ranks", 256)))
+                             f"{worst.padding} would be padding alone.", near("batch") + near("group") + near("ranks")))
     return found
 
 

@@ -51,6 +51,7 @@ class Run:
         args.lr = args.lr if args.lr is not None else TINY_LR if is_tiny else LR
         if args.algorithm == "ppo":
             args.critic_lr = args.critic_lr if args.critic_lr is not None else TINY_LR if is_tiny else CRITIC_LR
+
         # Every mistake that can be known before weights load: tried one after the other, told together, by every rank alike.
         problems: list[str] = []
 

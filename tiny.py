@@ -21,13 +21,16 @@ from typing import Callable, NamedTuple
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+from plan import SettingsError
 
 # ---------------------------------------------------------------------------------------------------------------- the tasks
 
 
 def sort_digits(rng: random.Random, clumsy: float) -> tuple[str, str, str]:
-    """"Sort 529173" → "123579". At each place, with probability `clumsy`, the teacher swaps, skips or repeats a digit."""
-    digits = rng.choices("0123456789", k=6)
+    """Sort 529173 → 123579. At each place, with probability `clumsy`, the teacher swaps, skips or repeats a digit."""
+    digits = rng.sample("0123456789", k=6)  # no digit twice: repeating one is always a mistake
     left, said = sorted(digits), ""
     while left:
         slip = rng.choice(["swap", "skip", "repeat"]) if rng.random() < clumsy else None
@@ -53,7 +56,7 @@ class Task(NamedTuple):
     """how often it slips; what it means is the task's own affair"""
 
 
-TASKS = {"sort": Task(sort_digits, skill_steps=80, habit_steps=50, clumsy=0.18)}
+TASKS = {"sort": Task(sort_digits, skill_steps=70, habit_steps=40, clumsy=0.16)}
 
 
 def held_out(question: str) -> bool:
@@ -64,11 +67,13 @@ def held_out(question: str) -> bool:
 def rows(n: int, seed: int, task: str = "sort", split: str = "train") -> list[dict[str, str]]:
     """n different questions with their answers. The splits "train" and "test" share no question."""
     rng, found = random.Random(f"{task} {split} {seed}"), {}
-    while len(found) < n:
+    for _ in range(1000 + 100 * n):
+        if len(found) == n:
+            return [{"question": question, "answer": answer} for question, answer in found.items()]
         question, answer, _ = TASKS[task].sample(rng, 0.0)
         if held_out(question) == (split == "test"):
             found[question] = answer
-    return [{"question": question, "answer": answer} for question, answer in found.items()]
+    raise SettingsError(f"{n} rows of the tiny task {task!r} are too many: its {split} split has about {len(found)} different questions.")
 
 
 # ------------------------------------------------------------------------------------------------------------ the tokenizer
@@ -145,14 +150,23 @@ def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Tas
 
 
 def build(folder: str, task: str = "sort", seed: int = 0) -> str:
-    """Makes the model in `folder`, as transformers and vLLM load it. The caller's random state is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = make_tokenizer()
-        model = make_model(tokenizer)
-        teach(model, tokenizer, TASKS[task], seed)
+    """Makes the model in `folder`, as transformers and vLLM load it. The caller's random state and threads are left as they were."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # the sums, and so the model, are the same under torchrun and without it
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            tokenizer = make_tokenizer()
+            model = make_model(tokenizer)
+            teach(model, tokenizer, TASKS[task], seed)
+    finally:
+        torch.set_num_threads(threads)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # one shard needs none
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if bars:
+        logging.enable_progress_bar()
     return folder
 
 

@@ -74,6 +74,8 @@ def test_the_export_gives_the_same_greedy_tokens_in_transformers_and_in_a_plain_
             for token in said:
                 assert int(lm(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
                 ids.append(token)
+    if not lm.config.tie_word_embeddings:
+        return                                          # one start of a plain engine is enough: the tied export is the one that could miss a weight
     script = ("import json,sys\nfrom vllm import LLM, SamplingParams, TokensPrompt\nfolder, prompts = sys.argv[1], json.loads(sys.argv[2])\n"
               "llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27, max_model_len=256)\n"
               "params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[2])\n"

@@ -25,7 +25,8 @@ def cross(dtype: str) -> list[Case]:
             for prompts in (1, 7, 8) for budget in BUDGETS for aggregation in ("token", "sequence", "constant") for minibatches in (1, 3)]
 
 
-SOME = [c for i, c in enumerate(cross("float64")) if i % 3 == i // 18] + [c for i, c in enumerate(cross("float32")) if i % 11 == 1] + [
+LATIN = [c for i, c in enumerate(cross("float64")) if (i // 18 + i // 6 + i // 2) % 3 == 0 and (i + i // 6) % 2]     # each pair of values meets
+SOME = LATIN + [case(7, dtype="float32", update_tokens=LONGEST, aggregation="sequence", minibatches=3), case(8, dtype="float32", update_tokens=77)] + [
     case(7, tied=False, update_tokens=77),
     case(7, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, update_tokens=100, score_tokens=50, aggregation="sequence"),
     case(7, kl_reward_coef=0.05, advantage="reinforce++", update_tokens=64, score_tokens=96),
