@@ -250,6 +250,8 @@ def flag_problems(args, ranks: int) -> list[Problem]:
                              (("steps", [13]), ("target_reward", [None]))))
     if args.eval_every and not args.eval_data:
         found.append(Problem(f"--eval_every is {args.eval_every}, but there is no --eval_data.", (("eval_every", [0]),)))
+    if args.eval_only and not args.eval_data:
+        found.append(Problem("--eval_only needs --eval_data: rows to evaluate on.", (("eval_only", [False]),)))
     if args.eval_samples > 1 and args.eval_temperature == 0:
         found.append(Problem(f"--eval_samples is {args.eval_samples} at --eval_temperature 0: greedy samples are all the same.",
                              (("eval_samples", [1]), ("eval_temperature", [1.0]))))
@@ -328,6 +330,9 @@ def grpo_problems(args) -> list[Problem]:
     if args.kl_loss_coef and args.kl_reward_coef:
         found.append(Problem(f"--kl_loss_coef {args.kl_loss_coef} and --kl_reward_coef {args.kl_reward_coef} are both on: the KL would count twice.",
                              (("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0]))))
+    if args.loss in ("cispo", "reinforce") and args.dual_clip is not None:
+        found.append(Problem(f"--dual_clip is {args.dual_clip}, but --loss {args.loss} has no clipped surrogate that it could bound.",
+                             (("dual_clip", [None]), ("loss", ["clip"]))))
     if args.loss == "reinforce" and args.minibatches * args.epochs > 1:
         found.append(Problem(f"--loss reinforce has no ratio to correct for its {args.minibatches * args.epochs} updates per rollout; after the "
                              f"first they would be off-policy.", (("loss", ["clip"]),)))

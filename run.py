@@ -5,8 +5,7 @@ Set-up finds every mistake it can before weights load, and reports them all at o
 import json
 import sys
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import log
 import model
 import plan
 import rewards
-from batch import Batch, Completion
+from batch import Completion
 from plan import SettingsError
 from rollout import Engine, Request, hash_seed
 
@@ -105,7 +104,7 @@ class Run:
         agree()
         self.plan = plan.Plan(args, script, world.size, len(rows[0]), len(self.eval_rows))
         self.scorer = rewards.Scorer(list(args.reward), args.reward_workers, args.reward_timeout)   # imports while we load
-        by_group = self.scorer.needs_groups                # waits for own files to load, so that a mistake in one shows here
+        self.scorer.needs_groups                           # waits for own files to load, so that a mistake in one shows here
 
         # From here on weights load.
         self.stream = data.Stream(rows[0], args.seed)
@@ -177,6 +176,10 @@ class Run:
         """The steps to do, with what belongs between them: evaluation, checkpoints, and the end on SIGTERM."""
         a, trouble = self.args, None
         self.restore()
+        if a.eval_only:
+            self.evaluate(self.start)
+            self.log.step(self.start, {})
+            return
         for step in range(self.start, a.steps):
             if a.eval_every and step % a.eval_every == 0 or a.eval_data and step == 0:
                 self.evaluate(step)
@@ -305,6 +308,10 @@ class Run:
     def end(self) -> None:
         """The last evaluation, the exported model, the curve, a summary, the grade; then everything is shut down in order."""
         a, rows = self.args, self.log.rows
+        if a.eval_only:
+            self.log.say(f"everything is in {self.folder}/: metrics.jsonl, samples/")
+            self.close()
+            sys.exit(0)
         if self.eval_rows:
             self.evaluate(a.steps)
             self.log.step(a.steps, {})

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import rewards
+import verifiers
 from plan import SettingsError
 from rewards import Item, RewardError, Score, Scorer, raise_if_all_failed
 
@@ -130,7 +131,7 @@ def test_math_in_the_workers_is_math_in_a_plain_main_thread(tmp_path):
     ("10-5", "5", 1), ("x = -5", "-5", 1), ("$-5", "-5", 1), ("-$5", "-5", 1), ("", "18", 0), ("18.", "18", 1), (".5", "0.5", 1),
     ("#### 18", 18, 1), ("1,2345", "2345", 1), ("#### 0.30", "0.3", 1), ("#### 18.01", "18", 0), (r"\boxed{18", "18", 1)])
 def test_gsm8k(completion, answer, expected):
-    assert rewards.gsm8k(completion, answer) == expected
+    assert verifiers.gsm8k(completion, answer) == expected
 
 
 def test_a_row_without_a_number_is_a_mistake_and_not_a_zero():
@@ -142,7 +143,7 @@ def test_a_row_without_a_number_is_a_mistake_and_not_a_zero():
     (r"\boxed{\frac{14}{3}}", r"\frac{14}{3}", 1), ("It is $14/3$.", r"\frac{14}{3}", 1), (r"\boxed{72}", "48+24=72\n#### 72", 1),
     (r"\boxed{x+1}", r"hence \boxed{1 + x}", 1), (r"\boxed{0.5}", r"\frac12", 1), (r"\boxed{71}", "#### 72", 0), ("no idea", "72", 0)])
 def test_math(completion, answer, expected):
-    assert rewards.math_reward(completion, answer) == expected
+    assert verifiers.math_reward(completion, answer) == expected
 
 
 @pytest.mark.parametrize("completion, expected", [
@@ -153,13 +154,13 @@ def test_math(completion, answer, expected):
     ("<answer>-(5 - 25) * 4 / 2</answer>", 1), ("<answer>((25-5)*4/2</answer>", 0), ("<answer>(25-5)*4/2)</answer>", 0), ("<answer>²</answer>", 0),
     ("<answer>25-5*4**2</answer>", 0), ("<answer>__import__('os')</answer>", 0), ("<answer>(٢5-5)*4/2</answer>", 0)])
 def test_countdown(completion, expected):
-    assert rewards.countdown(completion, nums=[25, 5, 4, 2], target=40) == expected
-    assert rewards.countdown(completion, numbers=[2, 4, 5, 25], target=40) == expected
+    assert verifiers.countdown(completion, nums=[25, 5, 4, 2], target=40) == expected
+    assert verifiers.countdown(completion, numbers=[2, 4, 5, 25], target=40) == expected
 
 
 def test_countdown_is_exact():
-    assert rewards.countdown("1 / 3 * 9 * 11", nums=[1, 3, 9, 11], target=33) == 1   # floats: 33.0 here, not everywhere
-    assert rewards.countdown("(8 / (3 - 8 / 3))", nums=[3, 3, 8, 8], target=24) == 1  # floats: 23.99999999999999
+    assert verifiers.countdown("1 / 3 * 9 * 11", nums=[1, 3, 9, 11], target=33) == 1   # floats: 33.0 here, not everywhere
+    assert verifiers.countdown("(8 / (3 - 8 / 3))", nums=[3, 3, 8, 8], target=24) == 1  # floats: 23.99999999999999
 
 
 @settings(max_examples=200, deadline=None)
@@ -175,9 +176,9 @@ def test_arithmetic_agrees_with_python(text):
         expected = eval(exact, {"F": Fraction})
     except ZeroDivisionError:
         with pytest.raises(ZeroDivisionError):
-            rewards.arithmetic(text)
+            verifiers.arithmetic(text)
         return
-    value, numbers = rewards.arithmetic(text)
+    value, numbers = verifiers.arithmetic(text)
     assert value == expected and numbers == [int(n) for n in re.findall(r"\d+", text)]
 
 
@@ -193,18 +194,18 @@ KK = "(1) Zoey is a knight\n(2) Ben is a knave"
     (f"<think>x</think><answer>{KK}</answer><answer>{KK}</answer>", -3), (f"<think><think>x</think><answer>{KK}</answer>", -3),
     (f"x</think><answer>{KK}</answer>", -3), (f"<think>x</think><answer>{KK}", -3)])
 def test_knights_and_knaves(completion, expected):
-    assert rewards.kk(completion, KK) == expected
-    assert rewards.kk(completion, {"solution_text_format": KK}) == expected
-    assert rewards.kk01(completion, KK) == (expected == 3)
-    assert rewards.format_tags(completion) == (expected != -3)
+    assert verifiers.kk(completion, KK) == expected
+    assert verifiers.kk(completion, {"solution_text_format": KK}) == expected
+    assert verifiers.kk01(completion, KK) == (expected == 3)
+    assert verifiers.format_tags(completion) == (expected != -3)
 
 
 def test_a_prompt_that_opens_the_thinking():
     done = f"x</think><answer>{KK}</answer>"
-    assert rewards.kk(done, KK, prompt="...<|im_start|>assistant\n<think>") == 3
-    assert rewards.kk("<think>" + done, KK, prompt="...assistant\n<think>\n") == 3   # opened again at once: the same text
-    assert rewards.kk("y<think>" + done, KK, prompt="...assistant\n<think>") == -3
-    assert rewards.kk(done, KK, prompt="...assistant\n") == -3
+    assert verifiers.kk(done, KK, prompt="...<|im_start|>assistant\n<think>") == 3
+    assert verifiers.kk("<think>" + done, KK, prompt="...assistant\n<think>\n") == 3   # opened again at once: the same text
+    assert verifiers.kk("y<think>" + done, KK, prompt="...assistant\n<think>") == -3
+    assert verifiers.kk(done, KK, prompt="...assistant\n") == -3
 
 
 def test_exact_format_short_and_sums():
