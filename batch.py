@@ -148,7 +148,8 @@ class Meter:
         out = {names.get(k, prefix + k): v for k, v in means.items()}
         out |= {norm: self.norm / max(1, self.steps), f"{norm}_not_finite": self.not_finite}
         if layout:
-            out |= {"update/steps": self.steps, "update/skipped": self.skipped, "batch/pad_frac": 1 - total["real"] / total["padded"] if total.get("padded") else 0.0}
+            out |= {"update/steps": self.steps, "update/skipped": self.skipped,
+                    "batch/pad_frac": 1 - total["real"] / total["padded"] if total.get("padded") else 0.0}
         if "gap" in total:
             out |= {"rollout/logprob_gap_mean": total["gap"] / (total["tokens"] or 1.0),
                     "rollout/logprob_gap_max": float(self.world.max(torch.tensor(self.gap_max, dtype=torch.float64)))}

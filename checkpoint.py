@@ -6,18 +6,16 @@
         state.json                  step, position in the data, settings, versions, every rank's random generators, what the loop adds
         manifest.json               size and CRC of every file above, written last
 
-A checkpoint is written as step_N.partial and renamed when all of it is on disk: a folder named step_N was whole once, and
-the manifest tells whether it still is. Several machines need one shared folder. Load only what you wrote yourself:
-torch's loader unpickles .metadata (the tensors and all of ours are not pickled), and a CRC finds damage, not malice.
+Written as step_N.partial and renamed when all of it is on disk: step_N was whole once, and the manifest tells whether it still is.
+Several machines need one shared folder. Load only what you wrote: torch unpickles .metadata, and a CRC finds damage, not malice.
 """
 import json
 import os
 import random
-import re
 import shutil
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +31,7 @@ FIXED = ("algorithm", "model", "source", "data", "rows", "prompt_template", "sys
 UNTOLD = ("name", "resume", "plan", "strict")       # no part of the numbers, nor of how they are made
 
 
-@dataclass
-class Saved:
+class Saved(NamedTuple):
     """A whole checkpoint on disk."""
     path: Path
     state: dict
@@ -45,56 +42,49 @@ class Saved:
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int) -> str | None:
     """Writes folder/step_N for N = state["step"] and keeps the newest `keep` → None, or why it could not, on every rank alike.
 
-    A collective. Where it fails (a full disk, say) nothing is left of it, and the checkpoints that were there stay.
+    A collective. Where it fails (a full disk, say) nothing is left of it, and the older ones stay.
     """
-    path = folder / f"step_{state['step']}"
-    partial = path.with_suffix(".partial")
+    path, partial = folder / f"step_{state['step']}", folder / f"step_{state['step']}.partial"
     state = state | {"generators": world.gather([generators()])}
     files: list[tuple[str, int, int]] = []
 
     def begin():
-        if world.rank == 0:
-            for left in folder.glob("step_*.*"):           # of saves and removals that were killed
-                shutil.rmtree(left)
-            partial.mkdir(parents=True)
+        for left in folder.glob("step_*.*"):               # of saves and removals that were killed
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
 
     def write():
-        dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial), process_group=world.control, no_dist=world.size == 1)
+        dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial), process_group=world.control)
         files.extend(fingerprint(p) for p in partial.glob(f"__{world.rank}_*"))
 
     def seal():
-        if world.rank == 0:
-            durable(partial / "state.json", json.dumps(state, default=str))
-            every = [*everyones, fingerprint(partial / ".metadata"), fingerprint(partial / "state.json")]
-            durable(partial / "manifest.json", json.dumps({"files": sorted(every)}))
-            sync(partial)
-            remove(path)                                   # a damaged one of this very step, passed over when the run was resumed
-            os.rename(partial, path)
-            sync(folder)
-            there = steps(folder)                          # newer ones than this were passed over too
-            for old in set(there) - set([n for n in there if n <= state["step"]][-keep:]):
-                remove(folder / f"step_{old}")
+        durable(partial / "state.json", json.dumps(state, default=str))
+        every = [*everyones, fingerprint(partial / ".metadata"), fingerprint(partial / "state.json")]
+        durable(partial / "manifest.json", json.dumps({"files": sorted(every)}))
+        sync(partial)
+        remove(path)                                       # a damaged one of this very step, passed over when the run was resumed
+        os.rename(partial, path)
+        sync(folder)
+        newest = [n for n in steps(folder) if n <= state["step"]][-keep:]       # those after this one were passed over
+        for old in set(steps(folder)) - set(newest):
+            remove(folder / f"step_{old}")
 
-    trouble = said_by_any(world, begin) or said_by_any(world, write)
+    trouble = said_by_any(world, begin, alone=True) or said_by_any(world, write)
     everyones = world.gather(files)
-    trouble = trouble or said_by_any(world, seal)
-    if trouble and world.rank == 0:
+    trouble = trouble or said_by_any(world, seal, alone=True)
+    if trouble and world.rank == 0:                        # torch's own words on a full disk are cryptic
+        trouble += f"; {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB are free there"
         shutil.rmtree(partial, ignore_errors=True)
     return trouble
 
 
-def said_by_any(world: World, act) -> str | None:
-    """Calls act() on every rank → what the disk said to the first one that it refused, on all of them; None if to none."""
+def said_by_any(world: World, act, alone: bool = False) -> str | None:
+    """act() on every rank, or on rank 0 alone → what the disk said to the first rank that it refused, on all; None if to none."""
     said = None
     try:
-        act()
-    except OSError as error:
-        said = error.strerror or str(error)
-    except CheckpointException as error:                   # torch's: what went wrong on which rank, raised on all of them
-        cause = next(iter(error.failures.values()))[0]
-        while not isinstance(cause, OSError) and cause.__context__:
-            cause = cause.__context__
-        said = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        act() if world.rank == 0 or not alone else None
+    except (OSError, CheckpointException) as error:        # torch's tells what went wrong on which rank, and is raised on all
+        said = str(next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error.strerror or error).split("\n")[0]
     return next((s for s in world.gather([said]) if s), None)
 
 
@@ -119,22 +109,18 @@ def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
             return Saved(path, json.loads((path / "state.json").read_text())), passed
         passed.append(f"{path} is passed over: {wrong}.")
     if passed:
-        raise SettingsError(f"no checkpoint of this run is whole, so it cannot be resumed: {' '.join(passed)} "
-                            f"Choose another --name, or remove {folder} to begin it anew.")
+        raise SettingsError(f"none of this run's checkpoints is whole: {' '.join(passed)} Choose another --name, or remove {folder} to begin anew.")
     return None, passed
 
 
 def damage(path: Path, rank: int, ranks: int) -> str | None:
     """What is wrong with a checkpoint, as far as this rank's share of its files shows."""
     try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
-        for name, size, crc in files[rank::ranks]:
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (path / name).stat().st_size != size:
-                return f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
-            if fingerprint(path / name)[2] != crc:
-                return f"{name} is not what was written (its CRC differs)"
+        for name, size, crc in json.loads((path / "manifest.json").read_text())["files"][rank::ranks]:
+            if (now := fingerprint(path / name)) != (name, size, crc):
+                return f"{name} is not what was written: {now[1]:,} bytes with CRC {now[2]:08x}, not {size:,} with {crc:08x}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its manifest.json cannot be read ({type(error).__name__})"
     return None
@@ -145,8 +131,7 @@ def compare(saved: Saved, settings: dict) -> list[str]:
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
     new = [k for k in {**was, **now} if was.get(k) != now.get(k) and k not in UNTOLD]
     if refused := [f"{k} was {was[k]} and is now {now.get(k)}" for k in new if k in FIXED and k in was]:
-        raise SettingsError(f"{saved.path} cannot be resumed with other settings than it was made with: {'; '.join(refused)}. "
-                            f"Give the old ones, or choose another --name.")
+        raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(refused)}. Give the old ones, or choose another --name.")
     return [f"{k} {now.get(k)} (was {was.get(k)})" for k in new]
 
 
@@ -156,17 +141,15 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]) -> None:
     there = reader.read_metadata().state_dict_metadata
     for who, it in trained.items():
         for name, p in it.module.named_parameters():       # AdamW has no state before its first step: make what is to be filled
-            empty = {"step": lambda: torch.zeros((), device=p.device), "exp_avg": lambda: torch.zeros_like(p), "exp_avg_sq": lambda: torch.zeros_like(p)}
-            it.optimizer.state[p] |= {k: new().detach() for k, new in empty.items() if f"{who}.{name}.{k}" in there}
-    try:
-        dcp.load(tensors(trained), storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
-    except CheckpointException as error:
-        raise RuntimeError(f"{saved.path} could not be loaded: {error}") from None
-    if world.rank < len(saved.state["generators"]):        # more ranks than before: nothing here draws from them, so the new ones keep theirs
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if f"{who}.{name}.{key}" in there:
+                    it.optimizer.state[p][key] = torch.zeros((), device=p.device) if key == "step" else torch.zeros_like(p).detach()
+    dcp.load(tensors(trained), storage_reader=reader, process_group=world.control)
+    if world.rank < len(saved.state["generators"]):        # ranks that were not there before keep their own: nothing here draws from them
         set_generators(saved.state["generators"][world.rank])
 
 
-# ---- random generators ----------------------------------------------------------------------------------------------
+# ---- random generators, and files -----------------------------------------------------------------------------------
 
 def generators() -> dict:
     """The state of this process's random generators, as JSON. Completions need none of them: each has its own seed."""
@@ -180,17 +163,14 @@ def set_generators(state: dict) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    unhex = lambda text: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-    torch.set_rng_state(unhex(state["torch"]))
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(unhex(state["cuda"]))
+    for name, put in (("torch", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if state[name] and (name == "torch" or torch.cuda.is_available()):
+            put(torch.frombuffer(bytearray.fromhex(state[name]), dtype=torch.uint8))
 
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 def steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint, in order."""
-    return sorted(int(p.name[5:]) for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+    return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
 
 
 def fingerprint(path: Path) -> tuple[str, int, int]:
@@ -204,16 +184,13 @@ def fingerprint(path: Path) -> tuple[str, int, int]:
 
 def durable(path: Path, text: str) -> None:
     """Writes a file and waits until it is on disk."""
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    sync(path)
 
 
-def sync(folder: Path) -> None:
-    """Waits until the names in a folder are on disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    os.fsync(fd)
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
+    os.fsync(fd := os.open(path, os.O_RDONLY))
     os.close(fd)
 
 

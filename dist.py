@@ -295,7 +295,7 @@ def run(main, *args) -> None:
         status = 0
     except SettingsError as error:
         status = 2
-        if rank == "0":
+        if rank == "0" or error.alone:
             print(f"error: {error}", file=sys.stderr)
             report.record_exception(error)
         else:

@@ -131,12 +131,14 @@ class Args:
     """Computation; master weights and gradient reduction are at least float32. auto: bfloat16 on GPU, float32 on CPU."""
     checkpointing: bool = False
     """Activation checkpointing: recompute each layer in backward; about a third more time, far less memory."""
-    offload: tuple[Literal["params", "optimizer"], ...] = ()
-    """Move these to the host between updates, so that the engine has the GPU while it generates."""
+    offload: tuple[Literal["params", "optimizer", "reference"], ...] = ()
+    """params, optimizer: on the host while the engine generates (gradients are freed by then). reference: that model is always there."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state on the host always (FSDP2's CPU offload); slow, smallest."""
     shard_size: int = 0
     """Ranks that share one copy of the weights (hybrid sharding, usually the GPUs of a node); 0: all."""
+    canary: Literal["auto", "on", "off"] = "auto"
+    """Before the first rollout, a worst-case micro-batch of each phase, so that a lack of memory ends the run at once. auto: on GPU."""
     # ---- engine
     tp: int = 1
     """Ranks of one engine (tensor parallel)."""
@@ -198,6 +200,10 @@ class Args:
     """Print the plan for these settings and exit."""
     ranks: int = 1
     """Ranks to plan for, with --plan."""
+    gpu_gb: float = 80.0
+    """GiB of the GPU to plan for, with --plan; a run plans for the GPU it has."""
+    sizes: tuple[str, ...] = ()
+    """With --plan: the model's sizes, hidden=… intermediate=… layers=… heads=… kv_heads=… vocab=…, where its config cannot be read."""
     strict: bool = False
     """Any padding row is an error that names the nearest sizes without."""
 
@@ -223,7 +229,7 @@ def train(args: Args) -> None:
 
             # 2. Advantages, and the update.
             lr = run.learning_rate(step, args.lr, args.warmup_steps)
-            metrics = run.rollout_metrics(everything) | learn(args, run.world, run.policy, run.reference, samples, step, lr, dropped, run.log.time)
+            metrics = run.rollout_metrics(everything) | learn(args, run.world, run.policy, run.reference, samples, step, lr, dropped, run.phase)
             metrics |= {"batch/completions": len(everything), "data/position": run.stream.position}
         run.end_step(step, everything, metrics)
     run.end()

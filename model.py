@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from batch import Micro
 from dist import World
+from memory import HEAD_LOGITS
 from plan import SettingsError
-
-HEAD_LOGITS = 2**27      # logits held at once by the head when --head_chunk is 0: 512 MiB in float32
 
 
 # ---- files → sharded module -----------------------------------------------------------------------------------------
@@ -110,10 +109,13 @@ def config_of(folder: str):
 
 
 def build(kind: type, folder: str, world: World, *, compute: torch.dtype, checkpointing: bool = False,
-          offload: bool = False, shard_size: int = 0, head_chunk: int = 0) -> nn.Module:
-    """A sharded `Scorer` or `Valuer` with the folder's weights. No rank ever holds the whole model."""
+          offload: bool = False, shard_size: int = 0, head_chunk: int = 0, trained: bool = True) -> nn.Module:
+    """A sharded `Scorer` or `Valuer` with the folder's weights. No rank ever holds the whole model.
+
+    A model that is not trained needs no float32 master weights: it computes from the same rounded ones, bit for bit.
+    """
     from transformers import AutoModelForCausalLM
-    master = torch.promote_types(compute, torch.float32)
+    master = torch.promote_types(compute, torch.float32) if trained else compute
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config_of(folder), dtype=master, attn_implementation="sdpa")
     for module in lm.modules():                        # computed buffers are real from the start; only parameters stay on meta
@@ -149,8 +151,11 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Te
         logp = logits.gather(-1, t.unsqueeze(-1)).squeeze(-1) - logz
         if entropy == "none":
             return logp, torch.zeros_like(logp)
-        x, z = (logits, logz) if entropy == "grad" else (logits.detach(), logz.detach())
-        return logp, z - ((x - z.unsqueeze(-1)).exp() * x).sum(-1)                                     # H = log Z - E[logit]
+        if entropy == "value":
+            logits, logz = logits.detach(), logz.detach()
+        logps = logits - logz.unsqueeze(-1)                                                            # (c, V)
+        p = logps.exp()
+        return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)                      # H = -E[log p]
 
     if len(hidden) <= chunk:                           # one chunk: its logits are within the bound already
         return part(hidden, weight, targets)
@@ -196,8 +201,15 @@ class Trained:
     def __init__(self, module: nn.Module, world: World, *, betas: tuple[float, float], weight_decay: float,
                  max_grad_norm: float, rest: tuple[str, ...] = ()):
         self.module, self.world = module, world
-        self.max_grad_norm, self.resting = max_grad_norm or math.inf, rest
+        self.max_grad_norm, self.resting = max_grad_norm or math.inf, rest        # the gradient needs no rest: `step` frees it
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
+
+    def run(self, *inputs):
+        """The module's forward. FSDP keeps the embedding and the head gathered for a backward; without one they are let go here."""
+        out = self.module(*inputs)
+        if not torch.is_grad_enabled():
+            self.module.reshard()
+        return out
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this rank's part of the gradient. `loss` is a sum over my tokens, already divided by the global count."""
@@ -243,7 +255,7 @@ class Policy(Trained):
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
         """log π(token) at the sampling temperature, and the entropy of π there, of every completion token: (b, t) each."""
-        logp, ent = self.module(micro.ids, micro.source, micro.targets, temperature, entropy)
+        logp, ent = self.run(micro.ids, micro.source, micro.targets, temperature, entropy)
         return micro.spread(logp), micro.spread(ent)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -252,8 +264,10 @@ class Policy(Trained):
         From the state dict and not from named_parameters(): with tied embeddings the engine needs lm_head.weight as well.
         """
         for name, value in self.module.lm.state_dict().items():
-            value = value.to(self.world.device, dtype or value.dtype)
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            moved = value.to(self.world.device, dtype or value.dtype)
+            whole = [moved.full_tensor() if isinstance(moved, DTensor) else moved]
+            del moved                                  # with nothing held here, the peak is that of one weight and of the one before
+            yield name, whole.pop()
 
     def export(self, source: str, folder: str, shard_bytes: int = 4 * 2**30, notes: dict[str, str] = {}) -> None:
         """Writes a Hugging Face folder (in the source's dtype, with its tokenizer) that transformers and vLLM load; `notes`: more files."""
@@ -306,7 +320,7 @@ class Critic(Trained):
 
     def values(self, micro: Micro) -> torch.Tensor:
         """V(s_t) of the state in which each completion token was chosen: (b, t), in units of reward."""
-        return micro.spread(self.module(micro.ids, micro.source))
+        return micro.spread(self.run(micro.ids, micro.source))
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup_steps: int, schedule: str) -> float:

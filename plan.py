@@ -12,6 +12,7 @@ from functools import cache
 
 class SettingsError(Exception):
     """A mistake in the settings or their files: one sentence with what was given, the rule, and what would work."""
+    alone = False            # found by every rank alike; True: by this one, which then has to tell
 
 
 @dataclass
@@ -45,6 +46,11 @@ class Phase:
     budget: int             # padded tokens of one micro-batch, per rank
     longest: int            # tokens of the longest possible sequence
     ranks: int
+
+    @property
+    def tokens(self) -> int:
+        """Padded tokens of the largest micro-batch there can be."""
+        return min(self.budget, self.rows * self.longest)
 
     @property
     def rows_per_micro(self) -> int:
@@ -157,7 +163,7 @@ class Plan:
         if self.n_eval:
             m = self.n_eval * a.eval_samples
             lines.append(f"  evaluation {self.n_eval:,} rows x {a.eval_samples} = {m:,} requests, {spread(m, engines)} an engine; no padding")
-        return "\n".join(lines) + (f"\n{self.memory}" if self.memory else "")
+        return "\n".join(lines) + (f"\n{self.memory.splitlines()[0] if short else self.memory}" if self.memory else "")
 
 
 def needs_old_logprobs(args) -> bool:
@@ -173,7 +179,7 @@ def needs_reference(args) -> bool:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 SIZES = ("batch", "group", "minibatches", "epochs", "max_prompt_tokens", "max_tokens", "eval_samples", "tp")
-POSITIVE = SIZES + ("steps", "lr", "critic_lr", "temperature", "reward_workers", "reward_timeout", "timeout", "stop_seconds", "max_num_seqs", "keep",
+POSITIVE = SIZES + ("steps", "lr", "critic_lr", "temperature", "reward_workers", "reward_timeout", "timeout", "stop_seconds", "gpu_gb", "max_num_seqs", "keep",
                     "samples_every", "max_bad_steps")
 NOT_NEGATIVE = ("warmup_steps", "critic_warmup_steps", "weight_decay", "max_grad_norm", "kl_reward_coef", "kl_loss_coef", "entropy_coef", "eval_every",
                 "save_every", "eval_temperature", "head_chunk", "shard_size", "kv_cache_gb", "refills", "overlong_buffer", "clip_low",

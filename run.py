@@ -5,20 +5,25 @@ Set-up finds every mistake it can before weights load, and reports them all at o
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import canary
 import checkpoint
 import data
 import dist
 import evaluate
 import log
+import memory
 import model
 import plan
 import rewards
+import shapes
 from batch import Completion
 from plan import SettingsError
 from rollout import Engine, Request, hash_seed
@@ -64,9 +69,10 @@ class Run:
             attempt(rewards.check, list(args.reward))
             n_rows, n_eval = attempt(lengths_of, args.data), attempt(lengths_of, args.eval_data) or 0
             problems += [str(p) for p in plan.problems(args, args.ranks, n_rows, n_eval)]
+            shape = attempt(shapes.shape_of, args.model, args.sizes)
             if problems:
                 raise SettingsError(plan.together(problems))
-            print(plan.Plan(args, script, args.ranks, n_rows, n_eval).text())
+            print(memory.planned(plan.Plan(args, script, args.ranks, n_rows, n_eval), shape, args.gpu_gb * memory.GIB).text())
             sys.exit(0)
         self.world = world = dist.start(args.timeout)
         self.stop = dist.Stop(world, args.stop_seconds)
@@ -102,7 +108,7 @@ class Run:
         self.settings = asdict(args) | {"algorithm": args.algorithm, "source": Path(self.source).name, "rows": len(rows[0]), "ranks": world.size} | log.versions()
         told = attempt(self._resume)
         agree()
-        self.plan = plan.Plan(args, script, world.size, len(rows[0]), len(self.eval_rows))
+        self.plan = self._with_memory(plan.Plan(args, script, world.size, len(rows[0]), len(self.eval_rows)))
         self.scorer = rewards.Scorer(list(args.reward), args.reward_workers, args.reward_timeout)   # imports while we load
         self.scorer.needs_groups                           # waits for own files to load, so that a mistake in one shows here
 
@@ -119,19 +125,28 @@ class Run:
         for line in plan.warnings(args):
             self.log.say(f"  note: {line}")
         compute = DTYPES[args.dtype] if args.dtype != "auto" else torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self.build = lambda kind: model.build(kind, self.source, world, compute=compute, checkpointing=args.checkpointing,
-                                              offload=args.cpu_offload, shard_size=args.shard_size, head_chunk=args.head_chunk)
-        self.optimizer = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, rest=args.offload)
+        self.build = partial(model.build, folder=self.source, world=world, compute=compute, checkpointing=args.checkpointing,
+                             shard_size=args.shard_size, head_chunk=args.head_chunk, offload=args.cpu_offload)
+        self.optimizer = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm,
+                              rest=() if args.cpu_offload else args.offload)
         self.policy = model.Policy(self.build(model.Scorer), world, **self.optimizer)
-        self.reference = model.Policy(self.build(model.Scorer), world, **self.optimizer) if plan.needs_reference(args) else None
+        self.reference = self._reference() if plan.needs_reference(args) else None
         self.critic = model.Critic(self.build(model.Valuer), world, **self.optimizer) if args.algorithm == "ppo" else None
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         self.kl_coef = args.kl_reward_coef
+        self.peaks = canary.Peaks(world)
+        self.trainer_rests()                               # the engine takes its share of what is free
         self.engine = Engine(
             self.source, world, tp=args.tp, dtype=torch.bfloat16 if compute == torch.bfloat16 else torch.float32,
             max_len=self.plan.longest, vocab_size=self.config.vocab_size, eos_ids=self._eos_ids(), seed=args.seed,
             gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb or (0 if world.device.type == "cuda" else 1),
             max_num_seqs=args.max_num_seqs, sleep_level=args.sleep_level, eager=args.eager, log_level=args.engine_log)
+        self.engine_rests()
+        if not args.eval_only and (args.canary == "on" or args.canary == "auto" and world.device.type == "cuda"):
+            began = time.perf_counter()
+            peaks = canary.canary(self.plan, world, self.config.vocab_size, self.policy, self.reference, self.critic)
+            self.log.say(f"  canary: a worst-case micro-batch of each phase fits, peaks " + ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak
+                         in peaks.items()) + f", in {time.perf_counter() - began:.1f} s")
 
     def _resume(self) -> list[str]:
         """Finds the checkpoint that an unfinished run of this name goes on from, and where that is → lines to tell. A collective."""
@@ -144,6 +159,24 @@ class Run:
             raise SettingsError(f"{self.folder} is finished and kept no checkpoint (--save_every was 0), so it cannot go on to --steps {self.args.steps}; "
                                 f"choose another --name.")
         return [f"{self.folder} was begun before but has no checkpoint: it begins anew"] * (self.folder / "metrics.jsonl").exists()
+
+    def _with_memory(self, sizes: plan.Plan) -> plan.Plan:
+        """The plan with its memory, where the model is one whose memory can be planned."""
+        self.planned_gb = {}
+        card = torch.cuda.mem_get_info()[1] if self.world.device.type == "cuda" else None
+        try:
+            shape = shapes.shape_from(self.config.to_dict())
+        except SettingsError as error:
+            return replace(sizes, memory=f"  memory     {error}")
+        for load in memory.loads(sizes, shape, card):
+            self.planned_gb[f"memory/plan_{load.phase.replace(' ', '_')}_gb"] = load.total / memory.GIB
+        return memory.planned(sizes, shape, card)
+
+    def _reference(self) -> model.Policy:
+        """The starting model, never trained; with --offload reference on the host, from where FSDP fetches a layer at a time."""
+        away = self.args.cpu_offload or "reference" in self.args.offload
+        module = self.build(model.Scorer, offload=away, trained=False)
+        return model.Policy(module, self.world, **self.optimizer | ({"rest": ()} if away else {}))
 
     def _find_model(self) -> str:
         kind, _, task = self.args.model.partition(":")
@@ -215,11 +248,21 @@ class Run:
             if all(state["settings"].get(k) == v for k, v in asdict(self.args).items() if k.startswith("eval_")):
                 self.best = state["best"]                  # other rows or another way to count: scores do not compare
 
+    @contextmanager
+    def phase(self, name: str):
+        """A phase of a step: its time and its peak of memory are logged."""
+        with self.log.time(name), self.peaks.phase(name):
+            yield
+
+    def trainer_rests(self) -> None:
+        """What --offload names leaves the GPU to the engine."""
+        for trained in filter(None, (self.policy, self.reference, self.critic)):
+            trained.rest()
+
     def sync(self) -> None:
         """The engine takes the policy's weights; what --offload names leaves the GPU to it first."""
-        with self.log.time("sync"):
-            for trained in filter(None, (self.policy, self.reference, self.critic)):
-                trained.rest()
+        with self.phase("sync"):
+            self.trainer_rests()
             self.engine.load(self.policy.weights(self.engine.dtype))
 
     def sample(self, prompts: list[data.Prompt], step: int, group: int, *, temperature: float, salt: str = "train") -> list[Sample]:
@@ -227,7 +270,7 @@ class Run:
         a, world = self.args, self.world
         asked = [(p, Request(p.row.prompt_ids, hash_seed(a.seed, salt, p.position, g))) for p in prompts for g in range(group)]
         world.meet("rollout", step, len(asked))
-        with self.log.time("rollout"):
+        with self.phase("rollout"):
             mine = self.engine.generate(self.engine.mine([request for _, request in asked]), temperature=temperature,
                                         max_tokens=a.max_tokens, stop=a.stop)
             part = dist.share(len(mine), a.tp, world.rank % a.tp)               # the ranks of one engine made the same: count it once
@@ -279,10 +322,7 @@ class Run:
 
     def end_step(self, step: int, samples: list[Sample], metrics: dict[str, float]) -> None:
         """Logs one step, with some completions now and then."""
-        if self.world.device.type == "cuda":
-            metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
-        self.log.step(step, metrics)
+        self.log.step(step, metrics | self.peaks.metrics() | self.planned_gb)
         self.check_finite(metrics)
         if step % self.args.samples_every == 0 or step == self.args.steps - 1:
             self.log.samples(f"step_{step:05d}", [(s.prompt.row.prompt, s.text, s.score.total, s.prompt.row.answer) for s in samples], show=3)

@@ -1,12 +1,13 @@
 """A small language model from nothing, so that the whole loop runs with no download.
 
 It *half-knows* a task: supervised warm-up teaches it the skill, and then the bad habits of a clumsy teacher, who slips now and
-then. Sampled at temperature 1 it is right about one time in four, nearly always by a slip away from right. Nothing in the
-supervised data says which of its habits pay: finding that out is what is left for reinforcement learning.
+then. Sampled at temperature 1 it is right about one time in four, and otherwise mostly a slip away from right. Nothing in the
+supervised data says which of its habits pay: finding that out is left to reinforcement learning. (Its greedy answers are right
+from the start: what there is to learn is to mean it, so watch the sampled reward.)
 
     python -c "import tiny; print(tiny.ensure())"        # runs/tiny-sort-1a2b3c4d5e, in about 15 s the first time
 
-A new task is one function in `TASKS`, the ones below its examples.
+A new task is one function and its line in `TASKS`.
 """
 import fcntl
 import hashlib
@@ -90,10 +91,9 @@ CHATML = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so any text encodes; a digit is always a token of its own; <|im_end|> ends a turn."""
+    """Byte-level BPE, so any text encodes; each digit is a token, as WORDS has none to merge; <|im_end|> ends a turn."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(WORDS, trainers.BpeTrainer(

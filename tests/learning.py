@@ -66,14 +66,17 @@ def make_models(world, folder: str) -> None:
 
 
 def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> list[Sample]:
-    """`prompts` groups of samples of very different lengths, some cut at the limit; kind "mixed": equal rewards and unscored ones too; "long": all LONGEST."""
+    """`prompts` groups of samples of very different lengths, some cut at the limit.
+
+    kind: "mixed" has groups of equal rewards and unscored completions too, "plain" none, "unscored" nothing else; "long": all are LONGEST.
+    """
     rng, samples = random.Random(f"{kind} {prompts} {seed}"), []
     for p in range(prompts):
         ids = [rng.randrange(VOCAB) for _ in range(PROMPT if kind == "long" or p == 0 else rng.randint(1, PROMPT))]
         row = data.Row(p, "q", ids, "a", {}, "made up")
         for g in range(group):
             length = COMPLETION if kind == "long" or (p, g) == (0, 1) else min(COMPLETION, 1 + int(rng.expovariate(1 / 5)))
-            reward = rng.choice([0.0, 0.25, 1.0])
+            reward = round(rng.random(), 2)
             if kind == "mixed":
                 if p % 4 == 1:
                     reward = 0.5                        # a group without any difference

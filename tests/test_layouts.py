@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny
 from ranks import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -21,8 +22,10 @@ def run(folder: Path, size: int, steps: int, seed: int) -> list[str]:
     name = f"seed{seed}_ranks{size}"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}", f"--master_port={free_port()}", str(ROOT / "grpo.py"),
                "--batch", "5", "--group", "4", "--steps", str(steps), "--max_tokens", "12", "--max_prompt_tokens", "64", "--seed", str(seed),
-               "--samples_every", "1", "--name", name, "--no-export", "--update_tokens", "300", "--minibatches", "2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+               "--samples_every", "1", "--name", name, "--no-export", "--update_tokens", "300", "--minibatches", "2",
+               "--model", tiny.ensure(str(ROOT / "runs")), "--lr", "1e-3"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     files = sorted((folder / "runs" / name / "samples").glob("step_*"))
     assert len(files) == steps, files

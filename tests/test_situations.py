@@ -115,7 +115,8 @@ def an_epoch(world, folder: str) -> dict:
     import grpo
     import model
     args = learning.arguments(batch=7, minibatches=2, epochs=2, update_tokens=77, score_tokens=50)
-    policy = learning.Spy(model.build(model.Scorer, f"{folder}/tied", world, compute=torch.float64), world, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
+    module = model.build(model.Scorer, f"{folder}/tied", world, compute=torch.float64)
+    policy = learning.Spy(module, world, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
     policy.gradients, stream, metrics, drawn = [], Stream([Row(i, "", [1], None, {}, "") for i in range(23)], seed=0), [], []
     step = 0
     while stream.epoch == 0:

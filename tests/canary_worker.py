@@ -1,0 +1,49 @@
+"""Run by torchrun from test_memory.py: `canary_worker.py FOLDER WHERE RANK CALL` runs the canary, with an out-of-memory error in a layer."""
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+import dist                                             # noqa: E402  (first: it sets what torch reads)
+import torch                                            # noqa: E402
+
+import canary                                           # noqa: E402
+import learning                                         # noqa: E402
+import model                                            # noqa: E402
+import plan                                             # noqa: E402
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward has no memory."""
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def main(folder: str, where: str, rank: str, call: str) -> None:
+    world = dist.start(60)
+    dist.Stop(world, 25)
+    args = learning.arguments(update_tokens=1024, score_tokens=1024, minibatches=2)
+    module = model.build(model.Scorer, f"{folder}/untied", world, compute=torch.float32)
+    policy = model.Policy(module, world, betas=args.betas, weight_decay=0.0, max_grad_norm=1.0)
+    layer, calls = module.lm.model.layers[1], 0
+    shipped = layer.forward
+
+    def forward(*a, **k):
+        nonlocal calls
+        calls += 1
+        if world.rank in map(int, rank.split(",")) and calls == int(call):
+            if where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            return Fails.apply(shipped(*a, **k))
+        return shipped(*a, **k)
+    layer.forward = forward
+    canary.canary(plan.Plan(args, "grpo.py", world.size, 64, 0), world, learning.VOCAB, policy)
+    print("the canary lives")
+
+
+if __name__ == "__main__":
+    dist.run(main, *sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Live bytes of tensors, exactly: every storage that an operation makes, until the last tensor on it is gone or it is resized to nothing."""
+import weakref
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """with Live() as live: …; live.peak is the most that was live at once of what was made inside, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak, self.largest = {}, 0, 0, 0
+
+    def __enter__(self):
+        self.resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage, size):                    # how FSDP frees a gathered weight, and makes it again
+            resize(storage, size)
+            if id(storage) in self.sizes:
+                self.count(id(storage), size)
+        torch.UntypedStorage.resize_ = resized
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+    def count(self, key: int, size: int) -> None:
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+
+    def gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {id(storage) for storage in storages((args, kwargs))}                  # a view makes nothing
+        for storage in storages(out):
+            if id(storage) not in self.sizes and id(storage) not in given:
+                weakref.finalize(storage, self.gone, id(storage))
+                self.count(id(storage), storage.nbytes())
+        return out
+
+
+def storages(tree) -> list[torch.UntypedStorage]:
+    """Of all tensors in it; of a sharded one, this rank's part."""
+    tensors = [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    return [(t._local_tensor if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
