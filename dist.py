@@ -285,7 +285,9 @@ def run(main, *args) -> None:
     """main(*args) as a rank: when one rank ends badly all do, within seconds, and the cause is the last thing on the screen.
 
     Exit status: 0, 2 for a mistake in the settings (one sentence, from rank 0), 75 stopped and saved, 130 Ctrl-C,
-    143 SIGTERM without a save, 1 anything else. Leaves by os._exit: with engine threads alive a normal exit may hang.
+    143 SIGTERM without a save, 1 anything else. torchrun's own status is 1 for all of these; its last lines tell the ranks' ("exitcode : 75"),
+    and runs/NAME/done.json is there once a run has come to its end. torchrun waits 30 s (--shutdown-timeout) for ranks after
+    SIGTERM, which --stop_seconds must stay below. Leaves by os._exit: with engine threads alive a normal exit may hang.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     report, rank = get_error_handler(), os.environ.get("RANK", "0")

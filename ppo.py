@@ -96,7 +96,7 @@ class Args:
     """Upper bound of --engine_correction."""
     # ---- optimizer (AdamW)
     lr: float | None = None
-    """Peak learning rate; when not given 1e-6, and 1e-3 for the tiny model, which is ten thousand times smaller."""
+    """Peak learning rate; when not given 1e-6, and 3e-4 for the tiny model, which is ten thousand times smaller."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's."""
     weight_decay: float = 0.0

@@ -29,7 +29,7 @@ from plan import SettingsError
 from rollout import Engine, Request, hash_seed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-TINY_LR, LR, CRITIC_LR = 1e-3, 1e-6, 1e-5
+TINY_LR, TINY_CRITIC_LR, LR, CRITIC_LR = 3e-4, 1e-3, 1e-6, 1e-5
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Run:
         is_tiny = args.model.partition(":")[0] == "tiny"
         args.lr = args.lr if args.lr is not None else TINY_LR if is_tiny else LR
         if args.algorithm == "ppo":
-            args.critic_lr = args.critic_lr if args.critic_lr is not None else TINY_LR if is_tiny else CRITIC_LR
+            args.critic_lr = args.critic_lr if args.critic_lr is not None else TINY_CRITIC_LR if is_tiny else CRITIC_LR
 
         # Every mistake that can be known before weights load: tried one after the other, told together, by every rank alike.
         problems: list[str] = []

@@ -37,7 +37,7 @@ setup() {
 train() {  # SCRIPT FLAGS...: the self-grading job on the tiny model, one rank per GPU, or two on a CPU
   local script=$1; shift
   exec .venv/bin/torchrun --nproc_per_node "$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" "$script" \
-    --max_prompt_tokens 64 --max_tokens 16 --target_reward 0.9 "$@"
+    --steps 60 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 --target_reward 0.9 "$@"
 }
 
 case "${1:-}" in

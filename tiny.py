@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging
 
 from plan import SettingsError
 
@@ -161,12 +161,14 @@ def build(folder: str, task: str = "sort", seed: int = 0) -> str:
             teach(model, tokenizer, TASKS[task], seed)
     finally:
         torch.set_num_threads(threads)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # one shard needs none
-    model.save_pretrained(folder)
+    # Not model.save_pretrained: in a process group it writes on rank 0 only, and the rank that builds may be another.
+    os.makedirs(folder, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_file({name: value for name, value in model.state_dict().items() if name != "lm_head.weight"},    # it is the embedding
+              os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
-    if bars:
-        logging.enable_progress_bar()
     return folder
 
 

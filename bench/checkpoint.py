@@ -2,6 +2,7 @@
 
     python bench/checkpoint.py                                     one rank
     torchrun --nproc_per_node 2 bench/checkpoint.py                two
+    python bench/checkpoint.py --where /dev/shm                    on a disk that costs nothing: what is left is torch's own work
     python bench/checkpoint.py --shape tiny                        only to see that it runs
 
 Random weights: nothing is downloaded. Writes about 5.9 GB beside this checkout and removes them. Prints one JSON line.
@@ -39,9 +40,9 @@ def weights(folder: Path, shape: str) -> None:
     lm.save_pretrained(folder)
 
 
-def main(shape: str, times: int) -> None:
+def main(shape: str, times: int, where: str) -> None:
     world = dist.start()
-    folder = ROOT / "runs" / f"bench-checkpoint-{shape}"
+    folder = Path(where) / f"bench-checkpoint-{shape}"
     if world.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         weights(folder / "model", shape)
@@ -76,5 +77,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--where", default=str(ROOT / "runs"))
     a = parser.parse_args()
-    dist.run(main, a.shape, a.times)
+    dist.run(main, a.shape, a.times, a.where)
