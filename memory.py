@@ -111,7 +111,9 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
     engine, other = Engine(a, shape, card, c, plan.longest), {"set aside": RESERVED if card else 0}
 
     found = [Load("rollout", rest | {"engine weights": engine.weights, "engine workspace": engine.workspace, "kv cache": engine.cache} | other)]
-    for phase in {p.name: p for p in reversed([*plan.phases(max(plan.batches))])}.values():            # the larger minibatch of an uneven cut
+    for phase in plan.phases(max(plan.batches)):
+        if any(load.phase == phase.name for load in found):    # the smaller minibatch of an uneven cut
+            continue
         of_critic, grad = phase.name.startswith("critic"), phase.name.endswith("update")
         parts = widest(shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=a.checkpointing, head_chunk=a.head_chunk, critic=of_critic)
         gradients = m * (critic if of_critic else policy) / shards if grad and not a.cpu_offload else 0
@@ -134,7 +136,7 @@ def why_not(plan: Plan, shape: Shape, card: float, spare: float = 0.0) -> list[s
     return found
 
 
-def options(plan: Plan) -> list[tuple[str, list]]:
+def options(plan: Plan, shape: Shape) -> list[tuple[str, list]]:
     """(flag, values that save more and more), the flag that costs least time first; gpu_memory_utilization in order of nearness."""
     a, least = plan.args, max(plan.longest, 4096)            # micro-batches below that leave a GPU idle
     shares = sorted((s / 20 for s in range(2, 19)), key=lambda s: abs(s - a.gpu_memory_utilization))
@@ -147,7 +149,7 @@ def options(plan: Plan) -> list[tuple[str, list]]:
         ("checkpointing", [True][:not a.checkpointing]),
         ("offload", [r for r in rests[:3 if needs_reference(a) else 2] if set(r) > set(a.offload)]),
         ("head_chunk", [256, 64] if not a.head_chunk else []),
-        ("tp", [t for t in (2, 4, 8) if t > a.tp and plan.ranks % t == 0]),
+        ("tp", [t for t in (2, 4, 8) if t > a.tp and plan.ranks % t == shape.heads % t == 0]),
         ("cpu_offload", [True][:not a.cpu_offload])]
     return [(flag, values) for flag, values in listed if values]
 
@@ -159,7 +161,7 @@ def fewest(plan: Plan, shape: Shape, card: float) -> dict | None:
 
     if not why_not(plan, shape, card):
         return {}
-    every = options(plan)
+    every = options(plan, shape)
     for count in range(1, len(every) + 1):
         for chosen in combinations(every, count):
             shares = dict(chosen).get("gpu_memory_utilization", [None])

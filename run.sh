@@ -36,6 +36,7 @@ setup() {
 
 train() {  # SCRIPT FLAGS...: the self-grading job on the tiny model, one rank per GPU, or two on a CPU
   local script=$1; shift
+  [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"     # one thread a rank; unset, torchrun warns and sets it
   exec .venv/bin/torchrun --nproc_per_node "$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" "$script" \
     --steps 60 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 --target_reward 0.9 "$@"
 }

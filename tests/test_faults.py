@@ -44,9 +44,11 @@ def tail(text: str, lines: int = 60) -> str:
 
 @pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_killed_in_a_save_stopped_and_damaged_a_run_ends_as_if_nothing_had_been(start, tmp_path, script):
-    go = lambda name, **o: start("--name", name, "--steps", "6", *(("--kl_reward_coef", "0.05", "--kl_target", "0.02") if script == "ppo" else ()), script=script, **o)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": f"Sort {n}", "answer": "".join(sorted(str(n)))}) + "\n" for n in range(500123, 500139)))
+    flags = ["--steps", "6", "--eval_data", "rows.jsonl", "--eval_every", "2", *(("--kl_reward_coef", "0.05", "--kl_target", "0.02") if script == "ppo" else ())]
+    go = lambda name, **o: start("--name", name, *flags, script=script, **o)
     status, text = go("alone").end()
-    assert status == 0 and [r["step"] for r in metrics(tmp_path / "runs/alone")] == list(range(6)), text
+    assert status == 0 and [r["step"] for r in metrics(tmp_path / "runs/alone")] == list(range(7)), text           # the last is the evaluation's
     run = tmp_path / "runs/x"
 
     status, text = go("x", faults="saved:1:3:kill").end()  # rank 1, with its tensors written and before the rename

@@ -261,7 +261,7 @@ KNOBS["all"] = {k: v for knob in KNOBS.values() for k, v in knob.items() if k !=
 
 
 def learn_with(world, folder: str, names: list[str]) -> dict:
-    """Two steps of grpo.learn with two minibatches and a reference, for each knob → this rank's shards of the parameters after."""
+    """Two steps of grpo.learn with two minibatches and a reference, for each knob → (the parameters after, the metrics of both steps)."""
     found = {}
     for name in names:
         knob = dict(KNOBS.get(name, {}))
@@ -274,23 +274,27 @@ def learn_with(world, folder: str, names: list[str]) -> dict:
         policy = model.Policy(build(), world, **settings, rest=() if sharding["offload"] else rest)
         reference = model.Policy(build(offload=sharding["offload"] or away, trained=False), world, **settings)
         learning.reset(reference.module, f"{folder}/tied", noise=0.05)
+        metrics = []
         for step in range(2):
             policy.rest()
             sum(float(w.sum()) for _, w in policy.weights())
             policy.wake()
-            grpo.learn(args, world, policy, reference, fabricate("mixed", 5, seed=step), step, args.lr)
-        found[name] = {n.removeprefix("lm."): p.detach().full_tensor() for n, p in policy.module.named_parameters()}
+            metrics.append(grpo.learn(args, world, policy, reference, fabricate("mixed", 5, seed=step), step, args.lr))
+        found[name] = metrics, {n.removeprefix("lm."): p.detach().full_tensor() for n, p in policy.module.named_parameters()}
     return found
 
 
 def test_no_knob_changes_the_update(two_ranks):
     one = two_ranks[1][0]["knobs"]
     before = load_file(f"{two_ranks[0]}/tied/model.safetensors")
-    update = {knob: torch.cat([(p - before[name]).flatten() for name, p in after.items()]) for knob, after in one.items()}
+    update = {knob: torch.cat([(p - before[name]).flatten() for name, p in after.items()]) for knob, (_, after) in one.items()}
     assert float(update["none"].norm()) > 0.01
-    start = torch.cat([before[name].flatten() for name in one["none"]])
+    start = torch.cat([before[name].flatten() for name in one["none"][1]])
     for knob in KNOBS:
         assert difference(start + update[knob], start + update["none"]) < 1e-5, knob
+        for ours, plain_ones in zip(one[knob][0], one["none"][0]):             # Adam would hide a gradient of another scale
+            for name in ("grad/norm", "loss/policy", "loss/kl", "policy/entropy"):
+                assert ours[name] == pytest.approx(plain_ones[name], rel=1e-5, abs=1e-7), (knob, name)
 
 
 def reference_bits(world, folder: str) -> list[torch.Tensor]:
