@@ -38,7 +38,8 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointi
     head = 0 if critic else embedding                                                    # the gradient of its weight
     last_norm = tokens * 4 * s.hidden + 2 * h
     if not grad:
-        return max([dict(gathered=root + s.layer * c, activations=h, head=SCORE_HEAD * chunk),
+        return max([dict(gathered=2 * root + 2 * s.layer * c),                           # the start: as it came from the ranks, and in place
+                    dict(gathered=root + s.layer * c, activations=h, head=SCORE_HEAD * chunk),
                     dict(gathered=root + 2 * s.layer * c, activations=4 * h + max(3 * i, tokens * 12 * s.hidden))], key=total)
     one = tokens * s.saved(c)
     kept = s.layers * (h if checkpointing else one)                                      # at the end of forward

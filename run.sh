@@ -19,7 +19,7 @@ setup() {
   [ -n "$python" ] || { echo "error: needs Python 3.11, 3.12 or 3.13 with venv; none is on the PATH" >&2; exit 2; }
   echo "setting up .venv with $python: a few minutes, about 3.5 GB (only the first time)"
   "$python" -m venv .venv
-  local pip=".venv/bin/pip --disable-pip-version-check -q"
+  local pip=".venv/bin/pip --disable-pip-version-check -qq"
   if [ "$gpus" -gt 0 ]; then
     $pip install -r requirements.txt
   else

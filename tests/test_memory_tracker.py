@@ -30,7 +30,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
             root = model.Scorer(lm, head_chunk) if not critic else model.Valuer(lm, head_chunk)
             if critic:
-                root.head = root.head.to_empty(device="cpu")
+                root.head = torch.nn.Linear(s.hidden, 1, bias=False)           # it is on meta until the weights are filled in
             root.eval()
             model.shard(root, lm.model.layers, mesh, {2: torch.bfloat16, 4: torch.float32}[c], torch.float32, checkpointing, False)
             rows = tokens // LENGTH

@@ -224,7 +224,7 @@ def every_setting_is_refused_or_runs(count: int, seed: int) -> Counter:
             else:
                 outcomes["runs"] += 1
                 plan.Plan(args, "", ranks, n_rows, n_eval).text()
-                simulate(args, ranks, n_rows or 50, n_eval, rng) if n_rows or not args.strict else None
+                simulate(args, ranks, n_rows or 3 * args.batch, n_eval, rng)      # where the plan was made without the data: whole batches
         except Exception as error:
             raise AssertionError(f"{args} on {ranks} ranks, {n_rows} rows") from error
     return outcomes
