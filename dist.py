@@ -232,7 +232,8 @@ class Stop:
     AGAIN = 2.0                    # seconds after which a second SIGTERM is a second one
 
     def __init__(self, world: World, seconds: float):
-        self.world, self.seconds, self.leaving = world, seconds, False
+        self.world, self.seconds = world, seconds
+        self.looping = self.leaving = False            # set by the loop when it begins, and by `agreed`
         first = world.rank - world.local_rank
         self.peers = [pid for pid in world.gather([os.getpid()])[first:first + world.local_size] if pid != os.getpid()]
         numbers, wakeup = socket.socketpair()
@@ -258,6 +259,8 @@ class Stop:
             waited = time.monotonic() - came
             if signal.SIGINT in heard:
                 self._leave(130, "interrupted")
+            elif signal.SIGTERM in heard and not self.looping:
+                self._leave(143, "SIGTERM before the first step: ended at once, there is nothing to save")
             elif signal.SIGTERM in heard and not Stop.requested:
                 Stop.requested, came = True, time.monotonic()
             elif signal.SIGTERM in heard and waited > self.AGAIN:

@@ -213,6 +213,7 @@ class Run:
             self.evaluate(self.start)
             self.log.step(self.start, {})
             return
+        self.stop.looping = True                           # from here on SIGTERM waits for the end of a step
         for step in range(self.start, a.steps):
             if a.eval_every and step % a.eval_every == 0 or a.eval_data and step == 0:
                 self.evaluate(step)
