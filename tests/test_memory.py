@@ -71,8 +71,9 @@ def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
 
 # The README's commands, each at the memory it names there.
 README = [
-    (grpo, 1, "Qwen/Qwen2.5-0.5B-Instruct", 24, dict(update_tokens=4096)),
-    (grpo, 2, "Qwen/Qwen2.5-3B-Instruct", 80, dict(checkpointing=True)),
+    (grpo, 1, "Qwen/Qwen2.5-0.5B-Instruct", 24, dict(batch=64, group=8, max_tokens=512, update_tokens=4096)),
+    (grpo, 2, "Qwen/Qwen2.5-3B", 80, dict(batch=128, group=8, max_prompt_tokens=256, max_tokens=1024, checkpointing=True)),
+    (grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, dict(batch=8, group=16, max_prompt_tokens=1024, max_tokens=2048, checkpointing=True, kl_loss_coef=0.001)),
     (grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, dict(batch=8, group=64, max_tokens=4096, checkpointing=True)),
     (grpo, 4, "tiny", 8, {}),
     (ppo, 4, "tiny", 8, {}),
