@@ -249,8 +249,8 @@ def learn(args: Args, world: World, policy: Policy, reference: Policy | None, sa
     least = 1 if args.advantage == "reinforce++" else 2
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)                                     # (N,)
     cut = batch.truncated & args.overlong_filter
-    dropped = Counter(unscored=int((~scored).sum()), no_baseline=int((scored & ~paired).sum()),
-                      overlong=int((scored & paired & cut).sum())) + (dropped or Counter())
+    dropped = Counter(dropped or {})
+    dropped.update(unscored=int((~scored).sum()), no_baseline=int((scored & ~paired).sum()), overlong=int((scored & paired & cut).sum()))
     mask = batch.present & (scored & paired & ~cut).view(-1, 1)                                                              # (N, T)
 
     # Log-probs from before the update, where something needs them; else the update's own serve, and the ratio is exactly 1.
