@@ -236,8 +236,8 @@ def work(fd: int, memory_bytes: int, specs: list[str]) -> None:
             chunk = pickle.load(inbox)
         except EOFError:
             return
-        for unit, fields in chunk:
-            items = [Item(*field) for field in fields]
+        for unit, packed in chunk:
+            items = [Item(*values) for values in packed]
             parts, errors, trace, spent = [[None] * len(rewards) for _ in items], [None] * len(items), None, False
             for column, (kind, function, takes) in enumerate(rewards):
                 for group in [range(len(items))] if kind == "trl" else [[i] for i in range(len(items))]:

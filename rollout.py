@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from batch import Completion
-from dist import World, share
+from dist import World, assert_divisible, share
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Engine:
             logging.getLogger(name).setLevel(logging.ERROR)
         from vllm import LLM
         self.world, self.dtype, self.tp = world, dtype, tp
+        self.engines = assert_divisible(world.size, tp, "ranks", "--tp")
         self.vocab_size, self.eos_ids = vocab_size, eos_ids
         self.sleep_level = sleep_level if gpu else 0   # the CPU build has no sleep mode
         self.llm = LLM(
@@ -65,7 +66,7 @@ class Engine:
 
     def mine(self, requests: list) -> list:
         """My engine's contiguous share of the requests: the same for the --tp ranks of one engine."""
-        return requests[share(len(requests), self.world.size // self.tp, self.world.rank // self.tp)]
+        return requests[share(len(requests), self.engines, self.world.rank // self.tp)]
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The trainer's weights become the engine's, one tensor at a time; what was computed with the old ones is forgotten.

@@ -114,7 +114,7 @@ class Run:
 
         # From here on weights load.
         self.stream = data.Stream(rows[0], args.seed)
-        self.bad_streak, self.best = 0, None               # the best evaluation so far: {"step", "score"}
+        self.bad_streak, self.warned, self.best = 0, False, None   # the best evaluation so far: {"step", "score"}
         self.log.open(asdict(args) | {"ranks": world.size}, self.plan.text(), self.start)
         self.log.say(self.plan.text(short=True))
         for line in (rows[1].text(), eval_rows[1].text() if eval_rows else None):
@@ -145,7 +145,7 @@ class Run:
         if not args.eval_only and (args.canary == "on" or args.canary == "auto" and world.device.type == "cuda"):
             began = time.perf_counter()
             peaks = canary.canary(self.plan, world, self.config.vocab_size, self.policy, self.reference, self.critic)
-            self.log.say(f"  canary: a worst-case micro-batch of each phase fits, peaks " + ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak
+            self.log.say("  canary: a worst-case micro-batch of each phase fits, peaks " + ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak
                          in peaks.items()) + f", in {time.perf_counter() - began:.1f} s")
 
     def _resume(self) -> list[str]:
@@ -203,7 +203,7 @@ class Run:
         """--lr at this step, by --warmup_steps and --lr_schedule."""
         return model.learning_rate(step, self.args.steps, peak, warmup_steps, self.args.lr_schedule)
 
-    # ---- one rollout ------------------------------------------------------------------------------------------------
+    # ---- around and between the steps -------------------------------------------------------------------------------
 
     def steps(self):
         """The steps to do, with what belongs between them: evaluation, checkpoints, and the end on SIGTERM."""
@@ -266,6 +266,8 @@ class Run:
             self.trainer_rests()
             self.engine.load(self.policy.weights(self.engine.dtype))
 
+    # ---- one rollout ------------------------------------------------------------------------------------------------
+
     def sample(self, prompts: list[data.Prompt], step: int, group: int, *, temperature: float, salt: str = "train") -> list[Sample]:
         """`group` completions of each prompt, with rewards: the same list, in request order, on every rank."""
         a, world = self.args, self.world
@@ -286,7 +288,7 @@ class Run:
             scores = world.gather(self.scorer.score([item for unit in world.mine(units) for item in unit], size))
             trace = next((t for t in world.gather([self.scorer.first_traceback]) if t), None)
             rewards.raise_if_all_failed(scores, trace)
-            if trace and not getattr(self, "warned", False):
+            if trace and not self.warned:
                 self.warned = True
                 self.log.say(f"a completion could not be scored (it is left out, and counted); this is said once:\n{trace}")
         return [Sample(p, c, t, s) for (p, _), c, t, s in zip(asked, completions, texts, scores)]

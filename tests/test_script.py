@@ -105,7 +105,7 @@ def test_metrics_have_every_step_once_and_the_names_of_the_readme(run):
     assert [r["step"] for r in run["rows"]] == list(range(14))                          # the last line is the last evaluation's
     readme = (ROOT / "README.md").read_text()
     for name in ("reward/mean", "reward/gsm8k", "reward/length", "rollout/length_mean", "rollout/logprob_gap_max", "loss/policy", "policy/entropy",
-                 "policy/clip_frac", "grad/norm", "lr", "batch/prompts", "batch/dropped", "time/step"):
+                 "policy/clip_frac", "grad/norm", "lr", "batch/prompts", "batch/dropped", "batch/dropped_unscored", "time/step"):
         assert name in run["rows"][0], name
         assert name in readme or name.split("/")[0] + "/" in readme, name
     assert max(r["rollout/logprob_gap_max"] for r in run["rows"][:13]) < 1e-4
