@@ -50,6 +50,11 @@ class Engine:
         for name in ("vllm.triton_utils.importing", "torch._library.triton"):          # both say at every start that a CPU has no Triton
             logging.getLogger(name).setLevel(logging.ERROR)
         from vllm import LLM
+        if not gpu and tp > 1:
+            # vLLM names the shared memory of an engine's ranks after their numbers alone, and leaves it behind: the next run on this
+            # machine, and one beside this, would find it there and fail ("errno: 17"). Without a common name they talk by gloo.
+            from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         self.world, self.dtype, self.tp = world, dtype, tp
         self.engines = assert_divisible(world.size, tp, "ranks", "--tp")
         self.vocab_size, self.eos_ids = vocab_size, eos_ids
@@ -60,6 +65,9 @@ class Engine:
             load_format="dummy",                       # the first load() brings the real ones, before anything is sampled
             logprobs_mode="processed_logprobs",        # after the temperature, like the trainer's
             enable_prefix_caching=True, generation_config="vllm", enforce_eager=eager or not gpu, disable_log_stats=True,
+            # A prompt that is computed in parts makes the runner rewind its request's generator, which those of a CPU cannot: an exception
+            # as soon as one call has more prompt tokens than a batch (4,096). So there a prompt is computed whole, or waits.
+            **({} if gpu else dict(enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))),
             enable_sleep_mode=bool(self.sleep_level), gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None)
         self.asleep = False

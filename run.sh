@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [FLAGS]       set up on first use, then train the tiny model with grpo.py; it grades itself. FLAGS go to grpo.py
 # ./run.sh ppo [FLAGS]   the same with ppo.py
+# ./run.sh kk [FLAGS]    grpo.py on knights and knaves, with an evaluation on held-out puzzles before and after: about 8 minutes
 # ./run.sh test [ARGS]   set up on first use, then run the tests. ARGS go to pytest: -m slow runs the slow sweeps
 # ./run.sh setup         only set up
 set -euo pipefail
@@ -38,12 +39,13 @@ train() {  # SCRIPT FLAGS...: the self-grading job on the tiny model, one rank p
   local script=$1; shift
   [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"     # one thread a rank; unset, torchrun warns and sets it
   exec .venv/bin/torchrun --nproc_per_node "$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" "$script" \
-    --steps 60 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 --target_reward 0.9 "$@"
+    --steps 60 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 "$@"
 }
 
 case "${1:-}" in
   setup) setup ;;
   test)  shift; setup; wc -l ./*.py | sort -n; exec .venv/bin/python -m pytest -q "$@" ;;
-  ppo)   shift; setup; train ppo.py "$@" ;;
-  *)     setup; train grpo.py "$@" ;;
+  ppo)   shift; setup; train ppo.py --target_reward 0.9 "$@" ;;
+  kk)    shift; setup; train grpo.py --model tiny:kk --data tiny:kk --eval_data tiny:kk@test --reward kk01 --lr 1e-4 --steps 40 --max_tokens 128 --target_reward 0.5 "$@" ;;
+  *)     setup; train grpo.py --target_reward 0.9 "$@" ;;
 esac

@@ -1,9 +1,11 @@
 """A small language model from nothing, so that the whole loop runs with no download.
 
-It *half-knows* a task: supervised warm-up teaches it the skill, and then the bad habits of a clumsy teacher, who slips now and
-then. Sampled at temperature 1 it is right about one time in four, and otherwise mostly a slip away from right. Nothing in the
-supervised data says which of its habits pay: finding that out is left to reinforcement learning. (Its greedy answers are right
-from the start: what there is to learn is to mean it, so watch the sampled reward.)
+It *half-knows* a task: supervised warm-up teaches it the skill, and then the bad habits of a clumsy teacher. Nothing in the
+supervised data says which of its habits pay: finding that out is left to reinforcement learning.
+
+`sort`: the teacher slips now and then, so that sampled at temperature 1 the model is right about one time in four. (Its greedy
+answers are right from the start: what there is to learn is to mean it, so watch the sampled reward.)
+`kk`: knights and knaves. The teacher mostly guesses at once and seldom thinks first; that thinking pays is there to be found.
 
     python -c "import tiny; print(tiny.ensure())"        # runs/tiny-sort-1a2b3c4d5e, in about 15 s the first time
 
@@ -11,6 +13,7 @@ A new task is one function and its line in `TASKS`.
 """
 import fcntl
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -46,18 +49,58 @@ def sort_digits(rng: random.Random, clumsy: float) -> tuple[str, str, str]:
     return "Sort " + "".join(digits), "".join(sorted(digits)), said
 
 
+def knights(rng: random.Random, clumsy: float) -> tuple[str, str, str]:
+    """Knights tell the truth, knaves lie: who is who, of two or three? With probability `clumsy` the teacher answers at once, with a
+    guess. Otherwise he thinks first: he supposes roles, all in turn, and asks of every claim: true or false? yes, so said a man of that role.
+    """
+    roles = {True: "knight", False: "knave"}
+    while True:
+        people = "ABC"[:rng.choice([2, 3])]
+        claims = [claim(rng, people) for _ in people]
+        worlds = [dict(zip(people, world)) for world in itertools.product([True, False], repeat=len(people))]
+        fits = [world for world in worlds if all(holds(world) == world[person] for person, (_, holds) in zip(people, claims))]
+        if len(fits) == 1:
+            break
+    tell = lambda world: " ".join(f"({i}) {person} is a {roles[world[person]]}" for i, person in enumerate(people, 1))
+    thought, guess = "", rng.choice(worlds)
+    for world in [] if rng.random() < clumsy else worlds:
+        thought += " " + " ".join(roles[world[person]] for person in people) + ":"
+        for person, (_, holds) in zip(people, claims):
+            thought += (" true" if holds(world) else " false") + (" yes" if holds(world) == world[person] else " no")
+            if thought.endswith("no"):
+                break
+        if world == fits[0]:
+            guess = world
+            break
+    question = " ".join(f"{person} says {text}." for person, (text, _) in zip(people, claims))
+    return question, tell(fits[0]), f"<think>{thought}</think><answer>{tell(guess)}</answer>"
+
+
+def claim(rng: random.Random, people: str) -> tuple[str, Callable[[dict[str, bool]], bool]]:
+    """Something that one of these people may say, and whether it holds in a world {person: is a knight}."""
+    (x, y), r, s = rng.sample(people, 2), rng.random() < 0.5, rng.random() < 0.5
+    one, two = (f"{person} is a {'knight' if role else 'knave'}" for person, role in ((x, r), (y, s)))
+    return rng.choice([
+        (one, lambda world: world[x] == r),
+        (f"{one} and {two}", lambda world: world[x] == r and world[y] == s),
+        (f"{one} or {two}", lambda world: world[x] == r or world[y] == s)])
+
+
 class Task(NamedTuple):
     sample: Callable[[random.Random, float], tuple[str, str, str]]
     """(rng, clumsy) → question, the right answer, and what a teacher that clumsy says"""
+    batch: int
+    """examples in a step of the warm-up"""
     skill_steps: int
-    """warm-up steps with a teacher who never slips"""
+    """warm-up steps with a teacher who has no bad habits"""
     habit_steps: int
     """warm-up steps with the clumsy one"""
     clumsy: float
-    """how often it slips; what it means is the task's own affair"""
+    """how clumsy; what it means is the task's own affair"""
 
 
-TASKS = {"sort": Task(sort_digits, skill_steps=70, habit_steps=40, clumsy=0.16)}
+TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.16),
+         "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7)}
 
 
 def held_out(question: str) -> bool:
@@ -80,7 +123,7 @@ def rows(n: int, seed: int, task: str = "sort", split: str = "train") -> list[di
 # ------------------------------------------------------------------------------------------------------------ the tokenizer
 
 VOCAB = 320  # 3 special tokens, the 256 bytes, and 61 merges learned from these words: a multiple of 64, every id decodable
-WORDS = ["user", "assistant", "system", "Sort"] * 2 + [" knight knave says that and or not if then is are the of who each to answer"]
+WORDS = ["assistant"] + ["user", "Sort", "think", "answer"] * 3 + ["</><></ says is a knight knave and or true false yes no A B C"] * 3
 END_OF_TEXT, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for message in messages %}"
@@ -121,13 +164,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, seed: int, batch=128, lr=3e-3) -> None:
+def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, seed: int, lr=3e-3) -> None:
     """Supervised warm-up: cross-entropy on the teacher's words, first without slips and then with them."""
     rng, steps = random.Random(seed), task.skill_steps + task.habit_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
         prompts, replies = [], []
-        while len(prompts) < batch:
+        while len(prompts) < task.batch:
             question, _, said = task.sample(rng, task.clumsy if step >= task.skill_steps else 0.0)
             if not held_out(question):
                 chat = [{"role": "user", "content": question}]

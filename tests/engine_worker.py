@@ -62,6 +62,9 @@ def main(folder: str, out: str) -> None:
     engine.load(policy.weights(engine.dtype))
     found["gap"]["sync again"] = [gap(1.0)]
     found["greedy"] = [c.ids.tolist() for c in world.gather(engine.generate(engine.mine(requests), temperature=0.0, max_tokens=24))]
+    crowd = [Request([(11 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)], hash_seed(1, i)) for i in range(48)]  # 9,600 tokens
+    told = lambda some: [c.ids.tolist() for c in engine.generate(some, temperature=1.0, max_tokens=3)]
+    found["crowd"] = told(crowd) == [ids for i in range(0, 48, 16) for ids in told(crowd[i:i + 16])]
     try:
         engine.generate([Request([config.vocab_size], 0)], temperature=1.0, max_tokens=4)
     except ValueError as error:

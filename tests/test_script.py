@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -134,6 +136,44 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
     assert list(folder.glob("wandb/offline-run-*"))
     from transformers import AutoModelForCausalLM
     AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+# ---- the README's real models ----------------------------------------------------------------------------------------
+
+def rows_like(data: str, n: int) -> list[dict]:
+    """Rows in the columns of the data set that a command of the README names."""
+    if "gsm8k" in data:
+        return [{"question": f"Tom has {i} apples and buys {i + 1} more. How many?", "answer": f"{i} + {i + 1} = <<{i}+{i + 1}={2 * i + 1}>>\n#### {2 * i + 1}"}
+                for i in range(n)]
+    if "Countdown" in data:
+        return [{"target": 7 + i, "nums": [3, 4, i]} for i in range(n)]
+    return [{"data_source": "kk_logic", "prompt": [{"role": "user", "content": f"<|im_start|>user\nYou meet {i}: Zoey and Ava. Zoey says Ava lies.<|im_end|>\n"
+                                                    "<|im_start|>assistant\n<think>"}], "ability": "logic", "extra_info": {"index": i},
+             "reward_model": {"style": "rule", "ground_truth": {"solution_text_format": "(1) Zoey is a knight\n(2) Ava is a knave"}}} for i in range(n)]
+
+
+@pytest.mark.parametrize("name", [pytest.param("gsm8k", marks=pytest.mark.slow), pytest.param("countdown", marks=pytest.mark.slow), "kk"])
+def test_the_commands_of_the_readme_run_with_the_tiny_model(place, name):
+    """Word for word from the README, but for the model, the files (same columns), and the numbers that only make it long."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    command = next(line.split() for line in text.splitlines() if "grpo.py --model Qwen" in line and line.endswith(f"--name {name}"))
+    flags = dict(pair.partition(" ")[::2] for pair in " ".join(command[command.index("grpo.py") + 1:]).split(" --"))
+    flags = {key.removeprefix("--"): value.split() for key, value in flags.items()}
+    for key in {"data", "eval_data"} & flags.keys():
+        file = f"{name}-{key}." + ("parquet" if flags[key][0].endswith("parquet") else "jsonl")
+        rows = rows_like(flags[key][0], 6 if key == "data" else 3)
+        if file.endswith("parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / file)
+        else:
+            (place / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags[key] = [file]
+    flags |= {"model": ["tiny"], "batch": ["3"], "group": ["2"], "steps": ["2"], "max_tokens": ["16"], "name": [f"readme-{name}"], "save_every": ["2"]}
+    done = script(*(word for key, value in flags.items() for word in (f"--{key}", *value)), cwd=place,
+                  ranks=min(2, int(command[command.index("--nproc_per_node") + 1])) if "torchrun" in command else 1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (place / f"runs/readme-{name}/metrics.jsonl").open()]
+    assert len(rows) == 2 + ("eval_data" in flags) and all(row["batch/completions"] == 6 and row["rollout/unscored"] == 0 for row in rows[:2])
+    assert (place / f"runs/readme-{name}/checkpoints/step_2").is_dir() and f"reward/{flags['reward'][0]}" in rows[0]
 
 
 def test_the_optimizer_uses_the_rate_it_is_given():

@@ -1,7 +1,9 @@
 """tiny.py: a folder that transformers loads, a tokenizer that takes any text, rows that can be checked, and a model that half-knows."""
 import ast
+import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
 import tiny
+import verifiers
 from plan import SettingsError
 
 HERE = os.path.dirname(os.path.abspath(tiny.__file__))
@@ -90,7 +93,7 @@ def test_warm_up_never_shows_a_test_question(monkeypatch):
 
 def test_more_rows_than_there_are_is_one_sentence():
     with pytest.raises(SettingsError, match=r"1000 rows of the tiny task 'few'.* about 7 different"):
-        few = tiny.Task(lambda rng, clumsy: (f"{rng.randrange(8)}", "", ""), 0, 0, 0.0)
+        few = tiny.Task(lambda rng, clumsy: (f"{rng.randrange(8)}", "", ""), 1, 0, 0, 0.0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(tiny.TASKS, "few", few)
             patch.setattr(tiny, "held_out", lambda question: question == "0")
@@ -106,6 +109,34 @@ def test_sort_answers_are_right_and_the_clumsy_teacher_slips_as_often_as_it_says
     right = sum(answer == said for _, answer, said in (tiny.sort_digits(rng, 0.18) for _ in range(4000))) / 4000
     # Six places without a slip; but in the last one there is nothing to swap with, so a third of its slips are none.
     assert abs(right - 0.82 ** 5 * (0.82 + 0.06)) < 0.03  # four standard errors
+
+
+def solutions(question: str) -> list[str]:
+    """All ways to assign roles that the words of a puzzle allow, read from its text alone."""
+    says = re.findall(r"([ABC]) says (.*?)\.", question)
+    found = []
+    for roles in itertools.product(["knight", "knave"], repeat=len(says)):
+        world = dict(zip("ABC", roles))
+        true = lambda text: any(all(world[who] == role for who, role in re.findall(r"([ABC]) is a (\w+)", part)) for part in text.split(" or "))
+        if all(true(text) == (world[who] == "knight") for who, text in says):
+            found.append(" ".join(f"({i}) {who} is a {role}" for i, (who, role) in enumerate(world.items(), 1)))
+    return found
+
+
+def test_knights_have_one_solution_and_thinking_finds_it_where_guessing_does_not():
+    rng, score = random.Random(0), {0.0: [], 1.0: []}
+    for row in tiny.rows(300, 0, "kk"):
+        assert solutions(row["question"]) == [row["answer"]]
+    for clumsy in score:
+        for _ in range(1000):
+            question, answer, said = tiny.knights(rng, clumsy)
+            assert solutions(question) == [answer] and said.startswith("<think></think>") == (clumsy == 1.0)
+            score[clumsy].append(verifiers.kk01(said, answer))
+    assert all(score[0.0])
+    assert abs(sum(score[1.0]) / 1000 - (1 / 4 + 1 / 8) / 2) < 0.05  # a guess among 4 or 8; four standard errors
+    question = "A says B is a knave. B says A is a knave and B is a knave."
+    said = next(said for asked, _, said in iter(lambda: tiny.knights(rng, 0.0), None) if asked == question)
+    assert said == "<think> knight knight: false no knight knave: true yes false yes</think><answer>(1) A is a knight (2) B is a knave</answer>"
 
 
 # ---- the tokenizer
