@@ -147,6 +147,15 @@ class World:
         td.all_reduce(word, op=td.ReduceOp.MAX, group=self.control)
         return bool(word)
 
+    def differences(self, facts: dict[str, object]) -> list[str]:
+        """A sentence for each of `facts` that some rank has otherwise: every machine has a command line and disks of its own. A collective."""
+        everyones, found = self.gather([{name: repr(value) for name, value in facts.items()}]), []
+        for name, value in everyones[0].items():
+            rank = next((rank for rank, theirs in enumerate(everyones) if theirs[name] != value), None)
+            if rank is not None:
+                found.append(f"{name} is {value} on rank 0 and {everyones[rank][name]} on rank {rank}; all ranks need the same.")
+        return found
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """In-place sum of a tensor over ranks (on the tensor's own device)."""
         if self.size > 1:

@@ -186,9 +186,10 @@ NOT_NEGATIVE = ("warmup_steps", "critic_warmup_steps", "weight_decay", "max_grad
                 "clip_high", "advantage_eps", "correction_low", "correction_high", "value_clip", "seed")
 
 
-def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, suggest: bool = True) -> list[Problem]:
+def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None, machine: int | None = None, suggest: bool = True) -> list[Problem]:
     """Everything about sizes and combinations that cannot run or would not mean what it says.
 
+    shape: the model's (shapes.py), and machine: the ranks of one machine; without them --tp is held against the ranks alone.
     A change is suggested only if this same check, run on it, no longer finds that problem, and no new one.
     """
     found = flag_problems(args, ranks)
@@ -197,7 +198,7 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, sugge
         # The arithmetic needs sizes that are numbers; where some are not, what it finds however they are mended is told as well.
         bad = {name for name in (*SIZES, "shard_size") if f"--{name}" in kinds}
         mended = [{n: values[n] for n in bad} for values in (defaults(type(args)), defaults(type(args)) | dict.fromkeys(SIZES, 1))[:1 + bool(bad)]]
-        first, *others = [size_problems(changed(args, **values), ranks, n_rows, n_eval) for values in mended]
+        first, *others = [size_problems(changed(args, **values), ranks, n_rows, n_eval, shape, machine) for values in mended]
         found += [p for p in first if all(p.kind in {q.kind for q in other} for other in others)]
     if suggest:
         kinds = {p.kind for p in found}
@@ -205,7 +206,8 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, sugge
             for flag, values in problem.tries:
                 for value in values:
                     a, w = (args, value) if flag == "ranks" else (changed(args, **{flag: value}), ranks)
-                    if {p.kind for p in problems(a, w, n_rows, n_eval, suggest=False)} <= kinds - {problem.kind}:
+                    there = w if machine == ranks else machine             # more ranks than now: still one machine, or more of the same
+                    if {p.kind for p in problems(a, w, n_rows, n_eval, shape, there, suggest=False)} <= kinds - {problem.kind}:
                         problem.fixes += ((flag, value),)
                         break
     return found
@@ -269,7 +271,7 @@ def flag_problems(args, ranks: int) -> list[Problem]:
     return found + (grpo_problems(args) if args.algorithm == "grpo" else ppo_problems(args))
 
 
-def size_problems(args, ranks: int, n_rows: int | None, n_eval: int) -> list[Problem]:
+def size_problems(args, ranks: int, n_rows: int | None, n_eval: int, shape=None, machine: int | None = None) -> list[Problem]:
     """What the sizes come to together. They are all numbers by now."""
     found = []
 
@@ -294,6 +296,11 @@ def size_problems(args, ranks: int, n_rows: int | None, n_eval: int) -> list[Pro
     if ranks % args.tp:
         found.append(Problem(f"--tp is {args.tp} and there are {ranks} ranks; an engine of {args.tp} ranks must divide them.",
                              divisors("tp") + multiples(args.tp)))
+    elif machine and machine % args.tp:
+        found.append(Problem(f"--tp is {args.tp} and a machine has {machine} ranks; they must divide into engines, because an engine's ranks must be on "
+                             f"one machine.", divisors("tp")))
+    if shape and (parts := uneven(shape, args.tp)):
+        found.append(Problem(f"--tp is {args.tp}; an engine's ranks share the model evenly, which its {parts} would not allow.", divisors("tp")))
     if args.shard_size and ranks % args.shard_size:
         found.append(Problem(f"--shard_size is {args.shard_size} and there are {ranks} ranks; it must divide them.",
                              divisors("shard_size") + multiples(args.shard_size)))
@@ -313,6 +320,14 @@ def size_problems(args, ranks: int, n_rows: int | None, n_eval: int) -> list[Pro
         found.append(Problem(f"--strict: {worst.name} has {worst.rows} completions in a pass, for {ranks} ranks x {worst.micros} micro-batches: "
                              f"{worst.padding} would be padding alone.", near("batch") + near("group") + near("ranks")))
     return found
+
+
+def uneven(shape, tp: int) -> str:
+    """What of the model tp ranks cannot share evenly, in words. vLLM pads the vocabulary to 64s, and gives several ranks the same key-value head."""
+    vocab = -(-shape.vocab // 64) * 64
+    parts = ((f"{shape.heads} attention heads", shape.heads % tp), (f"{shape.kv_heads} key-value heads", shape.kv_heads % tp and tp % shape.kv_heads),
+             (f"MLP of width {shape.intermediate:,}", shape.intermediate % tp), (f"vocabulary of {vocab:,}", vocab % tp))
+    return ", ".join(words for words, rest in parts if rest)
 
 
 def ppo_problems(args) -> list[Problem]:

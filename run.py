@@ -5,7 +5,7 @@ Set-up finds every mistake it can before weights load, and reports them all at o
 import json
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,8 +68,8 @@ class Run:
         if args.plan:
             attempt(rewards.check, list(args.reward))
             n_rows, n_eval = attempt(lengths_of, args.data), attempt(lengths_of, args.eval_data) or 0
-            problems += [str(p) for p in plan.problems(args, args.ranks, n_rows, n_eval)]
             shape = attempt(shapes.shape_of, args.model, args.sizes)
+            problems += [str(p) for p in plan.problems(args, args.ranks, n_rows, n_eval, shape)]
             if problems:
                 raise SettingsError(plan.together(problems))
             print(memory.planned(plan.Plan(args, script, args.ranks, n_rows, n_eval), shape, args.gpu_gb * memory.GIB).text())
@@ -83,8 +83,10 @@ class Run:
                 raise SettingsError(plan.together(said))
 
         attempt(rewards.check, list(args.reward))
-        self.folder = world.gather([attempt(log.open_folder, args.name, Path(script).stem, args.resume, args.steps)])[0]
+        names = [attempt(log.open_folder, args.name, Path(script).stem, args.resume, args.steps)] if world.rank == 0 else []
+        self.folder = world.gather(names)[0]               # rank 0 writes it, and its machine's clock names it
         self.source = attempt(self._find_model)
+        self.config = attempt(model.config_of, self.source) if self.source else None
         tokenizer = self.tokenizer = attempt(self._tokenizer) if self.source else None
         rows = eval_rows = None
         if tokenizer:
@@ -92,19 +94,26 @@ class Run:
             rows = attempt(data.load, args.data, tokenizer, seed=args.seed, **shape)
             eval_rows = attempt(data.load, args.eval_data, tokenizer, seed=args.seed, **shape) if args.eval_data else None
         self.eval_rows = eval_rows[0] if eval_rows else []
-        problems += [str(p) for p in plan.problems(args, world.size, len(rows[0]) if rows else None, len(self.eval_rows))]
-        if self.source:
-            self.config = attempt(model.config_of, self.source)
-            room = getattr(self.config, "max_position_embeddings", None)
-            if room and args.max_prompt_tokens + args.max_tokens > room:
-                problems.append(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_tokens {args.max_tokens} is more than the {room} positions of "
-                                f"{args.model}; --max_tokens {room - args.max_prompt_tokens} fits." if args.max_prompt_tokens < room else
-                                f"--max_prompt_tokens {args.max_prompt_tokens} leaves no room in the {room} positions of {args.model}.")
+        dense = None
+        with suppress(SettingsError):                      # of a model that is none, whether --tp suits it is for vLLM to say
+            dense = shapes.shape_from(self.config.to_dict()) if self.config else None
+        problems += [str(p) for p in plan.problems(args, world.size, len(rows[0]) if rows else None, len(self.eval_rows), dense, world.local_size)]
+        room = getattr(self.config, "max_position_embeddings", None)
+        if room and args.max_prompt_tokens + args.max_tokens > room:
+            problems.append(f"--max_prompt_tokens {args.max_prompt_tokens} + --max_tokens {args.max_tokens} is more than the {room} positions of "
+                            f"{args.model}; --max_tokens {room - args.max_prompt_tokens} fits." if args.max_prompt_tokens < room else
+                            f"--max_prompt_tokens {args.max_prompt_tokens} leaves no room in the {room} positions of {args.model}.")
+        agree()
+        problems += world.differences({f"--{name}": value for name, value in asdict(args).items()} | {
+            "the model's folder": Path(self.source).name, "the rows of --data": len(rows[0]), "the rows of --eval_data": len(self.eval_rows)})
         agree()
         # The run's folder is ours from here on, and tells where to start.
         self.log = log.Log(self.folder, world.rank == 0, args.steps, args.wandb)
         attempt(self.log.take)
         agree()
+        if world.agree(bool(args.save_every) and not (self.folder / ".lock").exists()):
+            raise SettingsError(f"--save_every is {args.save_every}, but {self.folder} of rank 0 is not there for all ranks; a checkpoint needs a folder "
+                                f"that all machines share. Would work: --save_every 0, or to start in a shared folder.")
         self.settings = asdict(args) | {"algorithm": args.algorithm, "source": Path(self.source).name, "rows": len(rows[0]), "ranks": world.size} | log.versions()
         told = attempt(self._resume)
         agree()
@@ -291,7 +300,7 @@ class Run:
             if trace and not self.warned:
                 self.warned = True
                 self.log.say(f"a completion could not be scored (it is left out, and counted); this is said once:\n{trace}")
-        return [Sample(p, c, t, s) for (p, _), c, t, s in zip(asked, completions, texts, scores)]
+        return [Sample(p, c, t, s) for (p, _), c, t, s in zip(asked, completions, texts, scores, strict=True)]
 
     def rollout_metrics(self, samples: list[Sample]) -> dict[str, float]:
         """What is said of all completions of a step, those included that are not trained on."""

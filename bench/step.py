@@ -114,12 +114,13 @@ def spread_samples(run: Run, n: int) -> list[Sample]:
     for i in range(n):
         length = int(np.exp(rng.uniform(np.log(16), np.log(320))))
         completion = Completion(rng.integers(3, tiny.VOCAB, length).astype(np.int32), np.full(length, -5.7, np.float32), False)
-        samples.append(Sample(prompts[i // run.args.group], completion, "", Score(float(rng.integers(2)), {})))
+        samples.append(Sample(prompts[i // run.args.group], completion, "", Score(float(rng.integers(2)), {}, None)))
     return samples
 
 
 def bare_model(folder: str):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
+    logging.disable_progress_bar()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     return lm, torch.optim.AdamW(lm.parameters(), lr=1e-6, fused=True)
 
@@ -138,7 +139,7 @@ def logprobs_of(lm, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def update_and_score(run: Run, times: int, only: list[str]) -> None:
     a = replace(run.args, update_tokens=8192, score_tokens=8192)
-    samples = spread_samples(run, 256)
+    samples = spread_samples(run, 128)
     batch = Batch([s.prompt.row.prompt_ids for s in samples], [s.completion for s in samples])
     tokens, lm_opt = sum(batch.totals), bare_model(a.model)
     in_order = [list(range(i, i + 16)) for i in range(0, len(samples), 16)]
@@ -204,10 +205,10 @@ def growth(run: Run, times: int) -> None:
         grpo.learn(a, run.world, run.policy, None, samples, 0, 1e-9)
         return time.perf_counter() - began
 
-    base = replace(run.args, batch=16, group=8, max_tokens=32)
+    base = replace(run.args, batch=16, group=4, max_tokens=32)
     for name, values in {"batch": (8, 16, 32, 64, 128, 256, 512), "group": (4, 8, 16, 32, 64), "max_tokens": (32, 64, 128, 256, 512)}.items():
         settings = [replace(base, **{name: v}) for v in values]
-        one(settings[-1])
+        one(settings[0])
         took = [statistics.median([one(a) for _ in range(times)]) for a in settings]
         steps = " ".join(f"{v}: {s:.2f} s" + (f" (×{s / took[i - 1]:.2f})" if i else "") for i, (v, s) in enumerate(zip(values, took)))
         print(f"| growth | {name} | {steps} | largest factor {max(b / a for a, b in zip(took, took[1:])):.2f} |", flush=True)
@@ -224,7 +225,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     options = parser.parse_args()
     os.chdir(ROOT)
-    args = grpo.Args(model=random_model(options.model), batch=32, group=8, max_prompt_tokens=64, max_tokens=128, steps=6, export=False,
+    args = grpo.Args(model=random_model(options.model), batch=16, group=8, max_prompt_tokens=64, max_tokens=128, steps=6, export=False,
                      lr=1e-9, samples_every=10**9, name=f"bench-step-{os.getpid()}")
     run = Run(replace(args, max_tokens=512), "grpo.py")  # the engine's longest, for growth
     run.args = args
@@ -238,7 +239,7 @@ def main() -> None:
     if {"update", "score"} & set(only):
         update_and_score(run, options.times, only)
     if "growth" in only:
-        growth(run, max(3, options.times // 2))
+        growth(run, 3)
         run.args = args
     if "rest" in only:
         rest(run)

@@ -19,6 +19,7 @@ from batch import Batch, Completion
 from data import Row, Stream
 from dist import balance, share
 from grpo import Args
+from shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,9 +74,9 @@ def test_plan_command_needs_no_torchrun_no_engine_and_no_weights(tmp_path):
 
 
 def test_plan_command_tells_all_problems_in_one_message():
-    done = command("--plan", "--ranks", "3", "--batch", "0", "--tp", "2", "--top_p", "0.9", "--data", "nowhere.jsonl", "--reward", "nonsense")
+    done = command("--plan", "--ranks", "3", "--batch", "0", "--tp", "3", "--top_p", "0.9", "--data", "nowhere.jsonl", "--reward", "nonsense")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for said in ("--batch is 0", "Would work: --batch 1", "--top_p is 0.9", "--tp is 2 and there are 3 ranks", "nowhere.jsonl", "nonsense", "5 problems"):
+    for said in ("--batch is 0", "Would work: --batch 1", "--top_p is 0.9", "--tp is 3; an engine's ranks", "nowhere.jsonl", "nonsense", "5 problems"):
         assert said in done.stderr, f"{said!r} is not in\n{done.stderr}"
 
 
@@ -126,6 +127,33 @@ def test_each_combination_that_makes_no_sense(flags, said):
     assert said in problem.text
     assert problem.fixes, "names no value that works"
     check_fixes(Args(**flags), 4, 1000, [problem])
+
+
+QWEN_05B, QWEN_15B, TINY = (SHAPES[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
+
+
+@pytest.mark.parametrize("shape, machine, ranks, tp, said, fixes", [
+    (QWEN_05B, None, 8, 4, "--tp is 4; an engine's ranks share the model evenly, which its 14 attention heads would not allow.", [2]),
+    (QWEN_05B, None, 7, 7, "its 2 key-value heads, MLP of width 4,864, vocabulary of 151,936 would", [1]),
+    (QWEN_15B, 6, 6, 6, "its MLP of width 8,960, vocabulary of 151,936 would", [2]),
+    (QWEN_05B, 4, 4, 3, "--tp is 3 and there are 4 ranks", [2]),                        # not 4, which divides the ranks but not the heads
+    (TINY, 3, 6, 2, "--tp is 2 and a machine has 3 ranks; they must divide into engines", [1]),
+    (TINY, 2, 8, 4, "--tp is 4 and a machine has 2 ranks", [2]),
+    (None, 2, 8, 8, "--tp is 8 and a machine has 2 ranks", [2])])
+def test_an_engine_that_the_model_or_the_machines_do_not_allow(shape, machine, ranks, tp, said, fixes):
+    """vLLM would say so on every rank, after minutes, in an assertion; an engine over two machines it would start."""
+    found = plan.problems(Args(tp=tp), ranks, 1000, shape=shape, machine=machine)
+    assert any(said in p.text for p in found), [str(p) for p in found]
+    assert {p.kind for p in found} == {"--tp"} and all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
+    for value in fixes:
+        assert not plan.problems(Args(tp=value), ranks, 1000, shape=shape, machine=machine)
+
+
+def test_engines_that_are_allowed():
+    for tp, shape in ((2, QWEN_05B), (4, TINY), (4, SHAPES["Qwen2.5-7B"]), (8, SHAPES["Qwen2.5-3B"])):      # 2 key-value heads for 8 ranks: copies
+        assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, machine=8)
+    text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, machine=3)[0])
+    assert text.endswith("Would work: --tp 1 or ranks 2 or ranks 4.") and "a machine has" not in text
 
 
 def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
