@@ -58,6 +58,8 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
         files.extend(fingerprint(p) for p in partial.glob(f"__{world.rank}_*"))
 
     def seal():
+        if missing := [name for name, *_ in everyones if not (partial / name).is_file()]:
+            raise OSError(f"{missing[0]} is not in rank 0's {partial}: the machines of a run need one shared folder")
         durable(partial / "state.json", json.dumps(state, default=str))
         every = [*everyones, fingerprint(partial / ".metadata"), fingerprint(partial / "state.json")]
         durable(partial / "manifest.json", json.dumps({"files": sorted(every)}))

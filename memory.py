@@ -173,7 +173,7 @@ def fewest(plan: Plan, shape: Shape, card: float) -> dict | None:
                 for flag, values in reversed(chosen):        # the strongest values fit: now the mildest of each, dearest flag first
                     if flag != "gpu_memory_utilization":
                         flags[flag] = next(v for v in values if fits(flags | {flag: v}))
-                if not problems(replace(plan.args, **flags), plan.ranks, plan.n_rows, plan.n_eval, suggest=False):
+                if not problems(replace(plan.args, **flags), plan.ranks, plan.n_rows, plan.n_eval, shape, suggest=False):
                     return flags
     return None
 

@@ -139,7 +139,7 @@ def logprobs_of(lm, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def update_and_score(run: Run, times: int, only: list[str]) -> None:
     a = replace(run.args, update_tokens=8192, score_tokens=8192)
-    samples = spread_samples(run, 128)
+    samples = spread_samples(run, 128 if a.model.endswith("3m") else 32)
     batch = Batch([s.prompt.row.prompt_ids for s in samples], [s.completion for s in samples])
     tokens, lm_opt = sum(batch.totals), bare_model(a.model)
     in_order = [list(range(i, i + 16)) for i in range(0, len(samples), 16)]

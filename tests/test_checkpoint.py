@@ -91,6 +91,14 @@ def full_disk(world, folder, out):
     return said, left, again, sorted(os.listdir(out)) if world.rank == 0 else None
 
 
+def own_disks(world, folder, out):
+    """Two machines that share no folder."""
+    import checkpoint
+    trained = make(world, folder)
+    learn(trained, 0)
+    return checkpoint.save(Path(out) / str(world.rank), world, trained, {"step": 1}, 1)
+
+
 def found(world, folders):
     import checkpoint
     from plan import SettingsError
@@ -215,6 +223,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_tells_every_rank(folder, tmp_
     assert all(said for said, *_ in outcomes) and "GiB are free" in outcomes[0][0], outcomes
     assert all(left == ["step_1"] for _, left, *_ in outcomes), outcomes
     assert outcomes[0][2] is None and outcomes[0][3] == ["step_3"]
+
+
+def test_machines_that_share_no_folder_are_told_so_and_no_checkpoint_is_called_whole(folder, tmp_path):
+    said = results(2, own_disks, folder, str(tmp_path))
+    assert said[0].startswith(said[1]) and "__1_0.distcp is not in rank 0's" in said[0] and "one shared folder" in said[0], said
+    assert not (tmp_path / "0/step_1").exists()
 
 
 def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
