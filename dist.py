@@ -84,10 +84,29 @@ def balance(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]
     Every rank gets the same *number* of micro-batches, because FSDP's collectives are counted; their sizes may differ.
     Every row appears exactly once. No micro-batch exceeds `budget` padded tokens, so memory depends on the budget only.
     The i-th micro-batches of all ranks cost about the same, because they wait for each other.
+
+    As few rounds as the budget allows, and more while they save more padding than a round costs: where lengths spread 1:20 that
+    is a sixth of the work. Never more rounds than if all rows were as long as the longest, which is what the plan tells.
     """
-    cost = lambda micro: len(micro) * lengths[micro[0]] if micro else 0                   # padded tokens
-    micros = cut(lengths, budget)
-    rounds = max(1, -(-len(micros) // ranks))
+    rounds = max(1, -(-len(cut(lengths, budget)) // ranks))
+    most = -(-len(cut([max(lengths)] * len(lengths), budget)) // ranks) if lengths else 1
+    lanes = deal(lengths, ranks, budget, rounds)
+    while rounds < most and padded(more := deal(lengths, ranks, budget, rounds + 1), lengths) < padded(lanes, lengths):
+        lanes, rounds = more, rounds + 1
+    return lanes
+
+
+ROUND = 512     # what one more round of micro-batches costs, in padded tokens: its collectives and its launches
+
+
+def padded(lanes: list[list[list[int]]], lengths: list[int]) -> int:
+    """What these lanes cost, in padded tokens: in each round the largest micro-batch, and the round itself."""
+    return sum(max(len(micro) * max((lengths[row] for row in micro), default=0) for micro in hand) + ROUND for hand in zip(*lanes))
+
+
+def deal(lengths: list[int], ranks: int, budget: int, rounds: int) -> list[list[list[int]]]:
+    """The rows in `rounds` micro-batches a rank, as even as they come: see `balance`. The budget must allow so few."""
+    cost = lambda micro: len(micro) * lengths[micro[0]] if micro else 0                   # padded tokens; longest rows come first
     low, high = max(lengths, default=1), budget      # the smallest budget that needs no more rounds evens the micros out
     while low < high:
         middle = (low + high) // 2
