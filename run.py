@@ -191,6 +191,8 @@ class Run:
         kind, _, task = self.args.model.partition(":")
         if kind == "tiny":
             import tiny
+            if task and task not in tiny.TASKS:
+                raise SettingsError(f"--model {self.args.model} is no task of tiny.py; it makes models for {', '.join(f'tiny:{name}' for name in tiny.TASKS)}.")
             return tiny.ensure("runs", *([task] if task else []))
         return model.find(self.args.model)
 

@@ -57,6 +57,8 @@ def test_a_malformed_line_a_missing_column_and_a_model_that_is_not_there(place):
     assert "--update_tokens is 100" in done.stderr and "Would work: --update_tokens 768" in done.stderr
     done = script("--model", "no/such-model", cwd=place)
     assert done.returncode == 2 and "no/such-model" in done.stderr and "Traceback" not in done.stderr
+    done = script("--model", "tiny:chess", cwd=place)
+    assert done.returncode == 2 and "tiny:sort, tiny:kk" in done.stderr and "Traceback" not in done.stderr
     assert left(place) == set()
 
 
