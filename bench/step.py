@@ -1,7 +1,7 @@
 """The phases of a step beside the raw parts they are made of, and how a step grows: one rank, in one process.
 
     python bench/step.py                       3 million parameters
-    python bench/step.py --model 30m           30 million; --only rollout,update,score,rest,growth for some of it
+    python bench/step.py --model 30m           30 million; --only rollout,update,score,rest,batch,group,max_tokens for some of it
 
 rollout   Run's whole phase (split, requests, generate, gather) against a bare LLM.generate of the same seeded, log-prob-returning requests.
 update    grpo.learn (batch, advantages, micro-batches, loss, metrics, AdamW) against transformers' forward, a log-softmax over
@@ -9,7 +9,7 @@ update    grpo.learn (batch, advantages, micro-batches, loss, metrics, AdamW) ag
           own micro-batches ("sorted"), and the same rows as they come ("in order"). Lengths spread 1:20.
 score     the pass of old log-probs, likewise, without a gradient.
 rest      the loop of grpo.train: what of a step's wall-clock time is not generation, reward, score pass or update.
-growth    seconds of a whole step (sync, rollout, reward, update) as batch, group or length doubles, all to the limit.
+batch, group, max_tokens: seconds of a whole step (sync, rollout, reward, update) as it doubles, most completions to the limit.
 
 The contestants take turns, --times rounds after one to warm up; figures are medians, with the smallest and the largest.
 """
@@ -192,7 +192,7 @@ def rest(run: Run) -> None:
           f"{statistics.median(row['time/sync'] / w for row, w in zip(rows[1:], whole[1:])):.1%} |", flush=True)
 
 
-def growth(run: Run, times: int) -> None:
+def growth(run: Run, times: int, only: list[str]) -> None:
     """Seconds of a whole step in each setting, and the factor to the setting half as large."""
     flops_per_token = lambda length: 6 * sum(p.numel() for p in run.policy.module.parameters()) + 6 * run.config.num_hidden_layers * run.config.hidden_size * length
 
@@ -207,6 +207,8 @@ def growth(run: Run, times: int) -> None:
 
     base = replace(run.args, batch=16, group=4, max_tokens=32)
     for name, values in {"batch": (8, 16, 32, 64, 128, 256, 512), "group": (4, 8, 16, 32, 64), "max_tokens": (32, 64, 128, 256, 512)}.items():
+        if name not in only:
+            continue
         settings = [replace(base, **{name: v}) for v in values]
         one(settings[0])
         took = [statistics.median([one(a) for _ in range(times)]) for a in settings]
@@ -221,7 +223,7 @@ def growth(run: Run, times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="3m")
-    parser.add_argument("--only", default="rollout,update,score,rest,growth")
+    parser.add_argument("--only", default="rollout,update,score,rest,batch,group,max_tokens")
     parser.add_argument("--times", type=int, default=5)
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -238,9 +240,8 @@ def main() -> None:
         rollout(run, options.times)
     if {"update", "score"} & set(only):
         update_and_score(run, options.times, only)
-    if "growth" in only:
-        growth(run, 3)
-        run.args = args
+    growth(run, 3, only)
+    run.args = args
     if "rest" in only:
         rest(run)
     run.close()
