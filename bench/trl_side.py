@@ -57,7 +57,7 @@ def main(a: argparse.Namespace) -> None:
             # One generation of all completions, then one optimizer step on all of them, in micro-batches of a.micro rows.
             per_device_train_batch_size=a.micro, gradient_accumulation_steps=a.completions // a.micro, num_generations=a.group, num_iterations=1,
             max_completion_length=a.max_tokens, max_steps=a.steps, shuffle_dataset=False, gradient_checkpointing=a.checkpointing,
-            temperature=1.0, top_p=1.0, top_k=0, use_vllm=False, use_transformers_continuous_batching=a.continuous,
+            temperature=1.0, top_p=1.0, top_k=0, use_vllm=False,
             # --advantage dr_grpo, --loss clip, --aggregation token, no KL; truncated completions are trained on.
             scale_rewards="none", loss_type="dapo", beta=0.0, epsilon=0.2, mask_truncated_completions=False, disable_dropout=True, max_grad_norm=1.0))
 
@@ -82,5 +82,4 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--continuous", action="store_true")
     main(parser.parse_args())
