@@ -18,6 +18,8 @@ from shapes import Shape
 GIB = 2**30
 RESERVED = 2.0 * GIB         # CUDA context, NCCL and cuBLAS buffers, fragmentation
 ENGINE_GRAPHS = 1.0 * GIB    # CUDA graphs and what else the engine keeps when it sleeps; none with --eager
+CPU_CACHE = 1.0 * GIB        # the engine's key-value cache on CPU is no larger, unless --kv_cache_gb says so
+GPU_BLOCK, CPU_BLOCK = 16, 128   # tokens of a block of it
 ENGINE_TOKENS = 8192         # prompt tokens that the engine takes in one pass
 HEAD_LOGITS = 2**27          # logits held at once by the head when --head_chunk is 0: 512 MiB in float32
 SCORE_HEAD, UPDATE_HEAD = 3, 5   # float32 tensors of chunk x vocabulary at once, without and with a backward
@@ -75,13 +77,19 @@ class Load:
 class Engine:
     """What vLLM holds on one GPU, in bytes: weights, workspace, key-value cache; of it per longest sequence; and asleep."""
 
-    def __init__(self, args, shape: Shape, card: float | None, c: int, longest: int):
+    def __init__(self, plan: Plan, shape: Shape, card: float | None):
+        args, (c, _) = plan.args, element_bytes(plan.args, card is not None)
         graphs = ENGINE_GRAPHS if card and not args.eager else 0
         self.weights = shape.params * c / args.tp
         self.workspace = graphs + ENGINE_TOKENS * c * (4 * shape.hidden + 3 * shape.intermediate / args.tp) + 3 * args.max_num_seqs * shape.vocab * 4
-        self.per_sequence = longest * 2 * shape.layers * max(shape.kv / args.tp, shape.kv / shape.kv_heads) * c
-        given = args.kv_cache_gb or (0 if card else 1)
-        self.cache = max(0.0, given * GIB if given else args.gpu_memory_utilization * card - self.weights - self.workspace)
+        block = GPU_BLOCK if card else CPU_BLOCK
+        self.per_sequence = -(-plan.longest // block) * block * 2 * shape.layers * max(shape.kv / args.tp, shape.kv / shape.kv_heads) * c
+        if args.kv_cache_gb:
+            self.cache = args.kv_cache_gb * GIB
+        elif card:
+            self.cache = max(0.0, args.gpu_memory_utilization * card - self.weights - self.workspace)
+        else:                                                # no more than can be used; one too many, for vLLM keeps a block to itself
+            self.cache = min(CPU_CACHE, (1 + min(args.max_num_seqs, plan.requests)) * self.per_sequence)
         self.kept = graphs if card and args.sleep_level else self.total
 
     @property
@@ -109,7 +117,7 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
     if a.cpu_offload:
         state = dict.fromkeys(state, 0)
     rest = {"parameters": 0 if "params" in a.offload else state["parameters"], "optimizer": 0 if "optimizer" in a.offload else state["optimizer"]}
-    engine, other = Engine(a, shape, card, c, plan.longest), {"set aside": RESERVED if card else 0}
+    engine, other = Engine(plan, shape, card), {"set aside": RESERVED if card else 0}
 
     found = [Load("rollout", rest | {"engine weights": engine.weights, "engine workspace": engine.workspace, "kv cache": engine.cache} | other)]
     for phase in plan.phases(max(plan.batches)):
@@ -129,7 +137,7 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
 def why_not(plan: Plan, shape: Shape, card: float, spare: float = 0.0) -> list[str]:
     """What does not fit with `spare` bytes left over, a sentence each; none: it fits."""
     a = plan.args
-    engine = Engine(a, shape, card, element_bytes(a)[0], plan.longest)
+    engine = Engine(plan, shape, card)
     found = [f"{load.phase} needs {load.total / GIB:.1f} of {card / GIB:g} GiB" for load in loads(plan, shape, card) if load.total > card - spare]
     if engine.holds(a) < 1:
         found.append(f"the engine's share ({engine.total / GIB:.1f} GiB) has no room for one sequence of {plan.longest:,} tokens: it needs "
@@ -208,7 +216,7 @@ def planned(plan: Plan, shape: Shape, card: float | None) -> Plan:
 def text(plan: Plan, shape: Shape, card: float | None) -> str:
     """The memory plan: a verdict in one line, then every phase of a step on one GPU (or, without a card, in one rank's process)."""
     a, found = plan.args, loads(plan, shape, card)
-    engine = Engine(a, shape, card, element_bytes(a, card is not None)[0], plan.longest)
+    engine = Engine(plan, shape, card)
     asked = -(-max(plan.batches) * a.group // (plan.ranks // a.tp))
     lines = [*table(found, card), f"    {shape.params:,} parameters; the engine's cache holds {engine.holds(a):,} of the longest sequences "
                                   f"({plan.longest:,} tokens) at once, and a step asks it for {asked:,}"]

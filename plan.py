@@ -110,6 +110,11 @@ class Plan:
         """Per rollout."""
         return self.args.minibatches * self.args.epochs
 
+    @property
+    def requests(self) -> int:
+        """The most completions that one engine is asked for in one call, of a step or of an evaluation."""
+        return -(-max(max(self.batches) * self.args.group, self.n_eval * self.args.eval_samples) * self.args.tp // self.ranks)
+
     def phases(self, prompts: int) -> Iterator[Phase]:
         """The passes through each model for a step of this many prompts."""
         a, rows = self.args, prompts * self.args.group

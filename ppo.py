@@ -142,7 +142,7 @@ class Args:
     gpu_memory_utilization: float = 0.5
     """The engine's share of each GPU."""
     kv_cache_gb: float = 0.0
-    """The engine's key-value cache in GiB; 0: what the share leaves on GPU, 1 on CPU."""
+    """The engine's key-value cache in GiB; 0: on GPU what the share leaves, on CPU what a step can use, up to 1."""
     max_num_seqs: int = 256
     """Completions that one engine generates at once."""
     sleep_level: Literal[0, 1, 2] = 2

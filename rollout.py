@@ -37,7 +37,7 @@ class Engine:
     """vLLM in this process. Building it is a collective: every rank must."""
 
     def __init__(self, folder: str, world: World, *, tp: int, dtype: torch.dtype, max_len: int, vocab_size: int, eos_ids: list[int],
-                 seed: int, gpu_memory_utilization: float, kv_cache_gb: float, max_num_seqs: int, sleep_level: int,
+                 seed: int, gpu_memory_utilization: float, kv_cache: float, max_num_seqs: int, sleep_level: int,
                  eager: bool, log_level: str):
         for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=log_level, VLLM_NO_USAGE_STATS="1",
                                 DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false").items():
@@ -45,7 +45,8 @@ class Engine:
         gpu = world.device.type == "cuda"
         if not gpu:                                    # the ranks of one machine share its cores; vLLM would pin them all to the first
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")   # the sampler's small functions: 15 s of C++ compiler at the first call
+            # The sampler's small functions would take the C++ compiler 10 s at the first call. Not TORCH_COMPILE_DISABLE: FSDP has had that read.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed.reduce_op` is deprecated")
         for name in ("vllm.triton_utils.importing", "torch._library.triton"):          # both say at every start that a CPU has no Triton
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -69,7 +70,7 @@ class Engine:
             # as soon as one call has more prompt tokens than a batch (4,096). So there a prompt is computed whole, or waits.
             **({} if gpu else dict(enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))),
             enable_sleep_mode=bool(self.sleep_level), gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache_gb * 2**30) if kv_cache_gb else None)
+            kv_cache_memory_bytes=int(kv_cache) or None)
         self.asleep = False
 
     def mine(self, requests: list) -> list:

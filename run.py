@@ -148,7 +148,7 @@ class Run:
         self.engine = Engine(
             self.source, world, tp=args.tp, dtype=torch.bfloat16 if compute == torch.bfloat16 else torch.float32,
             max_len=self.plan.longest, vocab_size=self.config.vocab_size, eos_ids=self._eos_ids(), seed=args.seed,
-            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache_gb=args.kv_cache_gb or (0 if world.device.type == "cuda" else 1),
+            gpu_memory_utilization=args.gpu_memory_utilization, kv_cache=self.kv_cache,
             max_num_seqs=args.max_num_seqs, sleep_level=args.sleep_level, eager=args.eager, log_level=args.engine_log)
         self.engine_rests()
         if not args.eval_only and (args.canary == "on" or args.canary == "auto" and world.device.type == "cuda"):
@@ -171,12 +171,14 @@ class Run:
 
     def _with_memory(self, sizes: plan.Plan) -> plan.Plan:
         """The plan with its memory, where the model is one whose memory can be planned."""
-        self.planned_gb = {}
+        self.planned_gb, self.kv_cache = {}, self.args.kv_cache_gb * memory.GIB     # 0: the engine finds out
         card = torch.cuda.mem_get_info()[1] if self.world.device.type == "cuda" else None
         try:
             shape = shapes.shape_from(self.config.to_dict())
         except SettingsError as error:
+            self.kv_cache = self.kv_cache or (0 if card else memory.CPU_CACHE)
             return replace(sizes, memory=f"  memory     {error}")
+        self.kv_cache = self.kv_cache or (0 if card else memory.Engine(sizes, shape, card).cache)
         for load in memory.loads(sizes, shape, card):
             self.planned_gb[f"memory/plan_{load.phase.replace(' ', '_')}_gb"] = load.total / memory.GIB
         return memory.planned(sizes, shape, card)

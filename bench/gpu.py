@@ -188,7 +188,7 @@ def start_engine(bench: Bench) -> None:
     policy = bench.policy()
     bench.before = bench.in_use()
     bench.engine = rollout.Engine(str(bench.folder), bench.world, tp=1, dtype=bench.dtype, max_len=bench.longest, vocab_size=bench.shape.vocab, eos_ids=[],
-                                  seed=0, gpu_memory_utilization=0.5, kv_cache_gb=0 if bench.card else 1, max_num_seqs=256, sleep_level=2, eager=False,
+                                  seed=0, gpu_memory_utilization=0.5, kv_cache=0 if bench.card else 2**30, max_num_seqs=256, sleep_level=2, eager=False,
                                   log_level="ERROR")
     bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
     bench.load()
@@ -234,7 +234,7 @@ def bare(bench: Bench) -> list[str]:
     """LLM.generate as a user of vLLM would write it: without seeds, log-probs or sleep."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not bench.card:
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCH_COMPILE_DISABLE="1")
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams, TokensPrompt
     llm = LLM(str(bench.folder), dtype=str(bench.dtype).removeprefix("torch."), max_model_len=bench.longest, max_num_seqs=256, gpu_memory_utilization=0.5,
               generation_config="vllm", **{} if bench.card else dict(enforce_eager=True, kv_cache_memory_bytes=2**30))

@@ -180,7 +180,7 @@ def speed(names: list[str], steps: int, threads: int, micro: int) -> None:
         our = ("--batch", w.completions // GROUP, "--update_tokens", micro * (32 + w.max_tokens), "--reward", "bench/trl_side.py:letters")
         their = ("--prompts", rows, "--completions", w.completions, "--micro", micro, "--warmup", 0, "--reward", "letters")
         base = ours(f"trl-{name}-ours", threads, *same, *our)
-        sides = {"grpo.py": base, "grpo.py, --kv_cache_gb 0.3": ours(f"trl-{name}-ours-small", threads, *same, *our, "--kv_cache_gb", 0.3),
+        sides = {"grpo.py": base,
                  "TRL": theirs(f"trl-{name}-theirs", threads, *same, *their, "--checkpointing"),
                  "TRL, no checkpointing": theirs(f"trl-{name}-theirs-plain", threads, *same, *their)}
         for side, ran in sides.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import dist                                             # noqa: E402  (first: it sets what torch reads)
 import torch                                            # noqa: E402
+import torch._dynamo                                    # noqa: E402
 
 import model                                            # noqa: E402
 from batch import Batch                                 # noqa: E402
@@ -21,7 +22,7 @@ def main(folder: str, out: str) -> None:
                           betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
     config = model.config_of(folder)
     engine = Engine(folder, world, tp=1, dtype=torch.float32, max_len=256, vocab_size=config.vocab_size, eos_ids=[2], seed=0,
-                    gpu_memory_utilization=0.3, kv_cache_gb=0.25, max_num_seqs=64, sleep_level=2, eager=True, log_level="ERROR")
+                    gpu_memory_utilization=0.3, kv_cache=2**28, max_num_seqs=64, sleep_level=2, eager=True, log_level="ERROR")
     # 200 tokens are more than a cache block (128 on CPU), and the prompts are the same every time: a stale prefix would be used.
     prompts = [[(7 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)] for i in range(7)]
     requests = [Request(p, hash_seed(0, i)) for i, p in enumerate(prompts)]
@@ -69,6 +70,7 @@ def main(folder: str, out: str) -> None:
         engine.generate([Request([config.vocab_size], 0)], temperature=1.0, max_tokens=4)
     except ValueError as error:
         found["bad id"] = str(error)
+    found["compiled"] = dict(torch._dynamo.utils.counters["frames"])
     policy.export(folder, out + ".model")
     if world.rank == 0:
         Path(out).write_text(json.dumps(found | {"prompts": prompts}))

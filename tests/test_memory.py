@@ -69,6 +69,16 @@ def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
         assert part in told.stdout
 
 
+@pytest.mark.parametrize("flags, n_eval, sequences", [
+    (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6), (dict(batch=4, group=2), 20, 21), (dict(batch=4096, group=8, max_num_seqs=4096), 0, None),
+    (dict(batch=4, group=2, kv_cache_gb=0.5), 0, "0.5")])
+def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
+    args, shape = grpo.Args(max_prompt_tokens=30, max_tokens=100, **flags), shapes.SHAPES["tiny"]
+    two_blocks = 256 * 2 * shape.layers * shape.kv * 4      # vLLM's blocks have 128 tokens there
+    expected = {None: GIB, "0.5": GIB / 2}.get(sequences) or sequences * two_blocks
+    assert memory.Engine(plan.Plan(args, "grpo.py", 1, 1000 if sequences else 10**6, n_eval), shape, None).cache == expected
+
+
 # The README's commands, each at the memory it names there.
 README = [
     (grpo, 1, "Qwen/Qwen2.5-0.5B-Instruct", 24, dict(batch=64, group=8, max_tokens=512, update_tokens=4096)),
