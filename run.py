@@ -92,7 +92,7 @@ class Run:
         if tokenizer:
             shape = dict(max_prompt_tokens=args.max_prompt_tokens, prompt_template=args.prompt_template, system=args.system)
             rows = attempt(data.load, args.data, tokenizer, seed=args.seed, **shape)
-            eval_rows = attempt(data.load, args.eval_data, tokenizer, seed=args.seed, **shape) if args.eval_data else None
+            eval_rows = attempt(data.load, args.eval_data, tokenizer, **shape) if args.eval_data else None    # generated: the same for every --seed
         self.eval_rows = eval_rows[0] if eval_rows else []
         dense = None
         with suppress(SettingsError):                      # of a model that is none, whether --tp suits it is for vLLM to say

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [FLAGS]       set up on first use, then train the tiny model with grpo.py; it grades itself. FLAGS go to grpo.py
 # ./run.sh ppo [FLAGS]   the same with ppo.py
-# ./run.sh kk [FLAGS]    grpo.py on knights and knaves, with an evaluation on held-out puzzles before and after: about 8 minutes
+# ./run.sh kk [FLAGS]    grpo.py on knights and knaves, with an evaluation on held-out puzzles before and after: about 3 minutes
 # ./run.sh test [ARGS]   set up on first use, then run the tests. ARGS go to pytest: -m slow runs the slow sweeps
 # ./run.sh setup         only set up
 set -euo pipefail
