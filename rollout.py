@@ -34,7 +34,10 @@ def hash_seed(*parts: int | str) -> int:
 
 
 class Engine:
-    """vLLM in this process. Building it is a collective: every rank must."""
+    """vLLM in this process. Building it is a collective: every rank must.
+
+    kv_cache: bytes of its key-value cache; 0: what gpu_memory_utilization leaves, which only a GPU knows.
+    """
 
     def __init__(self, folder: str, world: World, *, tp: int, dtype: torch.dtype, max_len: int, vocab_size: int, eos_ids: list[int],
                  seed: int, gpu_memory_utilization: float, kv_cache: float, max_num_seqs: int, sleep_level: int,
