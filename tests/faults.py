@@ -1,11 +1,11 @@
 """Kills a short run at random instants, resumes it each time, and compares it with one that was left alone.
 
-    python tests/faults.py                                    20 kills of grpo.py on 2 ranks: about 15 minutes on 2 cores
+    python tests/faults.py                                    20 kills of grpo.py on 2 ranks: about 6 minutes on 2 cores
     python tests/faults.py --kills 5 --script ppo --seed 1
 
 Each kill is KILL or TERM, of any one rank, of all of them at once, or TERM of torchrun; half of them come a random moment after
-the run has got a bit further, a quarter in the middle of a save, a quarter at a random moment of the start. Ends with status 1 if
-anything but the times differs. The functions above `main` are what test_faults.py uses too.
+the run has got a bit further, a quarter in the middle of a save, a quarter at a random moment of the start; how long a start and a step
+take is measured on the run left alone, so that none comes when all is over. Ends with status 1 if anything but the times differs. The functions above `main` are what test_faults.py uses too.
 """
 import argparse
 import json
@@ -134,16 +134,21 @@ def main() -> None:
     a = parser.parse_args()
     cwd, rng, began = Path(a.folder or tempfile.mkdtemp(prefix="faults-")), random.Random(a.seed), time.monotonic()
     cwd.mkdir(parents=True, exist_ok=True)
-    steps = 2 * a.kills + 2
+    steps = 2 * a.kills + 8
     start = lambda name: Attempt(cwd, "--model", model(), "--name", name, "--steps", str(steps), script=a.script, ranks=a.ranks)
     print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, a checkpoint every 2; in {cwd}", flush=True)
-    status, text = start("alone").end()
+    alone, born = start("alone"), time.monotonic()
+    alone.says("step ")
+    starting, stepped = time.monotonic() - born, time.monotonic()
+    status, text = alone.end()
     assert status == 0, text[-3000:]
-    run, latest, lost = cwd / "runs" / "killed", 0, 0
+    stepping = (time.monotonic() - stepped) / steps
+    print(f"  left alone: {starting:.1f} s to the first step, then {stepping:.2f} s a step with its saves", flush=True)
+    run, latest = cwd / "runs" / "killed", 0
     for kill in range(a.kills):
         attempt, when = start("killed"), rng.choice(["step", "step", "save", "start"])
         if when == "start":
-            time.sleep(rng.uniform(0, 20))
+            time.sleep(rng.uniform(0, starting))
         else:
             attempt.says("step ", 600)                     # this attempt's own steps, not what an earlier one left
             attempt.until(lambda: progress(run) >= min(steps - 1, 2 * kill + 1))
@@ -151,11 +156,12 @@ def main() -> None:
                 attempt.until(lambda: list((run / "checkpoints").glob("*.partial")))
                 time.sleep(rng.uniform(0, 0.05))
             else:
-                time.sleep(rng.uniform(0, 0.5))
+                time.sleep(rng.uniform(0, 2 * stepping))
         number, pids = rng.choice([signal.SIGKILL, signal.SIGTERM]), attempt.ranks()
         target = rng.choice(["a rank", "a rank", "all ranks", "torchrun"]) if number == signal.SIGTERM else rng.choice(["a rank", "a rank", "all ranks"])
         victims = [attempt.process.pid] if target == "torchrun" or not pids else pids if target == "all ranks" else [rng.choice(pids)]
         at = progress(run)
+        assert at < steps and attempt.process.poll() is None, f"kill {kill + 1} came when the run was over:\n{attempt.text()[-3000:]}"
         for pid in victims:
             try:
                 os.kill(pid, number)
