@@ -88,7 +88,7 @@ class Engine:
             self.cache = args.kv_cache_gb * GIB
         elif card:
             self.cache = max(0.0, args.gpu_memory_utilization * card - self.weights - self.workspace)
-        else:                                                # no more than can be used; one too many, for vLLM keeps a block to itself
+        else:                                                # what can be used, and one more: vLLM keeps a block to itself
             self.cache = min(CPU_CACHE, (1 + min(args.max_num_seqs, plan.requests)) * self.per_sequence)
         self.kept = graphs if card and args.sleep_level else self.total
 

@@ -30,7 +30,7 @@ from run import Run, Sample
 class Args:
     # ---- what to learn, from what
     model: str = "tiny"
-    """A folder or hub name of a causal language model in Hugging Face format; 'tiny' is made here on first use (tiny.py)."""
+    """A folder or hub name of a causal language model in Hugging Face format; 'tiny' or 'tiny:kk' is made here on first use (tiny.py)."""
     data: str = "tiny"
     """Training prompts: a .jsonl/.json/.parquet file, a hub data set name[:config][@split], reasoning_gym:TASK, or 'tiny'."""
     reward: tuple[str, ...] = ("exact",)

@@ -171,14 +171,14 @@ class Run:
 
     def _with_memory(self, sizes: plan.Plan) -> plan.Plan:
         """The plan with its memory, where the model is one whose memory can be planned."""
-        self.planned_gb, self.kv_cache = {}, self.args.kv_cache_gb * memory.GIB     # 0: the engine finds out
         card = torch.cuda.mem_get_info()[1] if self.world.device.type == "cuda" else None
+        self.planned_gb, self.kv_cache = {}, self.args.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)     # 0: the engine finds out
         try:
             shape = shapes.shape_from(self.config.to_dict())
         except SettingsError as error:
-            self.kv_cache = self.kv_cache or (0 if card else memory.CPU_CACHE)
             return replace(sizes, memory=f"  memory     {error}")
-        self.kv_cache = self.kv_cache or (0 if card else memory.Engine(sizes, shape, card).cache)
+        if not card:
+            self.kv_cache = memory.Engine(sizes, shape, card).cache
         for load in memory.loads(sizes, shape, card):
             self.planned_gb[f"memory/plan_{load.phase.replace(' ', '_')}_gb"] = load.total / memory.GIB
         return memory.planned(sizes, shape, card)

@@ -180,13 +180,12 @@ def speed(names: list[str], steps: int, threads: int, micro: int) -> None:
         our = ("--batch", w.completions // GROUP, "--update_tokens", micro * (32 + w.max_tokens), "--reward", "bench/trl_side.py:letters")
         their = ("--prompts", rows, "--completions", w.completions, "--micro", micro, "--warmup", 0, "--reward", "letters")
         base = ours(f"trl-{name}-ours", threads, *same, *our)
-        sides = {"grpo.py": base,
-                 "TRL": theirs(f"trl-{name}-theirs", threads, *same, *their, "--checkpointing"),
+        sides = {"grpo.py": base, "TRL": theirs(f"trl-{name}-theirs", threads, *same, *their, "--checkpointing"),
                  "TRL, no checkpointing": theirs(f"trl-{name}-theirs-plain", threads, *same, *their)}
         for side, ran in sides.items():
             seconds, generation, length, first = (np.array([step[key] for step in run.steps[SKIPPED:]]) for run, key in (
                 (ran, "time/step"), (ran, "time/rollout"), (ran, "rollout/length_mean"), (base, "time/step")))
-            ratio = "" if side.startswith("grpo.py") else f"{np.median(seconds) / np.median(first):.2f}, CPU {ran.cpu / base.cpu:.2f}"
+            ratio = "" if ran is base else f"{np.median(seconds) / np.median(first):.2f}, CPU {ran.cpu / base.cpu:.2f}"
             print(f"| {w.title if ran is base else ''} | {side} | {np.median(seconds):.2f} ({seconds.min():.2f}–{seconds.max():.2f}) | "
                   f"{np.median(generation):.2f} | {ran.cpu:.2f} | {ratio} | {ran.peak:.2f} | {length.mean() * w.completions:,.0f} |", flush=True)
 

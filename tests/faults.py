@@ -5,7 +5,8 @@
 
 Each kill is KILL or TERM, of any one rank, of all of them at once, or TERM of torchrun; half of them come a random moment after
 the run has got a bit further, a quarter in the middle of a save, a quarter at a random moment of the start; how long a start and a step
-take is measured on the run left alone, so that none comes when all is over. Ends with status 1 if anything but the times differs. The functions above `main` are what test_faults.py uses too.
+take is measured on the run left alone, so that none comes when all is over. Ends with status 1 if anything but the times differs.
+The functions above `main` are what test_faults.py uses too.
 """
 import argparse
 import json
