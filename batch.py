@@ -1,156 +1,192 @@
-"""batch.py: the global batch, one list in request order that is the same on every rank, and how it is cut for memory.
+"""batch.py: the global batch, the same list on every rank, and how it is cut for memory.
 
-Three cuts, from large to small; only the first changes the maths:
-    batch → minibatches    one optimizer step each; membership fixed by request order, before anything is split
-    minibatch → ranks      data parallel  } `dist.balance`: by padded tokens, as many micro-batches on every rank
-    rank → micro-batches   what fits      }
+    batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
+    minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
 """
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from data import Prompt
 from dist import World, balance, share
+from rewards import Item, Score, Scorer, raise_if_all_failed
 
 
 @dataclass
 class Completion:
-    """What the engine made of one request: the sampled ids (T,) int32 with their log-probs (T,) float32."""
+    """What the engine sampled for one request: ids (T,) int32 and their log-probs (T,) float32."""
     ids: np.ndarray
     logprobs: np.ndarray
-    truncated: bool                 # ran into --max_tokens: there is no end-of-sequence token
+    truncated: bool  # it reached --max_tokens and has no end-of-sequence token
+
+
+@dataclass
+class Sample:
+    """One completion with its prompt, its text and, once it is scored, its reward."""
+    prompt: Prompt
+    completion: Completion
+    text: str
+    score: Score | None = None
+
+
+def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log) -> None:
+    """Give every sample its score. Each rank scores its share, and gets all. A collective."""
+    world.same_phase("reward", len(samples))
+    with log.time("reward"):
+        items = [Item(s.prompt.row.prompt, s.text, s.prompt.row.answer, s.prompt.row.columns,
+                      len(s.completion.ids), s.completion.truncated, s.completion.ids.tolist())
+                 for s in samples]
+        size = group if scorer.needs_groups else 1  # a reward that compares gets whole groups
+        units = [items[i:i + size] for i in range(0, len(items), size)]
+        scores = world.gather(scorer.score(sum(world.mine(units), []), size))
+        failures = [text for text in world.gather([scorer.first_traceback]) if text]
+    for sample, score in zip(samples, scores, strict=True):
+        sample.score = score
+    if failures or not any(s.total is not None for s in scores):
+        report_unscored(scores, next(iter(failures), None), log)
+
+
+def report_unscored(scores: list[Score], failure: str | None, log) -> None:
+    """Print the first failure of a run. RewardError if no completion at all was scored."""
+    raise_if_all_failed(scores, failure)
+    if not log.warned:
+        log.say(f"a completion was not scored; it is left out and counted (printed once):\n"
+                f"{failure}")
+    log.warned = True
+
+
+def pad(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Vectors → one matrix, zeros to the right."""
+    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
 
 
 class Batch:
-    """N completions, in request order. Token tensors are (N, T), right-padded over completion positions, on the host.
+    """N samples in request order. Token tensors are (N, T), right-padded, on the host.
 
-    A token of the prompt is never in them: position 0 is the first completion token.
+    Position 0 is the first token of the completion: they hold no prompt tokens.
     """
 
-    def __init__(self, prompts: list[list[int]], completions: list[Completion]):
-        n = len(completions)
-        self.prompts = prompts
-        self.prompt_lengths = [len(p) for p in prompts]
-        self.lengths = [len(c.ids) for c in completions]
-        self.totals = [p + c for p, c in zip(self.prompt_lengths, self.lengths)]                       # what a row costs
-        self.truncated = torch.tensor([c.truncated for c in completions], dtype=torch.bool)           # (N,)
-        longest = max(self.lengths, default=0)
-        self.ids = torch.zeros(n, longest, dtype=torch.long)                                          # (N, T)
-        self.engine_logprobs = torch.zeros(n, longest)                                                # (N, T)
-        for i, c in enumerate(completions):
-            self.ids[i, :len(c.ids)] = torch.from_numpy(c.ids.astype(np.int64))
-            self.engine_logprobs[i, :len(c.ids)] = torch.from_numpy(c.logprobs)
-        # Built from lengths, never from `ids != pad`: where pad is also an end-of-sequence token, that would untrain it.
-        self.present = torch.arange(longest) < torch.tensor(self.lengths).view(n, 1)                   # (N, T)
+    def __init__(self, samples: list[Sample]):
+        completions = [s.completion for s in samples]
+        self.sequences = [torch.cat([torch.tensor(s.prompt.row.prompt_ids),
+                                     torch.from_numpy(s.completion.ids).long()]) for s in samples]
+        self.lengths = torch.tensor([len(c.ids) for c in completions], dtype=torch.long)  # (N,)
+        self.truncated = torch.tensor([c.truncated for c in completions], dtype=torch.bool)
+        rewards = [s.score.total for s in samples]  # None: not scored
+        self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)
+        self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)
+        self.engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in completions])  # (N, T)
+        # From the lengths, never from `ids != pad`: pad may also be an end-of-sequence token.
+        at = torch.arange(self.engine_logprobs.shape[1])
+        self.present = at < self.lengths.view(-1, 1)  # (N, T)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    def minibatches(self, count: int, epochs: int) -> list[list[int]]:
+        """The row numbers of each optimizer step: contiguous and as even as possible."""
+        rows = list(range(len(self.sequences)))
+        return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
-    def minibatches(self, count: int) -> list[list[int]]:
-        """Row numbers of each of `count` minibatches: contiguous and even in request order, on any number of ranks."""
-        rows = list(range(len(self)))
-        return [rows[share(len(rows), count, k)] for k in range(count)]
+    def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
+        """My micro-batches of `rows`, each at most `budget` padded tokens, as many on all ranks."""
+        mine = balance([len(self.sequences[r]) for r in rows], world.size, budget)[world.rank]
+        world.same_phase(phase, len(mine))
+        return [Micro(self, [rows[i] for i in micro], world.device) for micro in mine]
 
-    def micros(self, world: World, rows: list[int], budget: int, phase: str, step: int) -> list["Micro"]:
-        """My micro-batches of `rows`, of at most `budget` padded tokens each; as many as on every other rank."""
-        lanes = balance([self.totals[r] for r in rows], world.size, budget)
-        world.meet(phase, step, len(lanes[world.rank]))
-        return [Micro(self, [rows[i] for i in micro], world.device) for micro in lanes[world.rank]]
-
-    def score(self, world: World, budget: int, phase: str, step: int, forward) -> torch.Tensor:
-        """forward(micro) → (b, t) without gradient, for all rows: the (N, T) result, the same on every rank."""
+    def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
+        """forward(micro) → (b, t), without gradient, over all rows → (N, T) on every rank."""
         scores = None
         with torch.no_grad():
-            for micro in self.micros(world, list(range(len(self))), budget, phase, step):
+            for micro in self.micros(world, list(range(len(self.sequences))), budget, phase):
                 out = forward(micro)
                 if scores is None:
-                    scores = torch.zeros(self.ids.shape, dtype=out.dtype)
+                    scores = torch.zeros(self.present.shape, dtype=out.dtype)
                 if micro.rows:
                     scores[micro.rows, :out.shape[1]] = out.cpu()
-        return world.sum(scores)               # each row was computed by one rank, the others add zero: exact
+        return world.sum(scores)  # one rank computed each row, the others add zero
 
 
 class Micro:
-    """Some rows of the batch as one right-padded model input on the device; no rows: one finite dummy, selected out.
+    """Some rows of the batch as one right-padded input. Without rows: one dummy row of weight 0.
 
-    Under a causal mask a real token never sees padding to its right, so no attention mask is needed and the fast
-    attention kernel is kept. The logits at position t-1 predict token t: `source` does that shift, once, for everyone.
+    Causal attention never looks to the right, where the padding is: no mask is needed. The logits
+    at position t-1 predict token t: `source` makes that shift, here and nowhere else.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
-        self.batch, self.rows, self.device, self.totals = batch, rows, device, [batch.totals[r] for r in rows]
-        prompts = [batch.prompt_lengths[r] for r in rows] or [1]
-        lengths = [batch.lengths[r] for r in rows] or [1]
-        wide, long = max(p + c for p, c in zip(prompts, lengths)), max(lengths)
-        ids = torch.zeros(len(prompts), wide, dtype=torch.long)
-        for i, r in enumerate(rows):
-            ids[i, :prompts[i]] = torch.tensor(batch.prompts[r])
-            ids[i, prompts[i]:prompts[i] + lengths[i]] = batch.ids[r, :lengths[i]]
-        at = torch.arange(long)
-        present = at < torch.tensor(lengths).view(-1, 1)                                               # (b, t)
-        start = torch.arange(len(prompts)) * wide + torch.tensor(prompts) - 1                          # predicts token 0
-        self.ids = ids.to(device)                                                                      # (b, L)
-        self.present = present.to(device)                                                              # (b, t)
-        self.source = (start.view(-1, 1) + at)[present].to(device)                                     # (n,) into b·L
-        self.targets = ids.flatten()[(start.view(-1, 1) + at)[present] + 1].to(device)                 # (n,)
+        self.batch, self.rows, self.device = batch, rows, device
+        sequences = [batch.sequences[r] for r in rows] or [torch.zeros(2, dtype=torch.long)]
+        lengths = batch.lengths[rows] if rows else torch.ones(1, dtype=torch.long)
+        ids, at = pad(sequences), torch.arange(int(lengths.max()))
+        ends = torch.arange(len(ids)) * ids.shape[1] + torch.tensor([len(s) for s in sequences])
+        present = at < lengths.view(-1, 1)  # (b, t)
+        source = ((ends - lengths - 1).view(-1, 1) + at)[present]  # (n,) into b·L
+        self.ids, self.present = ids.to(device), present.to(device)  # (b, L), (b, t)
+        self.source = source.to(device)  # the logits that predict
+        self.targets = ids.flatten()[source + 1].to(device)  # (n,) these ids
 
-    def take(self, values: torch.Tensor) -> torch.Tensor:
-        """(N, T) or (N,) of the batch → (b, t) or (b,) of this micro-batch; zeros for the dummy."""
+    def slice(self, values: torch.Tensor) -> torch.Tensor:
+        """(N, T) of the batch → (b, t) of this micro-batch; zeros for the dummy row."""
         if not self.rows:
-            shape = (1, 1) if values.dim() == 2 else (1,)
-            return torch.zeros(shape, dtype=values.dtype, device=self.device)
-        part = values[self.rows]
-        return (part[:, :self.present.shape[1]] if values.dim() == 2 else part).to(self.device)
+            return torch.zeros((1, 1), dtype=values.dtype, device=self.device)
+        return values[self.rows, :self.present.shape[1]].to(self.device)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """(n,) values of the predicted tokens → (b, t), zeros where there is no token. Differentiable."""
-        out = torch.zeros(self.present.shape, dtype=values.dtype, device=values.device)
-        return out.masked_scatter(self.present, values)
+        """(n,) of the predicted tokens → (b, t), zeros on padding. Differentiable."""
+        return values.new_zeros(self.present.shape).masked_scatter(self.present, values)
 
 
 class Meter:
-    """Means of per-token metrics over the global minibatch, with the loss's own weights: the same on any number of ranks."""
+    """Means of per-token metrics with the loss's own weights, the same on any layout."""
 
     def __init__(self, world: World):
-        self.world, self.sums = world, {}
-        self.steps = self.not_finite = self.skipped = 0        # optimizer steps applied, refused, and without any token
-        self.norm = self.gap_max = 0.0
+        self.world, self.sums, self.gap_max = world, defaultdict(float), 0.0
+        self.norms: list[float] = []  # gradient norm of each optimizer step
+        self.skipped = 0  # minibatches without a token to learn from
 
-    def add(self, micro: Micro, mask: torch.Tensor, weights: torch.Tensor, metrics: dict[str, torch.Tensor], old_logprobs: torch.Tensor | None = None) -> None:
-        """metrics (b, t) each; padding is selected out. Every rank adds the same names; the dummy's values weigh nothing."""
-        add = lambda name, value: self.sums.__setitem__(name, self.sums.get(name, 0.0) + value)
-        add("weight", weights.sum())
-        add("real", sum(micro.totals))
-        add("padded", micro.ids.numel())
-        for name, value in metrics.items():
-            add(f"mean {name}", (weights * torch.where(mask, value.detach().double(), 0)).sum())
-        if old_logprobs is not None:                           # |trainer's - engine's|: how far the engine is from being the policy
-            gap = torch.where(mask, (old_logprobs.detach().double() - micro.take(micro.batch.engine_logprobs).double()).abs(), 0)
-            add("gap", gap.sum())
-            add("tokens", mask.sum())
+    def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None) -> None:
+        """One micro-batch: {name: (b, t)} to average over mask (b, t) with weights (b, t)."""
+        sums = {f"mean {name}": (weights * torch.where(mask, value.detach().double(), 0)).sum()
+                for name, value in metrics.items()}
+        sums |= {"weight": weights.sum(), "padded": micro.ids.numel(),
+                 "real": sum(len(micro.batch.sequences[r]) for r in micro.rows)}
+        if old_logprobs is not None:  # |trainer - engine|: is the engine the policy?
+            gap = old_logprobs.detach().double() - micro.slice(micro.batch.engine_logprobs)
+            gap = torch.where(mask, gap.abs(), 0)
+            sums |= {"gap": gap.sum(), "tokens": mask.sum()}
             self.gap_max = max(self.gap_max, float(gap.max()))
+        for name, value in sums.items():
+            self.sums[name] += float(value)
 
-    def step(self, norm: float) -> None:
-        """One optimizer step with this gradient norm; one that is not finite was not applied."""
-        if math.isfinite(norm):
-            self.steps, self.norm = self.steps + 1, self.norm + norm
-        else:
-            self.not_finite += 1
-
-    def metrics(self, names: dict[str, str], prefix: str = "policy/", norm: str = "grad/norm",
-                layout: bool = True) -> dict[str, float]:
-        """All of it over all ranks, means over the optimizer steps. Names not in `names` get the prefix. A collective."""
-        keys = list(self.sums)
-        total = dict(zip(keys, self.world.sum(torch.tensor([float(self.sums[k]) for k in keys], dtype=torch.float64)).tolist()))
-        weight = total.get("weight") or 1.0
-        means = {k.removeprefix("mean "): v / weight for k, v in total.items() if k.startswith("mean ")}
-        out = {names.get(k, prefix + k): v for k, v in means.items()}
-        out |= {norm: self.norm / max(1, self.steps), f"{norm}_not_finite": self.not_finite}
-        if layout:
-            out |= {"update/steps": self.steps, "update/skipped": self.skipped,
-                    "batch/pad_frac": 1 - total["real"] / total["padded"] if total.get("padded") else 0.0}
+    def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
+        """Means over all ranks and optimizer steps; a name without "/" gets the prefix."""
+        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        total = dict(zip(self.sums, self.world.sum(sums).tolist(), strict=True))
+        finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
+        out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
+               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped,
+               "batch/pad_frac": 1 - total["real"] / total["padded"] if total else 0.0}
+        for name in [name for name in total if name.startswith("mean ")]:
+            mean, name = total[name] / (total["weight"] or 1.0), name.removeprefix("mean ")
+            out[name if "/" in name else prefix + name] = mean
         if "gap" in total:
+            gap_max = self.world.max(torch.tensor(self.gap_max, dtype=torch.float64))
             out |= {"rollout/logprob_gap_mean": total["gap"] / (total["tokens"] or 1.0),
-                    "rollout/logprob_gap_max": float(self.world.max(torch.tensor(self.gap_max, dtype=torch.float64)))}
+                    "rollout/logprob_gap_max": float(gap_max)}
         return out
+
+
+def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
+    """Rewards and lengths of all completions of a step, sampled in `seconds`."""
+    rewards = {name: [s.score.parts[name] for s in samples] for name in samples[0].score.parts}
+    rewards["mean"] = [s.score.total for s in samples]
+    rewards = {name: [r for r in values if r is not None] for name, values in rewards.items()}
+    tokens, scored = sum(len(s.completion.ids) for s in samples), rewards["mean"]
+    means = {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items() if values}
+    return means | ({"reward/std": float(np.std(scored))} if scored else {}) | {
+        "rollout/completions": len(samples), "rollout/unscored": len(samples) - len(scored),
+        "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / seconds,
+        "rollout/length_mean": tokens / len(samples),
+        "rollout/truncated_frac": sum(s.completion.truncated for s in samples) / len(samples)}

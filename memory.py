@@ -1,240 +1,240 @@
-"""memory.py: what fits, from a model's config alone. No torch here: arithmetic that a laptop does before a GPU is rented.
+"""memory.py: what fits on a GPU, from the sizes of a model. Arithmetic only: it needs no torch.
 
-    python grpo.py --plan --model Qwen/Qwen2.5-7B-Instruct --ranks 4 --gpu_gb 80 --batch 8 --group 64 --max_tokens 4096
-
-A step has four phases: rollout, score, update, sync. For each: what one GPU holds at its fullest moment, part by part, the sum
-against the card, and where the sum is too much, the fewest flags that mend it, found by this same arithmetic.
-
-What the trainer holds is counted from what the code in model.py allocates, and agrees with FSDP's own memory tracker within
-10 % (tests/test_memory_tracker.py). What vLLM and CUDA hold beside it are allowances: the constants below.
+The trainer's parts agree with FSDP's memory tracker. What vLLM and CUDA hold are the constants.
 """
-from collections.abc import Iterator
+from collections import namedtuple
 from dataclasses import dataclass, replace
-from itertools import combinations
+from pathlib import Path
 
-from plan import Plan, needs_reference, problems, said
-from shapes import Shape
+from plan import BUDGETS, Plan, SettingsError, broken, changed, flags, typed
 
 GIB = 2**30
-RESERVED = 2.0 * GIB         # CUDA context, NCCL and cuBLAS buffers, fragmentation
-ENGINE_GRAPHS = 1.0 * GIB    # CUDA graphs and what else the engine keeps when it sleeps; none with --eager
-CPU_CACHE = 1.0 * GIB        # the engine's key-value cache on CPU is no larger, unless --kv_cache_gb says so
-GPU_BLOCK, CPU_BLOCK = 16, 128   # tokens of a block of it
-ENGINE_TOKENS = 8192         # prompt tokens that the engine takes in one pass
-HEAD_LOGITS = 2**27          # logits held at once by the head when --head_chunk is 0: 512 MiB in float32
-SCORE_HEAD, UPDATE_HEAD = 3, 5   # float32 tensors of chunk x vocabulary at once, without and with a backward
+RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
+ENGINE_GRAPHS = 1.0 * GIB  # none with --eager
+CPU_CACHE = 1.0 * GIB  # the largest key-value cache on CPU
+ENGINE_TOKENS = 8192  # prompt tokens in one pass of the engine
+HEAD_LOGITS = 2**27  # logits of one chunk where --head_chunk is 0: 512 MiB in float32
+SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 tensors (chunk, vocab), without and with backward
+LADDER = [  # what saves memory, the cheapest first
+    ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
+    ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),
+    ("head_chunk", 256), ("head_chunk", 64), ("cpu_offload", True), ("tp", 2), ("tp", 4), ("tp", 8)]
 
-
-# ---- one forward, or forward and backward ---------------------------------------------------------------------------
-
-def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False, head_chunk: int = 0, critic: bool = False) -> dict[str, float]:
-    """The fullest moment of one micro-batch of `tokens` padded tokens, beyond the sharded state → bytes of its parts.
-
-    c: bytes of a computed number, m: of a master weight. Which moment is fullest depends on the sizes, so each is counted and
-    the largest taken. FSDP keeps the root's weights gathered throughout; of the layers it has the one at work and the next,
-    and in backward the last one's gradient on its way. The critic's head is a vector.
-    """
-    s, h, i = shape, tokens * shape.hidden * c, tokens * shape.intermediate * c
-    embedding, root = s.embedding * c, (s.embedding + s.hidden if critic else s.root) * c
-    chunk = 0 if critic else min(tokens, head_chunk or max(1, HEAD_LOGITS // s.vocab)) * s.vocab * 4
-    head = 0 if critic else embedding                                                    # the gradient of its weight
-    last_norm = tokens * 4 * s.hidden + 2 * h
-    if not grad:
-        return max([dict(gathered=2 * root + 2 * s.layer * c),                           # the start: as it came from the ranks, and in place
-                    dict(gathered=root + s.layer * c, activations=h, head=SCORE_HEAD * chunk),
-                    dict(gathered=root + 2 * s.layer * c, activations=4 * h + max(3 * i, tokens * 12 * s.hidden))], key=total)
-    one = tokens * s.saved(c)
-    kept = s.layers * (h if checkpointing else one)                                      # at the end of forward
-    working = (one if checkpointing else 0) + 2 * i + 3 * h                              # a layer's backward, in the MLP
-    before_last = kept - (h if checkpointing else one)
-    in_flight = root + 2 * s.layer * c + s.layer * m                                     # with a gradient being reduced
-    return max([
-        dict(gathered=root + s.layer * c, activations=kept + last_norm + h, head=UPDATE_HEAD * chunk + head),   # a chunk of the head
-        dict(gathered=root + s.layer * c, activations=kept + last_norm + h, head=3 * head),                     # its gradients added up
-        dict(gathered=root + 2 * s.layer * c, activations=kept + working, head=head),                           # the last layer
-        dict(gathered=in_flight, activations=before_last + working, head=head),                                 # the one before
-        dict(gathered=root + s.layer * m, activations=2 * h, head=2 * embedding + head),                        # the embedding
-        dict(gathered=root * (1 + m / c))], key=total)                                                          # its gradient reduced
-
-
-def total(parts: dict[str, float]) -> float:
-    return sum(parts.values())
-
-
-# ---- the phases of a step -------------------------------------------------------------------------------------------
 
 @dataclass
-class Load:
-    """What one GPU holds in the fullest moment of a phase, in bytes, by part."""
-    phase: str
-    parts: dict[str, float]
+class Shape:
+    """A dense decoder (Llama, Mistral, Qwen 2 and 3)."""
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: int = 0  # 1: the head is the embedding
+    bias: int = 0  # 1: on the projections to q, k and v
+    head_dim: int = 0  # 0: hidden / heads
+    qk_norm: int = 0  # 1: q and k are normalized (Qwen 3)
 
-    @property
-    def total(self) -> float:
-        return total(self.parts)
+    def __post_init__(self):
+        head = self.head_dim or self.hidden // self.heads
+        self.q, self.kv = self.heads * head, self.kv_heads * head
+        self.embedding = self.vocab * self.hidden
+        self.layer = (  # parameters: attention, norms, MLP
+            2 * self.hidden * (self.q + self.kv) + self.bias * (self.q + 2 * self.kv)
+            + 2 * self.hidden + self.qk_norm * 2 * head + 3 * self.hidden * self.intermediate)
+        self.root = self.embedding * (2 - self.tied) + self.hidden  # embedding, head, last norm
+        self.params = self.layers * self.layer + self.root
+
+    def saved(self, c: int) -> int:
+        """Bytes that a layer keeps for backward, per token. c: bytes of a computed number."""
+        return (8 * self.hidden + 8 + 4 * c * self.hidden  # norms: float32 input, factors of scale
+                + self.qk_norm * ((self.q + self.kv) * (4 + c) + 4 * (self.heads + self.kv_heads))
+                + 2 * c * (self.q + self.kv) + 4 * self.heads  # q, k, v, output, log-sums
+                + 4 * c * self.intermediate)
 
 
-class Engine:
-    """What vLLM holds on one GPU, in bytes: weights, workspace, key-value cache; of it per longest sequence; and asleep."""
+SHAPES = {name: Shape(*map(int, sizes)) for name, *sizes in map(str.split, """\
+tiny 128 256 2 4 4 320 1 1
+Qwen2.5-0.5B 896 4864 24 14 2 151936 1 1
+Qwen2.5-1.5B 1536 8960 28 12 2 151936 1 1
+Qwen2.5-3B 2048 11008 36 16 2 151936 1 1
+Qwen2.5-7B 3584 18944 28 28 4 152064 0 1
+Qwen2.5-14B 5120 13824 48 40 8 152064 0 1
+Qwen2.5-32B 5120 27648 64 40 8 152064 0 1
+Qwen3-0.6B 1024 3072 28 16 8 151936 1 0 128 1
+Qwen3-1.7B 2048 6144 28 16 8 151936 1 0 128 1
+Qwen3-4B 2560 9728 36 32 8 151936 1 0 128 1
+Qwen3-8B 4096 12288 36 32 8 151936 0 0 128 1
+Llama-3.2-1B 2048 8192 16 32 8 128256 1
+Llama-3.2-3B 3072 8192 28 24 8 128256 1
+Llama-3.1-8B 4096 14336 32 32 8 128256""".splitlines())}
+
+
+def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape:
+    """The shape of --model: from --sizes, SHAPES, a folder or the hub."""
+    name = "tiny" if model.startswith("tiny") else (
+        model.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Base"))
+    try:
+        if sizes:
+            return Shape(**{name: int(value) for name, value in (s.split("=") for s in sizes)})
+        if name in SHAPES and not Path(model).is_dir():
+            return SHAPES[name]
+        from transformers import PretrainedConfig
+        return shape_from(PretrainedConfig.get_config_dict(model)[0])
+    except (OSError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise SettingsError(
+            f"--model {model} must be a folder or on the hub; or give --sizes hidden=… "
+            f"intermediate=… layers=… heads=… kv_heads=… vocab=… (got {sizes}; "
+            f"{type(error).__name__}).") from None
+
+
+def shape_from(config: dict) -> Shape:
+    """The shape in a transformers config."""
+    get, kind = config.get, config.get("model_type")
+    sizes = [get(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers",
+                                    "num_attention_heads", "num_key_value_heads", "vocab_size")]
+    sizes[4] = sizes[4] or sizes[3]
+    if not all(sizes) or get("num_experts") or get("num_local_experts"):
+        raise SettingsError(f"--model must be a dense decoder for a memory plan (got {kind!r}).")
+    return Shape(*sizes, bool(get("tie_word_embeddings")),
+                 kind == "qwen2" or bool(get("attention_bias")),
+                 get("head_dim") or 0, kind == "qwen3")
+
+
+def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
+           head_chunk: int = 0, critic: bool = False) -> dict[str, float]:
+    """The fullest moment of a micro-batch of `tokens` padded tokens → bytes of each part.
+
+    c, m: bytes of a computed number, of a master weight. FSDP gathers the root and two layers.
+    """
+    s, h, i = shape, tokens * shape.hidden * c, tokens * shape.intermediate * c
+    root = (s.embedding + s.hidden if critic else s.root) * c
+    rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // s.vocab))
+    chunk, head = (0, 0) if critic else (rows * s.vocab * 4, s.embedding * c)
+    one, two = root + s.layer * c, root + 2 * s.layer * c
+    saved = tokens * s.saved(c)
+    kept = h if checkpointing else saved  # of each layer, after forward
+    last = s.layers * kept + tokens * 4 * s.hidden + 3 * h  # with the last norm
+    mlp = s.layers * kept + saved * checkpointing + 2 * i + 3 * h
+    moments = [  # (gathered, activations, head)
+        (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
+        (one, last, 3 * head),  # the sum of its gradients
+        (two, mlp, head),  # the last layer
+        (two + s.layer * m, mlp - kept, head),  # the one before; the last one's is reduced
+        (root + s.layer * m, 2 * h, 2 * s.embedding * c + head),  # the embedding
+        (root * (1 + m / c), 0, 0)]  # its gradient is reduced
+    if not grad:
+        moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk),
+                   (two, 4 * h + max(3 * i, tokens * 12 * s.hidden), 0)]
+    return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
+
+
+Load = namedtuple("Load", "phase parts total")  # bytes on one GPU in the fullest moment of a phase
+
+
+class EngineMemory:
+    """The bytes of vLLM on one GPU. card: those of the GPU; None on CPU."""
 
     def __init__(self, plan: Plan, shape: Shape, card: float | None):
-        args, (c, _) = plan.args, element_bytes(plan.args, card is not None)
-        graphs = ENGINE_GRAPHS if card and not args.eager else 0
-        self.weights = shape.params * c / args.tp
-        self.workspace = graphs + ENGINE_TOKENS * c * (4 * shape.hidden + 3 * shape.intermediate / args.tp) + 3 * args.max_num_seqs * shape.vocab * 4
-        block = GPU_BLOCK if card else CPU_BLOCK
-        self.per_sequence = -(-plan.longest // block) * block * 2 * shape.layers * max(shape.kv / args.tp, shape.kv / shape.kv_heads) * c
-        if args.kv_cache_gb:
-            self.cache = args.kv_cache_gb * GIB
-        elif card:
-            self.cache = max(0.0, args.gpu_memory_utilization * card - self.weights - self.workspace)
-        else:                                                # what can be used, and one more: vLLM keeps a block to itself
-            self.cache = min(CPU_CACHE, (1 + min(args.max_num_seqs, plan.requests)) * self.per_sequence)
-        self.kept = graphs if card and args.sleep_level else self.total
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.workspace + self.cache
-
-    def holds(self, args) -> int:
-        """The longest sequences it has room for at once."""
-        return min(args.max_num_seqs, int(self.cache // self.per_sequence))
-
-
-def element_bytes(args, gpu: bool = True) -> tuple[int, int]:
-    """(of a computed number, of a master weight) for --dtype."""
-    c = {"auto": 2 if gpu else 4, "bfloat16": 2, "float32": 4, "float64": 8}[args.dtype]
-    return c, max(4, c)
+        e, s = plan.args.engine, shape
+        self.c = c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[
+            plan.args.weights.dtype]  # bytes of a computed number
+        graphs = ENGINE_GRAPHS if card and not e.eager else 0
+        activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
+        self.weights = s.params * c / e.tp
+        self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
+        block, width = 16 if card else 128, max(s.kv / e.tp, s.kv / s.kv_heads)
+        sequence = -(-plan.longest // block) * block * 2 * s.layers * width * c
+        # On CPU: what can be used, and one more, which vLLM keeps to itself.
+        self.cache = e.kv_cache_gb * GIB or (
+            max(0.0, e.gpu_memory_utilization * card - self.weights - self.workspace) if card else
+            min(CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence))
+        self.holds = min(e.max_num_seqs, int(self.cache // sequence))  # longest sequences
+        asleep, whole = card and e.sleep_level, self.weights + self.workspace + self.cache
+        self.kept = graphs if asleep else whole  # while the trainer works
+        self.awake = self.weights + self.workspace if asleep else whole  # in a sync
 
 
 def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
-    """Every phase of a step. card: bytes of the GPU; None on CPU, where nothing is set aside."""
-    a, (c, m) = plan.args, element_bytes(plan.args, card is not None)
-    shards, policy = a.shard_size or plan.ranks, shape.params
-    critic = policy - (0 if shape.tied else shape.embedding) if hasattr(a, "critic_update_tokens") else 0   # the base without the head
-    reference = c * policy if needs_reference(a) and "reference" not in a.offload else 0
-    state = dict(parameters=(m * (policy + critic) + reference) / shards, optimizer=2 * m * (policy + critic) / shards)
-    if a.cpu_offload:
-        state = dict.fromkeys(state, 0)
-    rest = {"parameters": 0 if "params" in a.offload else state["parameters"], "optimizer": 0 if "optimizer" in a.offload else state["optimizer"]}
-    engine, other = Engine(plan, shape, card), {"set aside": RESERVED if card else 0}
-
-    found = [Load("rollout", rest | {"engine weights": engine.weights, "engine workspace": engine.workspace, "kv cache": engine.cache} | other)]
+    """Every phase of a step."""
+    a, w, policy, engine = plan.args, plan.args.weights, shape.params, EngineMemory(
+        plan, shape, card)
+    c, m = engine.c, max(4, engine.c)  # bytes of a computed number, of a master weight
+    critic = policy - (1 - shape.tied) * shape.embedding if a.critic else 0  # without the head
+    reference = c * policy if a.needs_reference and "reference" not in w.offload else 0
+    shards = float("inf") if w.cpu_offload else w.shard_size or plan.ranks
+    state = {"set aside": RESERVED if card else 0,
+             "parameters": (m * (policy + critic) + reference) / shards,
+             "optimizer": 2 * m * (policy + critic) / shards}
+    rest = state | {"parameters": state["parameters"] * ("params" not in w.offload),
+                    "optimizer": state["optimizer"] * ("optimizer" not in w.offload)}
+    found = {"rollout": rest | {"engine weights": engine.weights, "kv cache": engine.cache,
+                                "engine workspace": engine.workspace}}
     for phase in plan.phases(max(plan.batches)):
-        if any(load.phase == phase.name for load in found):    # the smaller minibatch of an uneven cut
-            continue
         of_critic, grad = phase.name.startswith("critic"), phase.name.endswith("update")
-        parts = widest(shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=a.checkpointing, head_chunk=a.head_chunk, critic=of_critic)
-        gradients = m * (critic if of_critic else policy) / shards if grad and not a.cpu_offload else 0
-        found.append(Load(phase.name, state | {"gradients": gradients} | parts | {"engine asleep": engine.kept} | other))
-    awake = engine.weights + engine.workspace if card and a.sleep_level else engine.total  # the cache wakes when the weights are in
-    streamed = 4 * c * max(shape.embedding, shape.hidden * shape.intermediate)            # its parts, the whole, and the one before
-    return found + [Load("sync", rest | {"one weight": streamed, "engine awake": awake} | other)]
+        parts = widest(shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
+                       head_chunk=w.head_chunk, critic=of_critic)
+        parts |= {"gradients": grad * m * (critic if of_critic else policy) / shards,
+                  "engine asleep": engine.kept}
+        found.setdefault(phase.name, state | parts)  # of an uneven cut, the larger part
+    # A weight in the sync: its parts, the whole, and the one before.
+    one_weight = 4 * c * max(shape.embedding, shape.hidden * shape.intermediate)
+    found["sync"] = rest | {"one weight": one_weight, "engine awake": engine.awake}
+    return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
-# ---- does it fit, and what would ------------------------------------------------------------------------------------
-
-def why_not(plan: Plan, shape: Shape, card: float, spare: float = 0.0) -> list[str]:
-    """What does not fit with `spare` bytes left over, a sentence each; none: it fits."""
-    a = plan.args
-    engine = Engine(plan, shape, card)
-    found = [f"{load.phase} needs {load.total / GIB:.1f} of {card / GIB:g} GiB" for load in loads(plan, shape, card) if load.total > card - spare]
-    if engine.holds(a) < 1:
-        found.append(f"the engine's share ({engine.total / GIB:.1f} GiB) has no room for one sequence of {plan.longest:,} tokens: it needs "
-                     f"{(engine.weights + engine.workspace + engine.per_sequence) / GIB:.1f} GiB")
-    return found
-
-
-def options(plan: Plan, shape: Shape) -> list[tuple[str, list]]:
-    """(flag, values that save more and more), the flag that costs least time first; gpu_memory_utilization in order of nearness."""
-    a, least = plan.args, max(plan.longest, 4096)            # micro-batches below that leave a GPU idle
-    shares = sorted((s / 20 for s in range(2, 19)), key=lambda s: abs(s - a.gpu_memory_utilization))
-    halves = lambda budget, floor: [b for b in (budget >> k for k in range(1, 12)) if b >= floor] or [floor][:budget > floor]
-    rests = ("optimizer",), ("params", "optimizer"), ("params", "optimizer", "reference")
-    listed = [
-        ("gpu_memory_utilization", shares[1:] if not a.kv_cache_gb else []),
-        ("sleep_level", [2][:a.sleep_level < 2]),
-        *((name, halves(getattr(a, name), least)) for name in ("score_tokens", "update_tokens", "critic_score_tokens", "critic_update_tokens") if hasattr(a, name)),
-        ("checkpointing", [True][:not a.checkpointing]),
-        ("offload", [r for r in rests[:3 if needs_reference(a) else 2] if set(r) > set(a.offload)]),
-        ("head_chunk", [256, 64] if not a.head_chunk else []),
-        ("tp", [t for t in (2, 4, 8) if t > a.tp and plan.ranks % t == shape.heads % t == 0]),
-        ("cpu_offload", [True][:not a.cpu_offload])]
-    return [(flag, values) for flag, values in listed if values]
+def fits(plan: Plan, shape: Shape, card: float, spare: float = 0.0) -> bool:
+    """Whether each phase leaves `spare` bytes, and the engine has room for one sequence."""
+    return EngineMemory(plan, shape, card).holds > 0 and all(
+        load.total <= card - spare for load in loads(plan, shape, card))
 
 
 def fewest(plan: Plan, shape: Shape, card: float) -> dict | None:
-    """The fewest flags (of those, the cheapest and mildest) with which it fits with 3 % to spare; {} if it does already, None: nothing helps."""
-    def fits(flags: dict) -> bool:
-        return not why_not(replace(plan, args=replace(plan.args, **flags)), shape, card, spare=0.03 * card)
+    """Flags with which it fits, none too many, with 3 % to spare; None: there are none."""
+    given, least, share = flags(plan.args), max(plan.longest, 4096), "gpu_memory_utilization"
+    steps = [(name, given[name] >> k) for name in BUDGETS if name in given for k in range(1, 12)
+             if given[name] >> k >= least] + LADDER  # smaller budgets would leave a GPU idle
+    steps = [step for step in steps if not broken(
+        changed(plan.args, **dict([step])), plan.ranks, plan.n_rows, plan.n_eval, shape, None)]
+    shares = [{share: s / 20} for s in range(2, 19)]
+    shares.sort(key=lambda other: abs(other[share] - given[share]))
 
-    if not why_not(plan, shape, card):
-        return {}
-    every = options(plan, shape)
-    for count in range(1, len(every) + 1):
-        for chosen in combinations(every, count):
-            shares = dict(chosen).get("gpu_memory_utilization", [None])
-            for share in shares:                             # the one flag that may be too small as well as too large
-                flags = {flag: values[-1] for flag, values in chosen} | ({"gpu_memory_utilization": share} if share is not None else {})
-                if not fits(flags):
-                    continue
-                for flag, values in reversed(chosen):        # the strongest values fit: now the mildest of each, dearest flag first
-                    if flag != "gpu_memory_utilization":
-                        flags[flag] = next(v for v in values if fits(flags | {flag: v}))
-                if not problems(replace(plan.args, **flags), plan.ranks, plan.n_rows, plan.n_eval, shape, suggest=False):
-                    return flags
-    return None
+    def first(tries: list[dict]) -> dict | None:
+        """The first that fits, if need be with another share of the engine."""
+        for more in (more | other for more in tries for other in [{}, *shares]):
+            if fits(replace(plan, args=changed(plan.args, **more)), shape, card, 0.03 * card):
+                return more
 
-
-def spell(flags: dict) -> str:
-    """Flags as they are typed."""
-    return " ".join(said(flag, value) for flag, value in flags.items())
+    more = first([dict(steps[:n]) for n in range(len(steps) + 1)])
+    for flag in more or ():  # dropped, or as mild as can be
+        rest = {name: value for name, value in more.items() if name not in (flag, share)}
+        more = first([rest, *(rest | {name: value} for name, value in steps if name == flag)])
+    return more
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
-
-ROWS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "one weight",
-        "engine weights", "engine workspace", "kv cache", "engine awake", "engine asleep", "set aside")
-
-
-def table(found: list[Load], card: float | None) -> Iterator[str]:
-    """The parts of every phase, a column each."""
-    wide = max(10, *(len(load.phase) + 2 for load in found))
-    line = lambda name, cells: f"    {name:<18}" + "".join(f"{cell:>{wide}}" for cell in cells)
-    yield line("", [load.phase for load in found])
-    for part in ROWS:
-        if any(load.parts.get(part) for load in found):
-            yield line(part, [f"{load.parts[part] / GIB:.2f}" if load.parts.get(part) else "" for load in found])
-    yield line("total" + (f" of {card / GIB:g}" if card else ""), [f"{load.total / GIB:.2f}" for load in found])
+def spell(values: dict) -> str:
+    return " ".join(typed(flag, value) for flag, value in values.items())
 
 
 def planned(plan: Plan, shape: Shape, card: float | None) -> Plan:
-    """The plan with its memory."""
-    return replace(plan, memory=text(plan, shape, card))
-
-
-def text(plan: Plan, shape: Shape, card: float | None) -> str:
-    """The memory plan: a verdict in one line, then every phase of a step on one GPU (or, without a card, in one rank's process)."""
-    a, found = plan.args, loads(plan, shape, card)
-    engine = Engine(plan, shape, card)
-    asked = -(-max(plan.batches) * a.group // (plan.ranks // a.tp))
-    lines = [*table(found, card), f"    {shape.params:,} parameters; the engine's cache holds {engine.holds(a):,} of the longest sequences "
-                                  f"({plan.longest:,} tokens) at once, and a step asks it for {asked:,}"]
-    wrong = why_not(plan, shape, card) if card else []
-    if not wrong:
-        return "\n".join([f"  memory     {'fits: ' * bool(card)}{fullest(found, card)}", *lines])
-    lines += [f"    does not fit: {sentence}" for sentence in wrong]
-    for ranks in (plan.ranks * 2**k for k in range(8)):
-        there = replace(plan, ranks=ranks)
-        flags = fewest(there, shape, card)
-        if flags is not None:
-            better = fullest(loads(replace(there, args=replace(a, **flags)), shape, card), card)
-            more = f"--ranks {ranks} " * (ranks > plan.ranks)
-            return "\n".join([f"  memory     does not fit; would with {more}{spell(flags)}: {better}", *lines])
-    return "\n".join([f"  memory     does not fit, with no flags and on no number of ranks up to {ranks:,}", *lines])
-
-
-def fullest(found: list[Load], card: float | None) -> str:
-    """The fullest phase, in words."""
-    top = max(found, key=lambda load: load.total)
-    return f"{top.total / GIB:.1f} {f'of {card / GIB:.3g} ' if card else ''}GiB per {'GPU' if card else 'rank'} at most, in {top.phase}"
+    """The plan with the text of its memory."""
+    found, best, words = loads(plan, shape, card), plan, "fits: " if card else ""
+    if card and not fits(plan, shape, card):
+        more = fewest(plan, shape, card)
+        best = replace(plan, args=changed(plan.args, **(more or {})))
+        words = f"does not fit; would with {spell(more)}: " if more else (
+            "does not fit; would need more ranks: ")
+    top = max(loads(best, shape, card), key=lambda load: load.total)
+    of = f"of {card / GIB:.3g} GiB per GPU" if card else "GiB per rank"
+    asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)
+    gib = lambda value: f"{value / GIB:.2f}" if value else ""
+    rows = {part: [gib(load.parts.get(part)) for load in found]
+            for load in found for part in load.parts if load.parts[part]}
+    rows["total"] = [gib(load.total) for load in found]
+    return replace(plan, memory="\n".join([
+        f"  memory     {words}{top.total / GIB:.1f} {of} at most, in {top.phase}",
+        *(f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
+          for name, cells in ({"": [load.phase for load in found]} | rows).items()),
+        f"    {shape.params:,} parameters; the engine's cache holds "
+        f"{EngineMemory(plan, shape, card).holds:,} of the longest sequences ({plan.longest:,} "
+        f"tokens), and a step asks it for {asked:,}"]))

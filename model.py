@@ -1,19 +1,19 @@
-"""model.py: the weights. Find them, shard them with FSDP2, token log-probs and entropy, values, optimizer, export.
-
-Nothing here knows what the numbers are used for. One `Policy` (and for ppo.py one `Critic`) is one FSDP2 module whose
-forward takes a `batch.Micro`. Read top to bottom: load → head → Policy → Critic.
-"""
-import json
+"""model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
-import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
-import torch.nn as nn
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as fsdp
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,150 +22,162 @@ from dist import World
 from memory import HEAD_LOGITS
 from plan import SettingsError
 
+FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # of a Hugging Face folder, without weights
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
-# ---- files → sharded module -----------------------------------------------------------------------------------------
+
+@dataclass
+class ModelArgs:
+    """Weights and memory: nothing here changes the maths."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
+    checkpointing: bool = False
+    """Activation checkpointing: backward computes layers again. A third slower, less memory."""
+    offload: tuple[Literal["params", "optimizer", "reference"], ...] = ()
+    """What moves to the host. params, optimizer: while the engine generates. reference: always."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer are always on the host: slow, least memory."""
+    shard_size: int = 0
+    """Ranks that share a copy of the weights (hybrid sharding, usually one machine's). 0: all."""
+    head_chunk: int = 0
+    """Tokens whose logits are held at once. 0: as many as make 512 MiB of float32 logits."""
+
+
+@dataclass
+class OptimizerArgs:
+    """AdamW and its learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay, on every parameter."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm, over all parameters and ranks. 0: never."""
+    warmup_steps: int = 0
+    """Steps (rollouts) of linear warm-up to --lr."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up, until --steps."""
+    max_bad_steps: int = 3
+    """A gradient that is not finite is counted and not applied. This many in a row end the run."""
+
 
 def find(model: str) -> str:
-    """A local folder, or a name on the Hugging Face hub (downloaded once into its cache) → the folder with the weights.
-
-    SettingsError when it is neither. Every rank may call it: the hub's client locks its files.
-    """
-    if (Path(model) / "config.json").is_file():
+    """A folder, or a name on the Hugging Face hub (downloaded once) → the folder."""
+    if Path(model, "config.json").is_file():
         return model
-    if Path(model).is_dir():
-        raise SettingsError(f"--model {model} is a folder without a config.json; it must hold a model in Hugging Face format.")
-    from huggingface_hub import snapshot_download
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+    why = "this folder has no config.json"
+    if not Path(model).is_dir():
+        try:
+            return snapshot_download(model, allow_patterns=[*FILES, "*.safetensors"])
+        except Exception as error:  # a dozen kinds, from a bad name to no network
+            why = f"no folder, and the hub gave a {type(error).__name__}"
+    raise SettingsError(f"--model {model} must be 'tiny', a folder with config.json and "
+                        f"*.safetensors, or a name on the Hugging Face hub ({why}).")
+
+
+def config_of(folder: str):
+    from transformers import AutoConfig
     try:
-        return snapshot_download(model, allow_patterns=patterns)
-    except Exception as error:     # the hub's client raises a dozen kinds, from a bad name to no network: all mean "not there"
-        raise SettingsError(f"--model {model} is neither a folder here nor a model that the Hugging Face hub or its local cache "
-                            f"could give ({type(error).__name__}); give a folder with config.json and *.safetensors, "
-                            f"a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or 'tiny'.") from None
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        why = str(error).splitlines()[0]
+        raise SettingsError(f"--model {folder}: cannot read its config.json ({why}).") from None
 
 
-def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype,
-          checkpointing: bool, offload: bool) -> None:
-    """FSDP2, in place: one group of parameters a layer, and one for the rest. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+def compute_dtype(args: ModelArgs, device: torch.device) -> torch.dtype:
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
-    Compute in `compute`; parameters, gradients and their reduction stay in `master`.
+
+def build(kind, folder: str, world: World, args: ModelArgs, *, trained: bool = True) -> nn.Module:
+    """A sharded LogprobModel or ValueModel (`kind`). Not trained: no float32 master weights."""
+    from transformers import AutoModelForCausalLM
+    compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
+    master = torch.promote_types(compute, torch.float32) if trained else compute
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config_of(folder), dtype=master, attn_implementation="sdpa")
+    root = kind(lm, args.head_chunk).eval()  # dropout would give a policy that is not the engine's
+    if args.shard_size not in (0, world.size):
+        sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
+    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+    offload = args.cpu_offload or (not trained and "reference" in args.offload)
+    shard(root, lm.model.layers, mesh, compute, master, args.checkpointing, offload)
+    root.to_empty(device="cpu" if offload else world.device)
+    fill(lm, folder)
+    return root
+
+
+def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute: torch.dtype,
+          master: torch.dtype, checkpointing: bool, offload: bool) -> None:
+    """FSDP2, in place. Parameters, gradients and sums are in `master`, only the rest in `compute`.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master) if compute != master else MixedPrecisionPolicy()
-    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    low = {} if compute == master else {"param_dtype": compute, "reduce_dtype": master}
+    options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**low)}
+    if offload:
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
-        if checkpointing:          # inside FSDP's hooks, so the recomputation in backward finds the layer unsharded
-            layer.forward = _checkpointed(layer.forward)
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=where)
-    fully_shard(root, mesh=mesh, mp_policy=mixed, offload_policy=where)
-    # FSDP's mean over ranks would need a loss scaled by their number, which rounds otherwise on 3 ranks than on 1 (norm layers
-    # compute in float32 whatever the weights are): off by 1e-6 where 1e-16 is possible. So gradients are summed, never scaled.
+        if checkpointing:  # inside FSDP's hooks, so that backward finds the layer unsharded
+            layer.forward = partial(recomputed, layer.forward)
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(root, **options)
+    # Sums over ranks: a mean needs a loss times the ranks, and 3 ranks would round unlike 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _checkpointed(forward):
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def fill(root: nn.Module, folder: str, device: torch.device, prefix: str) -> None:
-    """Weights of a Hugging Face folder into a sharded module on `meta`, one tensor at a time: the peak is the largest.
-
-    Parameters whose name does not start with `prefix` are not in the files: they are left for the caller to set.
-    """
-    from safetensors import safe_open
-    buffers = {name: b for name, b in root.named_buffers() if b.device.type != "meta"}
-    root.to_empty(device=device)
-    for name, value in buffers.items():                # to_empty would leave them as garbage: rotary frequencies, in silence
-        module, _, leaf = name.rpartition(".")
-        setattr(root.get_submodule(module), leaf, value.to(device))
-    want = {name.removeprefix(prefix): p for name, p in root.named_parameters() if name.startswith(prefix)}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                if name in want:
-                    put(want.pop(name), file.get_tensor(name))
-    if want:
-        raise SettingsError(f"{folder} has no weights for {len(want)} parameters, the first is {sorted(want)[0]!r}: "
-                            f"its *.safetensors must name them as the transformers model does.")
+def fill(lm: nn.Module, folder: str) -> None:
+    """A folder's weights into the model. Each rank reads its part only. A collective."""
+    for module in lm.modules():  # rotary frequencies are in no file, and garbage after to_empty
+        if module._non_persistent_buffers_set:
+            lm._init_weights(module)
+    try:  # it converts to the dtypes of the parameters
+        dcp.load(dict(lm.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(folder))
+    except CheckpointException as error:
+        why = f"its weights do not fit its config.json: {next(iter(error.failures.values()))[0]}"
+        raise SettingsError(f"{folder}: {why}") from None
 
 
 @torch.no_grad()
-def put(param: torch.Tensor, full: torch.Tensor) -> None:
-    """A full tensor, the same on every rank, into a (sharded) parameter: every rank keeps its own part, nothing is sent."""
-    if isinstance(param, DTensor):
-        full = distribute_tensor(full.to(param.dtype), param.device_mesh, param.placements, src_data_rank=None).to_local()
-        param = param.to_local()
-    param.copy_(full)
+def put(param: DTensor, full: Tensor) -> None:
+    """A full tensor, equal on all ranks, into a sharded parameter. Nothing is sent."""
+    param.copy_(distribute_tensor(full.to(param.dtype), param.device_mesh, param.placements,
+                                  src_data_rank=None))
 
 
-def config_of(folder: str):
-    """The model's transformers config; SettingsError for an architecture without a causal language model."""
-    from transformers import AutoConfig
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise SettingsError(f"--model {folder}: its config.json cannot be read ({str(error).splitlines()[0]})") from None
+def whole(tensor: Tensor) -> Tensor:
+    """A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def build(kind: type, folder: str, world: World, *, compute: torch.dtype, checkpointing: bool = False,
-          offload: bool = False, shard_size: int = 0, head_chunk: int = 0, trained: bool = True) -> nn.Module:
-    """A sharded `Scorer` or `Valuer` with the folder's weights. No rank ever holds the whole model.
+def token_logprobs(hidden, weight, targets, temperature: float, chunk: int, entropy: str):
+    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature), in nats.
 
-    A model that is not trained needs no float32 master weights: it computes from the same rounded ones, bit for bit.
+    hidden (n, H), weight (V, H), targets (n,) → logprobs (n,), entropy (n,), at least float32.
+    entropy: "none" (zeros), "value" (without gradient) or "grad".
     """
-    from transformers import AutoModelForCausalLM
-    master = torch.promote_types(compute, torch.float32) if trained else compute
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config_of(folder), dtype=master, attn_implementation="sdpa")
-    for module in lm.modules():                        # computed buffers are real from the start; only parameters stay on meta
-        if module._non_persistent_buffers_set:
-            with torch.device("cpu"):
-                fresh = type(module)(module.config)
-            for name in module._non_persistent_buffers_set:
-                setattr(module, name, getattr(fresh, name))
-    root = kind(lm, head_chunk)
-    root.eval()                                        # dropout would make the trainer another policy than the engine
-    size = shard_size or world.size
-    kinds = world.device.type
-    mesh = (init_device_mesh(kinds, (world.size,)) if size == world.size
-            else init_device_mesh(kinds, (world.size // size, size), mesh_dim_names=("replicate", "shard")))
-    shard(root, lm.model.layers, mesh, compute, master, checkpointing, offload)
-    fill(root, folder, torch.device("cpu") if offload else world.device, "lm.")
-    return root
+    if len(hidden) > chunk:
+        return _in_chunks(hidden, weight, targets, temperature, chunk, entropy)
+    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+    logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
+    logp = (logits.gather(-1, targets.unsqueeze(-1)) - logz).squeeze(-1)  # (n,)
+    if entropy == "none":
+        return logp, torch.zeros_like(logp)
+    logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
+    p = logps.exp()
+    return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
 
 
-# ---- the heads ------------------------------------------------------------------------------------------------------
-
-def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
-                   chunk: int, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature), never holding all logits.
-
-    hidden (n, H), weight (V, H), targets (n,) → logprobs (n,), entropy (n,) in at least float32, nats.
-    Vocabulary-sized temporaries are bounded by a few times chunk × V whatever n: each chunk is checkpointed, so its
-    logits are computed again in backward and freed. entropy: "none" (zeros), "value" (no gradient) or "grad".
-    """
-    def part(h, w, t):
-        logits = (h @ w.T).to(torch.promote_types(h.dtype, torch.float32)) / temperature               # (c, V)
-        logz = logits.logsumexp(-1)                                                                    # (c,)
-        logp = logits.gather(-1, t.unsqueeze(-1)).squeeze(-1) - logz
-        if entropy == "none":
-            return logp, torch.zeros_like(logp)
-        if entropy == "value":
-            logits, logz = logits.detach(), logz.detach()
-        logps = logits - logz.unsqueeze(-1)                                                            # (c, V)
-        p = logps.exp()
-        return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)                      # H = -E[log p]
-
-    if len(hidden) <= chunk:                           # one chunk: its logits are within the bound already
-        return part(hidden, weight, targets)
-    run = (lambda *a: checkpoint(part, *a, use_reentrant=False, preserve_rng_state=False)) if torch.is_grad_enabled() else part
-    parts = [run(h, weight, t) for h, t in zip(hidden.split(chunk), targets.split(chunk))]
+def _in_chunks(hidden, weight, targets, temperature: float, chunk: int, entropy: str):
+    """A few times chunk × V of memory: backward computes the logits again."""
+    part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
+    parts = [part(h, weight, t, temperature, chunk, entropy)
+             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-class Scorer(nn.Module):
-    """A causal language model as the root FSDP module; its forward gives log-probs, so the head runs inside the hooks."""
+class LogprobModel(nn.Module):
+    """A causal language model. Its forward gives log-probs: the head runs inside FSDP's hooks."""
 
     def __init__(self, lm: nn.Module, head_chunk: int):
         super().__init__()
@@ -173,159 +185,127 @@ class Scorer(nn.Module):
         self.head_chunk = head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
 
     def forward(self, ids, source, targets, temperature, entropy):
-        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state                       # (b, L, H)
-        hidden = hidden.flatten(0, 1)[source]                                                          # (n, H)
-        return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature, self.head_chunk, entropy)
+        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
+        return token_logprobs(hidden.flatten(0, 1)[source], self.lm.lm_head.weight, targets,
+                              temperature, self.head_chunk, entropy)
 
 
-class Valuer(nn.Module):
-    """The same base with a scalar head that starts at zero: V(s_t) for the state in which token t is chosen."""
+class ValueModel(nn.Module):
+    """The same base with a scalar head: V(s_t) of the state in which token t is chosen."""
 
     def __init__(self, lm: nn.Module, head_chunk: int):
         super().__init__()
         self.lm = lm
         del lm.lm_head
-        self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=next(lm.parameters()).dtype)
+        self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
 
     def forward(self, ids, source):
-        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[source]  # (n, H)
-        values = self.head(hidden).sum(-1)             # not squeeze: FSDP's hooks want an output that is no view
-        return values.to(torch.promote_types(values.dtype, torch.float32))                             # (n,)
+        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
+        values = self.head(hidden.flatten(0, 1)[source]).sum(-1)  # no squeeze: hooks need no view
+        return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
 
-
-# ---- a module with its optimizer ------------------------------------------------------------------------------------
 
 class Trained:
-    """What Policy and Critic share: gradient, one optimizer step, and where their memory is between phases."""
+    """A model with its optimizer."""
 
-    def __init__(self, module: nn.Module, world: World, *, betas: tuple[float, float], weight_decay: float,
-                 max_grad_norm: float, rest: tuple[str, ...] = ()):
-        self.module, self.world = module, world
-        self.max_grad_norm, self.resting = max_grad_norm or math.inf, rest        # the gradient needs no rest: `step` frees it
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
+    def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
+        self.module, self.world, self.moving = module, world, model_args.offload
+        if next(module.parameters()).device.type != world.device.type:
+            self.moving = ()  # FSDP's offload keeps them on the host
+        self.max_grad_norm = args.max_grad_norm or math.inf
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, betas=args.betas,
+                                           weight_decay=args.weight_decay, fused=True)
 
     def run(self, *inputs):
-        """The module's forward. FSDP keeps the embedding and the head gathered for a backward; without one they are let go here."""
+        """The forward. Without a backward, FSDP would keep embedding and head whole."""
         out = self.module(*inputs)
         if not torch.is_grad_enabled():
             self.module.reshard()
         return out
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Adds this rank's part of the gradient. `loss` is a sum over my tokens, already divided by the global count."""
-        loss.backward()                                # summed over ranks: see `shard`
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a sum over this rank's tokens. FSDP sums it over ranks."""
+        loss.backward()
 
     def step(self, lr: float) -> float:
-        """One AdamW step at `lr` on the clipped gradient → its norm before clipping, the same on every rank.
-
-        A norm that is not finite is returned without a step: the weights stay as they were, on all ranks alike.
-        """
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        """One AdamW step on the clipped gradient → its norm. Not finite: no rank makes a step."""
+        norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)))
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return norm
 
-    def rest(self) -> None:
-        """Before generation: what --offload names moves to the host, so that the engine has the GPU."""
-        self._move(torch.device("cpu"))
-
-    def wake(self) -> None:
-        """After generation: everything back to the device."""
-        self._move(self.world.device)
+    def move(self, device: torch.device) -> None:
+        """What --offload names goes to the host before generation, and back after it."""
+        if self.world.device.type == "cuda":
+            self._move(device)
 
     def _move(self, device: torch.device) -> None:
-        if "params" in self.resting:
+        if "params" in self.moving:
             self.module.to(device)
-        if "optimizer" in self.resting:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim():        # the step counter is a scalar on the host
-                        state[key] = value.to(device, non_blocking=True)
-        if device.type == "cpu" and self.world.device.type == "cuda":
+        for state in self.optimizer.state.values() if "optimizer" in self.moving else ():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].to(device, non_blocking=True)
+        if device.type == "cpu":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
 class Policy(Trained):
-    """The language model that is trained; also, never stepped, the reference model."""
+    """The language model that is trained, or the reference model."""
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
-        """log π(token) at the sampling temperature, and the entropy of π there, of every completion token: (b, t) each."""
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
+        """log π and entropy of each completion token at the sampling temperature: (b, t) each."""
         logp, ent = self.run(micro.ids, micro.source, micro.targets, temperature, entropy)
         return micro.spread(logp), micro.spread(ent)
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) for every weight, one at a time; a collective, so every rank must use it up.
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of each weight, one at a time. A collective: use it up."""
+        for name, value in self.module.lm.state_dict().items():  # tied: lm_head.weight too
+            yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
-        From the state dict and not from named_parameters(): with tied embeddings the engine needs lm_head.weight as well.
+    def export(self, source: str, folder: str, notes: dict[str, str] | None = None) -> None:
+        """A Hugging Face folder in the source's dtype; `notes`: more files, {name: text}.
+
+        Rank 0 collects all weights on its host: machines may share no disk.
         """
-        for name, value in self.module.lm.state_dict().items():
-            moved = value.to(self.world.device, dtype or value.dtype)
-            whole = [moved.full_tensor() if isinstance(moved, DTensor) else moved]
-            del moved                                  # with nothing held here, the peak is that of one weight and of the one before
-            yield name, whole.pop()
-
-    def export(self, source: str, folder: str, shard_bytes: int = 4 * 2**30, notes: dict[str, str] = {}) -> None:
-        """Writes a Hugging Face folder (in the source's dtype, with its tokenizer) that transformers and vLLM load; `notes`: more files."""
-        from safetensors.torch import save_file
-        config = config_of(source)
-        dtype = getattr(config, "dtype", None) or torch.float32
-        writing, target = self.world.rank == 0, Path(folder)
-        partial = target.with_name(target.name + ".partial")
-        if writing:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for path in Path(source).iterdir():        # config, tokenizer, chat template, generation config: all but weights
-                if path.is_file() and path.suffix in {".json", ".txt", ".jinja", ".model"} and not path.name.endswith(".index.json"):
-                    shutil.copy(path, partial)
-        pending, size, files, index = {}, 0, [], {}
-
-        def flush():
-            if pending:
-                files.append(f"model-{len(files) + 1:05d}.safetensors")
-                save_file(pending, partial / files[-1], metadata={"format": "pt"})
-                index.update(dict.fromkeys(pending, files[-1]))
-                pending.clear()
-
-        for name, value in self.weights(dtype):
-            if writing and not (name == "lm_head.weight" and config.tie_word_embeddings):
-                pending[name] = value.detach().cpu().contiguous().clone()
-                size += pending[name].nbytes
-                if sum(v.nbytes for v in pending.values()) >= shard_bytes:
-                    flush()
-        if writing:
-            flush()
-            if len(files) == 1:
-                os.rename(partial / files[0], partial / "model.safetensors")
-            else:
-                (partial / "model.safetensors.index.json").write_text(
-                    json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1))
-            for name, text in notes.items():
-                (partial / name).write_text(text)
+        config, target, weights = config_of(source), Path(folder), {}
+        unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
+        for name, value in self.weights(config.dtype or torch.float32):
+            if writes and not (name == "lm_head.weight" and config.tie_word_embeddings):
+                weights[name] = value.cpu()
+        if writes:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            for path in (path for pattern in FILES for path in Path(source).glob(pattern)):
+                if not path.name.endswith(".index.json"):
+                    shutil.copy(path, unfinished)
+            save_torch_state_dict(weights, unfinished)  # in files of 5 GB, with their index
+            for name, text in (notes or {}).items():
+                (unfinished / name).write_text(text)
             shutil.rmtree(target, ignore_errors=True)
-            os.rename(partial, target)
+            unfinished.rename(target)
         self.world.barrier()
 
 
 class Critic(Trained):
-    """ppo.py's value function: a separate copy of the base with a scalar head, its own optimizer, no shared tensors."""
+    """The value function of ppo.py. Its head starts at zero."""
 
-    def __init__(self, module: nn.Module, world: World, **optimizer):
-        super().__init__(module, world, **optimizer)
-        put(module.head.weight, torch.zeros(module.head.weight.shape, device=world.device))
+    def __init__(self, module, world: World, *args):
+        super().__init__(module, world, *args)
+        nn.init.zeros_(module.head.weight)
 
-    def values(self, micro: Micro) -> torch.Tensor:
-        """V(s_t) of the state in which each completion token was chosen: (b, t), in units of reward."""
+    def values(self, micro: Micro) -> Tensor:
+        """V(s_t) of the state in which each completion token was chosen: (b, t)."""
         return micro.spread(self.run(micro.ids, micro.source))
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup_steps: int, schedule: str) -> float:
-    """The rate of one training step (0-based): linear warm-up over warmup_steps, then constant, linear or cosine to zero."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return peak * {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[schedule]
+def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs) -> float:
+    """Of a step (0-based): linear warm-up, then constant, linear or cosine to zero."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)
+    return peak * {"constant": 1.0, "linear": 1.0 - done,
+                   "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[args.lr_schedule]

@@ -1,142 +1,197 @@
-"""rollout.py: the colocated vLLM engine. Start it, give it the trainer's weights, generate, put it to sleep, end it.
+"""rollout.py: the colocated vLLM engine. Start it, give it the trainer's weights, sample, end it.
 
-Each rank runs its own engine inside the trainer's process ("external launcher"); with --tp K, K neighbouring ranks are
-one engine together and must generate the same requests. One request per completion, each with its own seed: what is
-sampled then does not depend on which rank, or beside which others, a request runs.
+Each rank runs an engine in its own process. With --tp K, K neighbouring ranks are one engine. Every
+completion is a request with a seed of its own: what is sampled does not depend on the layout.
 """
 import hashlib
 import logging
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
-from batch import Completion
+from batch import Completion, Sample
+from data import Prompt
 from dist import World, assert_divisible, share
+from log import Log
+from model import Policy, Trained
+
+
+@dataclass
+class EngineArgs:
+    """The vLLM engine. Only --stop changes the maths."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion. The tokens that spell one are part of the completion."""
+    top_p: float = 1.0
+    """Must stay 1 in training: a truncated distribution biases every ratio."""
+    tp: int = 1
+    """Ranks of one engine (tensor parallel)."""
+    gpu_memory_utilization: float = 0.5
+    """The engine's share of each GPU, between 0 and 1."""
+    kv_cache_gb: float = 0.0
+    """Key-value cache in GiB. 0: what the share leaves; on CPU what a step can use, up to 1."""
+    max_num_seqs: int = 256
+    """Completions that one engine generates at the same time."""
+    sleep_level: Literal[0, 1, 2] = 2
+    """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
+    the weights on the host. 0: nothing."""
+    eager: bool = False
+    """No CUDA graphs: the engine starts sooner and generates slower."""
+    engine_log: Literal["ERROR", "WARNING", "INFO", "DEBUG"] = "ERROR"
+    """Level of vLLM's own log."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample: prompt ids, and the seed of its own random stream."""
+    """One completion to sample, with the seed of its own random stream."""
     prompt_ids: list[int]
     seed: int
 
 
 def hash_seed(*parts: int | str) -> int:
-    """A 63-bit seed from (run seed, position in the data stream, completion, …).
-
-    Hashed, because neighbouring seeds shared by neighbouring prompts (vLLM's own `n=k` gives child i seed + i) repeat streams.
-    """
+    """63 bits. Hashed, because neighbouring seeds (vLLM's `n=k`: seed + i) share streams."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 class Engine:
-    """vLLM in this process. Building it is a collective: every rank must.
+    """vLLM in this process. Building one is a collective.
 
-    kv_cache: bytes of its key-value cache; 0: what gpu_memory_utilization leaves, which only a GPU knows.
+    max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
+    trained: the models that share the GPU with the engine.
     """
 
-    def __init__(self, folder: str, world: World, *, tp: int, dtype: torch.dtype, max_len: int, vocab_size: int, eos_ids: list[int],
-                 seed: int, gpu_memory_utilization: float, kv_cache: float, max_num_seqs: int, sleep_level: int,
-                 eager: bool, log_level: str):
-        for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=log_level, VLLM_NO_USAGE_STATS="1",
-                                DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false").items():
-            os.environ.setdefault(name, value)
+    def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
+                 eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
+                 kv_cache: float, log: Log, trained: list[Trained]):
         gpu = world.device.type == "cuda"
-        if not gpu:                                    # the ranks of one machine share its cores; vLLM would pin them all to the first
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            # The sampler's small functions would take the C++ compiler 10 s at the first call. Not TORCH_COMPILE_DISABLE: FSDP has had that read.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed.reduce_op` is deprecated")
-        for name in ("vllm.triton_utils.importing", "torch._library.triton"):          # both say at every start that a CPU has no Triton
-            logging.getLogger(name).setLevel(logging.ERROR)
+        prepare_environment(gpu, args)
         from vllm import LLM
-        if not gpu and tp > 1:
-            # vLLM names the shared memory of an engine's ranks after their numbers alone, and leaves it behind: the next run on this
-            # machine, and one beside this, would find it there and fail ("errno: 17"). Without a common name they talk by gloo.
-            from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-        self.world, self.dtype, self.tp = world, dtype, tp
-        self.engines = assert_divisible(world.size, tp, "ranks", "--tp")
-        self.vocab_size, self.eos_ids = vocab_size, eos_ids
-        self.sleep_level = sleep_level if gpu else 0   # the CPU build has no sleep mode
+        self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
+        self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
+        self.sleep_level = args.sleep_level if gpu else 0  # the CPU build has no sleep mode
+        # vLLM computes a long prompt in parts and rewinds its request's random generator, which is
+        # impossible on CPU: any call of more than 4,096 prompt tokens would fail.
+        whole_prompts = dict(enable_chunked_prefill=False,
+                             max_num_batched_tokens=max(4096, max_len))
         self.llm = LLM(
-            folder, tokenizer=folder, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-            dtype=str(dtype).removeprefix("torch."), max_model_len=max_len, seed=seed, max_num_seqs=max_num_seqs,
-            load_format="dummy",                       # the first load() brings the real ones, before anything is sampled
-            logprobs_mode="processed_logprobs",        # after the temperature, like the trainer's
-            enable_prefix_caching=True, generation_config="vllm", enforce_eager=eager or not gpu, disable_log_stats=True,
-            # A prompt that is computed in parts makes the runner rewind its request's generator, which those of a CPU cannot: an exception
-            # as soon as one call has more prompt tokens than a batch (4,096). So there a prompt is computed whole, or waits.
-            **({} if gpu else dict(enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))),
-            enable_sleep_mode=bool(self.sleep_level), gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache) or None)
-        self.asleep = False
+            folder, tokenizer=folder, distributed_executor_backend="external_launcher",
+            tensor_parallel_size=args.tp, dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_len, seed=seed, max_num_seqs=args.max_num_seqs,
+            load_format="dummy",  # the first load() brings the real weights
+            logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
+            enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
+            enforce_eager=args.eager or not gpu, enable_sleep_mode=bool(self.sleep_level),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=int(kv_cache) or None, **({} if gpu else whole_prompts))
 
-    def mine(self, requests: list) -> list:
-        """My engine's contiguous share of the requests: the same for the --tp ranks of one engine."""
-        return requests[share(len(requests), self.engines, self.world.rank // self.tp)]
-
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """The trainer's weights become the engine's, one tensor at a time; what was computed with the old ones is forgotten.
-
-        Asleep: wakes the weights first, loads, then wakes the cache (all at once is the classic out-of-memory).
-        The whole model in one call of the engine's public reload path: a part of a fused layer would leave wrong weights.
-        """
-        if self.asleep:
-            self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        for _ in weights:                              # a collective: every rank must use it up
-            pass
-        if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = False
-        if not self.llm.reset_prefix_cache():          # no update does it; stale prefixes are wrong by 0.5 nats, in silence
-            raise RuntimeError("the engine refused to reset its prefix cache after new weights: blocks are still in use")
-
-    def generate(self, requests: list[Request], *, temperature: float, max_tokens: int, top_p: float = 1.0,
-                 stop: tuple[str, ...] = ()) -> list[Completion]:
-        """One completion for each request, in order. Log-probs are those of the sampling distribution, in nats.
-
-        With stop strings, the tokens up to and with the one that completes a stop string are part of the completion.
-        An engine error leaves the engine unusable: let it end the run. Ids are checked first for that reason.
-        """
-        from vllm import SamplingParams, TokensPrompt
-        for r in requests:
-            if not r.prompt_ids or max(r.prompt_ids) >= self.vocab_size:
-                raise ValueError(f"a prompt of {len(r.prompt_ids)} tokens with ids up to {max(r.prompt_ids, default=None)}: "
-                                 f"it needs at least one, all below the vocabulary size {self.vocab_size}")
-        if not requests:
-            return []
-        params = [SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=r.seed, logprobs=0,
-                                 flat_logprobs=True, stop=list(stop), stop_token_ids=self.eos_ids, ignore_eos=True,
-                                 detokenize=bool(stop), skip_special_tokens=False) for r in requests]
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params, use_tqdm=False)
-        done = []
-        for output in outputs:
-            sample = output.outputs[0]
-            logprobs = np.asarray(sample.logprobs.logprobs, dtype=np.float32)
-            if len(logprobs) != len(sample.token_ids) or not np.isfinite(logprobs).all():
-                raise RuntimeError(f"the engine returned {len(sample.token_ids)} tokens with {len(logprobs)} log-probs, "
-                                   f"{int((~np.isfinite(logprobs)).sum())} of them not finite: its weights are broken")
-            done.append(Completion(np.asarray(sample.token_ids, dtype=np.int32), logprobs, sample.finish_reason == "length"))
-        return done
+    @contextmanager
+    def generating(self, policy: Policy):
+        """Inside, the engine has the policy's weights and the GPU. Then the trainer has it back."""
+        with self.log.phase("sync"):
+            for model in self.trained:
+                model.move(torch.device("cpu"))
+            self.load(policy.weights(self.dtype))
+        yield
+        self.sleep()
+        for model in self.trained:
+            model.move(self.world.device)
 
     def sleep(self) -> None:
-        """Gives the GPU back to the trainer: level 2 drops the weights too, since load() brings new ones anyway."""
+        """Free the GPU for the trainer."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
 
-    def close(self) -> None:
-        """Ends the engine on every rank, and with it the default process group: call it last, after the files are written.
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights, all in one call (a part of a fused layer would leave wrong ones)."""
+        if self.asleep:  # both at once is the classic out-of-memory
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        deque(weights, maxlen=0)  # a collective: every rank must use it up
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        if not self.llm.reset_prefix_cache():  # old prefixes would be wrong by 0.5 nats
+            raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
 
-        The order matters: a barrier first (FSDP's threads abort otherwise), then the engine, then what is left of the group.
-        """
-        self.world.barrier()
+    def sample(self, prompts: list[Prompt], group: int, temperature: float,
+               purpose: str = "train") -> list[Sample]:
+        """`group` completions of each prompt: P·group samples in request order, on every rank."""
+        owners = [prompt for prompt in prompts for _ in range(group)]
+        requests = [Request(p.row.prompt_ids, hash_seed(self.seed, purpose, p.position, i % group))
+                    for i, p in enumerate(owners)]
+        self.world.same_phase("rollout", len(requests))
+        with self.log.phase("rollout"):
+            mine = self.generate(self.mine(requests), temperature)
+            # The ranks of one engine made the same completions: each keeps its share of them.
+            mine = mine[share(len(mine), self.args.tp, self.world.rank % self.args.tp)]
+            completions = self.world.gather(mine)
+            ids = [c.ids for c in completions]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
+
+    def mine(self, requests: list) -> list:
+        """My engine's contiguous share, the same for all ranks of one engine."""
+        return requests[share(len(requests), self.engines, self.world.rank // self.args.tp)]
+
+    def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
+        """A completion for each request; log-probs in nats, of the sampling distribution."""
+        from vllm import SamplingParams, TokensPrompt
+        if not requests:
+            return []
+        stop = list(self.args.stop)
+        params = [SamplingParams(
+            temperature=temperature, top_p=self.args.top_p, max_tokens=self.max_tokens, seed=r.seed,
+            logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
+            stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
+        prompts = [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [completion_of(output.outputs[0]) for output in outputs]
+
+    def close(self) -> None:
+        """End the engine and the process group: the last call of a run."""
+        self.world.barrier()  # else FSDP's threads may abort
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def completion_of(output) -> Completion:
+    """vLLM's output → ours. RuntimeError where a log-prob is missing or not finite."""
+    ids = np.asarray(output.token_ids, dtype=np.int32)
+    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
+    if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
+        raise RuntimeError(f"the engine's weights are broken: {len(ids)} tokens have the log-probs "
+                           f"{logprobs}")
+    return Completion(ids, logprobs, output.finish_reason == "length")
+
+
+def prepare_environment(gpu: bool, args: EngineArgs) -> None:
+    """What vLLM reads from the environment when it is imported, and one repair on CPU."""
+    env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=args.engine_log,
+               VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
+    if not gpu:
+        # This machine's ranks share its cores: vLLM would pin all of them to the first ones.
+        env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind")
+        # A compiler would take 10 s of the first call. TORCH_COMPILE_DISABLE has no effect here:
+        # FSDP's import has read it already.
+        env |= dict(TORCHDYNAMO_DISABLE="1")
+    for name, value in env.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning,
+                            message="`torch.distributed.reduce_op` is deprecated")
+    for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has no Triton
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not gpu and args.tp > 1:
+        # vLLM leaves an engine's shared memory behind, and the next run fails on it ("errno: 17").
+        # So the engine's ranks use gloo.
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False

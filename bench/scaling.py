@@ -1,11 +1,12 @@
-"""1 → 2 ranks with the same global batch: seconds a step of grpo.py, phase by phase.
+"""1 → 2 ranks with the same global batch: seconds per step of grpo.py, phase by phase.
 
-    python bench/scaling.py                    3 million parameters, 64 prompts x 8 completions of 128 tokens
-    python bench/scaling.py --ranks 2 4        more cores, more ranks: a rank needs one of its own
+    python bench/scaling.py                3 million parameters, 64 prompts x 8 completions of 128
+    python bench/scaling.py --ranks 2 4    more ranks; each needs a core of its own
 
-One thread a rank, so that a second rank is a second core. The runs take turns, --times each; a phase's figure is the median over
-all steps but the first of every run. The last line is the machine's own limit: as many runs of one rank at once as there are ranks in the
-line before, with nothing in common but memory and clock; twice the work in its time would be a speed-up of 2.
+Each rank has one thread, so a second rank is a second core. The runs take turns, --times each. The
+figure of a phase is the median over all steps but the first of every run. The last line is the
+machine's own limit: several runs of one rank at once, as many as the ranks of the line before.
+They share only memory and clock. Twice the work in the same time would be a speed-up of 2.
 """
 import argparse
 import json
@@ -16,58 +17,68 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
-sys.path.append(str(ROOT / "bench"))
-
 from step import SIZES, random_model
 
+ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("rollout", "reward", "update", "sync", "step")
+FLAGS = """--batch 64 --group 8 --max_prompt_tokens 64 --max_tokens 128 --lr 1e-9 --no-export
+           --samples_every 1000000""".split()
 
 
 def start(name: str, ranks: int, model: str, steps: int) -> subprocess.Popen:
     """grpo.py on this many ranks."""
     shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "grpo.py", "--name", name, "--model", model,
-               "--batch", "64", "--group", "8", "--max_prompt_tokens", "64", "--max_tokens", "128", "--lr", "1e-9", "--no-export",
-               "--steps", str(steps), "--samples_every", "1000000"]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+               str(ranks), "grpo.py", "--name", name, "--model", model, "--steps", str(steps)]
+    return subprocess.Popen(
+        [*command, *FLAGS], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def run(ranks: int, copies: int, model: str, steps: int) -> list[dict]:
-    """The metrics of so many copies of a run at once, a row a step, less the first."""
+    """Several copies of a run at once → their metrics, one row a step, without the first step."""
     names = [f"bench-scaling-{ranks}-{copy}" for copy in range(copies)]
     rows = []
     for name, process in [(name, start(name, ranks, model, steps)) for name in names]:
-        _, trouble = process.communicate()
+        _, errors = process.communicate()
         if process.returncode:
-            sys.exit(f"{' '.join(process.args)}\nended with status {process.returncode}:\n{trouble[-3000:]}")
-        rows += [json.loads(line) for line in (ROOT / "runs" / name / "metrics.jsonl").read_text().splitlines()][1:]
+            sys.exit(f"{' '.join(process.args)}\nended with status {process.returncode}:\n"
+                     f"{errors[-3000:]}")
+        lines = (ROOT / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        rows += [json.loads(line) for line in lines][1:]
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="3m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    if max(options.ranks) > len(os.sched_getaffinity(0)):
-        sys.exit(f"skipped: {max(options.ranks)} ranks need as many cores, and this machine has {len(os.sched_getaffinity(0))}")
+    cores = len(os.sched_getaffinity(0))
+    if max(options.ranks) > cores:
+        sys.exit(f"skipped: {max(options.ranks)} ranks need as many cores, and this machine has "
+                 f"{cores}")
     model = random_model(options.model)
-    settings = [(1, 1)] + [(ranks, 1) for ranks in options.ranks] + [(1, options.ranks[-1])]          # (ranks, copies at once)
-    rows: dict = {setting: [] for setting in settings}
+    # (ranks, copies at once)
+    settings = [(1, 1)] + [(ranks, 1) for ranks in options.ranks] + [(1, options.ranks[-1])]
+    rows = {setting: [] for setting in settings}
     for _ in range(options.times):
         for setting in settings:
             rows[setting] += run(*setting, model, options.steps)
-    took = {setting: {phase: [row[f"time/{phase}"] for row in rows[setting]] for phase in PHASES} for setting in settings}
+    took = {setting: {phase: [row[f"time/{phase}"] for row in rows[setting]] for phase in PHASES}
+            for setting in settings}
     base = statistics.median(took[settings[0]]["step"])
-    print("| ranks | " + " | ".join(f"{phase}, s" for phase in PHASES) + " | speed-up |\n" + "|---" * (len(PHASES) + 2) + "|")
+    print("| ranks | " + " | ".join(f"{phase}, s" for phase in PHASES) + " | speed-up |\n"
+          + "|---" * (len(PHASES) + 2) + "|")
     for (ranks, copies), seconds in took.items():
-        cells = [f"{statistics.median(seconds[p]):.2f} ({min(seconds[p]):.2f}–{max(seconds[p]):.2f})" for p in PHASES]
-        print(f"| {ranks if copies == 1 else f'{copies} runs of {ranks} at once'} | " + " | ".join(cells)
-              + f" | {base * copies / statistics.median(seconds['step']):.2f} |")
+        cells = [f"{statistics.median(s):.2f} ({min(s):.2f}–{max(s):.2f})"
+                 for s in seconds.values()]
+        speedup = base * copies / statistics.median(seconds["step"])
+        name = ranks if copies == 1 else f"{copies} runs of {ranks} at once"
+        print(f"| {name} | " + " | ".join(cells) + f" | {speedup:.2f} |")
 
 
 if __name__ == "__main__":

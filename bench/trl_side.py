@@ -1,8 +1,8 @@
-"""TRL's half of bench/trl.py, run by the Python of .venv-trl: GRPOTrainer with the settings that grpo.py was given.
+"""TRL's half of bench/trl.py, run by the Python of .venv-trl: GRPOTrainer with grpo.py's settings.
 
-Writes one JSON object a step, under the names that grpo.py's metrics.jsonl has. `time/rollout` is generation alone;
-`time/step` goes from the first thing done for a step to its optimizer step, as grpo.py's does: loading and logging are outside.
-Every setting where TRL's default would be another computation than grpo.py's is written out below.
+It writes one JSON object a step, with the names of grpo.py's metrics.jsonl. `time/rollout` is
+generation alone. `time/step` is from a step's begin to its optimizer step, as in grpo.py: without
+loading and logging. Where TRL's default would compute something else, the setting is written below.
 """
 import argparse
 import json
@@ -10,13 +10,13 @@ import time
 
 
 def letters(completions, **columns):
-    """A reward that is cheap and differs between completions; grpo.py takes this very function, as TRL's signature is one of its own."""
+    """A cheap reward that differs between completions. grpo.py uses this function too."""
     return [sum(map(str.isalpha, text)) / 100 for text in completions]
 
 
 def exact(completions, answer, **columns):
     """verifiers.exact: grpo.py's `--reward exact`."""
-    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def main(a: argparse.Namespace) -> None:
@@ -27,9 +27,11 @@ def main(a: argparse.Namespace) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
-    # Ours, (step + 1) / warmup: transformers' own begins at 0 and would lose the first update.
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, a.warmup)))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=a.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+    # (step + 1) / warmup, as in grpo.py: transformers' own begins at 0 and loses the first update.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / max(1, a.warmup)))
     with open(a.prompts) as file:
         rows = Dataset.from_list([json.loads(line) for line in file])
     out, row = open(a.out, "w", buffering=1), {}
@@ -43,23 +45,31 @@ def main(a: argparse.Namespace) -> None:
             row["time/step"] = time.perf_counter() - row.pop("began")
 
         def on_log(self, args, state, control, logs, **rest):
-            if "reward" in logs:                       # the last log of a run is another: its totals
+            if "reward" in logs:                       # the last log of a run has only its totals
                 names = {"reward": "reward/mean", "completions/mean_length": "rollout/length_mean",
-                         "completions/clipped_ratio": "rollout/truncated_frac", "entropy": "policy/entropy", "grad_norm": "grad/norm"}
-                out.write(json.dumps(row | {ours: float(logs[theirs]) for theirs, ours in names.items()}) + "\n")
+                         "completions/clipped_ratio": "rollout/truncated_frac",
+                         "entropy": "policy/entropy", "grad_norm": "grad/norm"}
+                metrics = {ours: float(logs[theirs]) for theirs, ours in names.items()}
+                out.write(json.dumps(row | metrics) + "\n")
 
     trainer = GRPOTrainer(
         model=model, processing_class=AutoTokenizer.from_pretrained(a.model), train_dataset=rows,
-        reward_funcs={"letters": letters, "exact": exact}[a.reward], optimizers=(optimizer, schedule), callbacks=[Write()],
+        reward_funcs={"letters": letters, "exact": exact}[a.reward],
+        optimizers=(optimizer, schedule), callbacks=[Write()],
         args=GRPOConfig(
-            output_dir=a.out + ".trl", use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
-            seed=a.seed,
-            # One generation of all completions, then one optimizer step on all of them, in micro-batches of a.micro rows.
-            per_device_train_batch_size=a.micro, gradient_accumulation_steps=a.completions // a.micro, num_generations=a.group, num_iterations=1,
-            max_completion_length=a.max_tokens, max_steps=a.steps, shuffle_dataset=False, gradient_checkpointing=a.checkpointing,
+            output_dir=a.out + ".trl", use_cpu=True, bf16=False, report_to="none",
+            save_strategy="no", disable_tqdm=True, logging_steps=1, seed=a.seed,
+            # One generation of all completions, then one optimizer step on all of them, in
+            # micro-batches of a.micro rows.
+            per_device_train_batch_size=a.micro,
+            gradient_accumulation_steps=a.completions // a.micro, num_generations=a.group,
+            num_iterations=1, max_completion_length=a.max_tokens, max_steps=a.steps,
+            shuffle_dataset=False, gradient_checkpointing=a.checkpointing,
             temperature=1.0, top_p=1.0, top_k=0, use_vllm=False,
-            # --advantage dr_grpo, --loss clip, --aggregation token, no KL; truncated completions are trained on.
-            scale_rewards="none", loss_type="dapo", beta=0.0, epsilon=0.2, mask_truncated_completions=False, disable_dropout=True, max_grad_norm=1.0))
+            # --advantage dr_grpo, --loss clip, --aggregation token, no KL. Truncated completions
+            # are trained on.
+            scale_rewards="none", loss_type="dapo", beta=0.0, epsilon=0.2,
+            mask_truncated_completions=False, disable_dropout=True, max_grad_norm=1.0))
 
     generate = trainer._generate_single_turn           # its own timer reports to wandb only
 

@@ -1,15 +1,18 @@
-"""Run by torchrun from test_memory.py: `canary_worker.py FOLDER WHERE RANK CALL` runs the canary, with an out-of-memory error in a layer."""
+"""Run by torchrun from test_memory.py: the canary, with an out-of-memory error in a layer.
+
+canary_worker.py FOLDER WHERE RANK CALL
+"""
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-import dist                                             # noqa: E402  (first: it sets what torch reads)
-import torch                                            # noqa: E402
+import dist  # noqa: E402, I001  (first: it sets what torch reads)
+import torch  # noqa: E402
 
-import canary                                           # noqa: E402
-import learning                                         # noqa: E402
-import model                                            # noqa: E402
-import plan                                             # noqa: E402
+import canary  # noqa: E402
+import learning  # noqa: E402
+import model  # noqa: E402
+import plan  # noqa: E402
 
 
 class Fails(torch.autograd.Function):
@@ -24,11 +27,12 @@ class Fails(torch.autograd.Function):
 
 
 def main(folder: str, where: str, rank: str, call: str) -> None:
-    world = dist.start(60)
+    world = dist.join(60)
     dist.Stop(world, 25)
-    args = learning.arguments(update_tokens=1024, score_tokens=1024, minibatches=2)
-    module = model.build(model.Scorer, f"{folder}/untied", world, compute=torch.float32)
-    policy = model.Policy(module, world, betas=args.betas, weight_decay=0.0, max_grad_norm=1.0)
+    args = learning.arguments(update_tokens=1024, score_tokens=1024, minibatches=2,
+                              dtype="float32")
+    module = model.build(model.LogprobModel, f"{folder}/untied", world, args.weights)
+    policy = model.Policy(module, world, args.weights, args.optimizer)
     layer, calls = module.lm.model.layers[1], 0
     shipped = layer.forward
 

@@ -1,7 +1,6 @@
-"""Fabricated samples, a random model of two layers, and one call of the shipped `grpo.learn` on it: what the layout tests share."""
+"""Made-up samples, a random model of two layers, and the shipped `grpo.learn`: for layout tests."""
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,17 +12,16 @@ import grpo
 import model
 import plan
 import rewards
-from batch import Batch, Completion
-from run import DTYPES, Sample
+from batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION
-LAYOUT_METRICS = ("batch/pad_frac",)        # the only metrics that may say something about ranks and budgets
+LAYOUT_METRICS = ("batch/pad_frac",)        # the only metrics that may depend on ranks and budgets
 
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the product, and the samples it learns from (the same for all cases with the same `samples` and `prompts`)."""
+    """One setting, and the samples it learns from (equal `samples` and `prompts`: equal ones)."""
     prompts: int
     args: tuple[tuple[str, object], ...] = ()
     samples: str = "mixed"
@@ -39,82 +37,94 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank saw of a case. Tensors are its own shards; `whole` joins those of all ranks, so that no collective is added."""
-    gradients: list[list[torch.Tensor]] = field(default_factory=list)      # of each optimizer step, of each parameter
+    """What one rank saw of a case. Tensors are its own shards; `whole` joins those of all ranks."""
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)      # [step][parameter]
     before: list[torch.Tensor] = field(default_factory=list)
     after: list[torch.Tensor] = field(default_factory=list)
     metrics: list[dict] = field(default_factory=list)
-    micros: list[tuple] = field(default_factory=list)                      # (phase, budget, [(rows, padded tokens) of each micro-batch])
+    micros: list[tuple] = field(default_factory=list)      # (phase, budget, [(rows, tokens) …])
     seconds: float = 0.0
 
 
 def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
-    """[rank][parameter] → one flat vector of all parameters: FSDP2 shards along the first dimension, in rank order."""
-    return torch.cat([torch.cat(parts).flatten() for parts in zip(*shards)]).double()
+    """[rank][parameter] → one flat vector: FSDP2 shards the first dimension, in rank order."""
+    return torch.cat([torch.cat(parts).flatten() for parts in zip(*shards, strict=True)]).double()
 
 
 def make_models(world, folder: str) -> None:
-    """A tied and an untied random Qwen2 of 2 layers, hidden 32, in float64: FOLDER/tied and FOLDER/untied."""
+    """A tied and an untied random Qwen2 of 2 layers in float64: FOLDER/tied and FOLDER/untied."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, logging
     logging.disable_progress_bar()
     for tied in (True, False):
         torch.manual_seed(1 + tied)
         lm = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-            max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.15, bos_token_id=None, eos_token_id=None))
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+            tie_word_embeddings=tied, initializer_range=0.15, bos_token_id=None,
+            eos_token_id=None))
         lm.double().save_pretrained(f"{folder}/{'tied' if tied else 'untied'}")
 
 
 def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> list[Sample]:
     """`prompts` groups of samples of very different lengths, some cut at the limit.
 
-    kind: "mixed" has groups of equal rewards and unscored completions too, "plain" none, "unscored" nothing else; "long": all are LONGEST.
+    kind: "mixed" has groups of equal rewards and unscored completions too, "plain" none,
+    "unscored" nothing else; in "long" all are LONGEST.
     """
     rng, samples = random.Random(f"{kind} {prompts} {seed}"), []
     for p in range(prompts):
-        ids = [rng.randrange(VOCAB) for _ in range(PROMPT if kind == "long" or p == 0 else rng.randint(1, PROMPT))]
-        row = data.Row(p, "q", ids, "a", {}, "made up")
+        length = PROMPT if kind == "long" or p == 0 else rng.randint(1, PROMPT)
+        row = data.Row(p, "q", [rng.randrange(VOCAB) for _ in range(length)], "a", {}, "made up")
         for g in range(group):
-            length = COMPLETION if kind == "long" or (p, g) == (0, 1) else min(COMPLETION, 1 + int(rng.expovariate(1 / 5)))
+            longest = kind == "long" or (p, g) == (0, 1)
+            length = COMPLETION if longest else min(COMPLETION, 1 + int(rng.expovariate(1 / 5)))
             reward = round(rng.random(), 2)
             if kind == "mixed":
                 if p % 4 == 1:
                     reward = 0.5                        # a group without any difference
                 if p % 4 == 2 and g > 0 or (p, g) == (0, 3):
-                    reward = None                       # a group with a single scored completion; a lone unscored one
+                    reward = None                       # a group with one scored; one unscored
             elif kind == "unscored":
                 reward = None
-            completion = Completion(np.array([rng.randrange(VOCAB) for _ in range(length)], np.int32),
-                                    np.array([-4.2 + 0.3 * rng.gauss(0, 1) for _ in range(length)], np.float32), length == COMPLETION)
-            samples.append(Sample(data.Prompt(p, row), completion, "t", rewards.Score(reward, {"exact": reward}, None)))
+            ids = np.array([rng.randrange(VOCAB) for _ in range(length)], np.int32)
+            logprobs = np.array([-4.2 + 0.3 * rng.gauss(0, 1) for _ in range(length)], np.float32)
+            samples.append(Sample(data.Prompt(p, row), Completion(ids, logprobs, longest), "t",
+                                  rewards.Score(reward, {"exact": reward}, None)))
     return samples
 
 
-def arguments(**options) -> grpo.Args:
-    """Args with these, for a model that takes LONGEST tokens; budgets so large that all fits in one micro-batch."""
-    return grpo.Args(**{"group": GROUP, "max_prompt_tokens": PROMPT, "max_tokens": COMPLETION, "update_tokens": 1 << 20,
-                        "score_tokens": 1 << 20, "lr": 1e-3} | options)
+def arguments(script=grpo, **options):
+    """Args of a script for a model that takes LONGEST tokens, with these flags.
+
+    The budgets are so large that all fits in one micro-batch.
+    """
+    args = script.Args(group=GROUP, max_tokens=COMPLETION, update_tokens=1 << 20,
+                       score_tokens=1 << 20, lr=1e-3)
+    return plan.changed(args, **{"max_prompt_tokens": PROMPT} | options)
 
 
 class Spy(model.Policy):
-    """The shipped policy that keeps the gradient of each optimizer step."""
+    """The shipped policy, which keeps the gradient of each optimizer step."""
 
     def step(self, lr):
         self.gradients.append([p.grad.to_local().clone() for p in self.module.parameters()])
         return super().step(lr)
 
     def shards(self) -> list[torch.Tensor]:
-        self.module.reshard()                            # after a forward without a backward, the root's parameters are whole
+        self.module.reshard()           # after a forward without backward, the root is whole
         return [p.detach().to_local().clone() for p in self.module.parameters()]
 
 
 def reset(module, folder: str, noise: float = 0.0) -> None:
-    """The folder's weights into the sharded module; with noise another model nearby, the same one on any number of ranks."""
+    """The folder's weights into the sharded module; with noise a model nearby, on any ranks."""
     module.reshard()
     for name, p in module.named_parameters():
-        full = WEIGHTS.setdefault(folder, load_file(f"{folder}/model.safetensors"))[name.removeprefix("lm.")]
+        if folder not in WEIGHTS:
+            WEIGHTS[folder] = load_file(f"{folder}/model.safetensors")
+        full = WEIGHTS[folder][name.removeprefix("lm.")]
         generator = torch.Generator().manual_seed(len(name))
-        model.put(p, full * (1 + noise * torch.randn(full.shape, generator=generator, dtype=torch.float64)))
+        noises = torch.randn(full.shape, generator=generator, dtype=torch.float64)
+        model.put(p, full * (1 + noise * noises))
 
 
 WEIGHTS: dict[str, dict[str, torch.Tensor]] = {}
@@ -124,32 +134,37 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
     """One `Outcome` a case, in order, in one process group."""
     built, outcomes, real_micros = {}, [], Batch.micros
     for case in cases:
-        source, args, outcome = f"{folder}/{'tied' if case.tied else 'untied'}", arguments(**case.options), Outcome()
-        optimizer = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
+        source = f"{folder}/{'tied' if case.tied else 'untied'}"
+        args = arguments(**case.options, dtype=case.dtype, shard_size=case.shard_size)
+        outcome = Outcome()
 
-        def module(kind: str, noise: float):
+        def module(kind: str, noise: float, case=case, source=source, args=args):
             key = kind, case.tied, case.dtype, case.shard_size
             if key not in built:
-                built[key] = model.build(model.Scorer, source, world, compute=DTYPES[case.dtype], shard_size=case.shard_size)
+                built[key] = model.build(model.LogprobModel, source, world, args.weights)
             reset(built[key], source, noise)
             return built[key]
 
-        start = time.monotonic()
-        policy = Spy(module("policy", 0.0), world, **optimizer)
+        start, reference = time.monotonic(), None
+        policy = Spy(module("policy", 0.0), world, args.weights, args.optimizer)
         policy.gradients = outcome.gradients
-        reference = model.Policy(module("reference", 0.05), world, **optimizer) if plan.needs_reference(args) else None
+        if args.needs_reference:
+            reference = model.Policy(module("reference", 0.05), world, args.weights, args.optimizer)
 
-        def micros(self, world, rows, budget, phase, step):
-            made = real_micros(self, world, rows, budget, phase, step)
-            outcome.micros.append((phase, budget, [(tuple(m.rows), m.ids.numel()) for m in made]))
+        def micros(self, world, rows, budget, phase, outcome=outcome):
+            made = real_micros(self, world, rows, budget, phase)
+            sizes = [(tuple(m.rows), m.ids.numel()) for m in made]
+            outcome.micros.append((phase, budget, sizes))
             return made
 
         outcome.before = policy.shards()
         Batch.micros = micros
         try:
             for step in range(case.steps):
-                samples = [] if case.samples == "none" else fabricate(case.samples, case.prompts, args.group, seed=step)
-                outcome.metrics.append(grpo.learn(args, world, policy, reference, samples, step, args.lr, Counter()))
+                samples = [] if case.samples == "none" else fabricate(
+                    case.samples, case.prompts, args.group, seed=step)
+                outcome.metrics.append(grpo.learn(args, world, policy, samples, lr=args.lr,
+                                                  reference=reference))
         finally:
             Batch.micros = real_micros
         outcome.after, outcome.seconds = policy.shards(), time.monotonic() - start
@@ -158,5 +173,5 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖a - b‖ / ‖b‖; 0 where both are 0."""
+    """‖a - b‖ / ‖b‖; ‖a‖ where b is 0."""
     return float((a - b).norm() / b.norm()) if b.norm() > 0 else float(a.norm())

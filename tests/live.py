@@ -1,4 +1,4 @@
-"""Live bytes of tensors, exactly: every storage that an operation makes, until the last tensor on it is gone or it is resized to nothing."""
+"""Live bytes of tensors, exactly: every storage that an operation makes, until it is freed."""
 import weakref
 
 import torch
@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """with Live() as live: …; live.peak is the most that was live at once of what was made inside, in bytes."""
+    """with Live() as live: …; live.peak is the most bytes that were live at once of those made
+    inside. A storage is live until its last tensor is gone, or until it is resized to nothing."""
 
     def __init__(self):
         super().__init__()
@@ -17,7 +18,7 @@ class Live(TorchDispatchMode):
     def __enter__(self):
         self.resize = resize = torch.UntypedStorage.resize_
 
-        def resized(storage, size):                    # how FSDP frees a gathered weight, and makes it again
+        def resized(storage, size):          # FSDP frees a gathered weight so, and makes it again
             resize(storage, size)
             if id(storage) in self.sizes:
                 self.count(id(storage), size)
@@ -38,7 +39,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        given = {id(storage) for storage in storages((args, kwargs))}                  # a view makes nothing
+        given = {id(storage) for storage in storages((args, kwargs))}       # a view makes nothing
         for storage in storages(out):
             if id(storage) not in self.sizes and id(storage) not in given:
                 weakref.finalize(storage, self.gone, id(storage))

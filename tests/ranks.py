@@ -1,6 +1,6 @@
-"""Real ranks for tests: a function on W gloo processes, joined by the shipped `dist.start`, without torchrun.
+"""Real ranks for tests: a function on W gloo processes, joined by the shipped `dist.join`.
 
-A fork server imports torch and transformers once, so that a rank costs a fork and not ten seconds of imports.
+A fork server imports torch and transformers once, so a rank costs a fork and not ten seconds.
 """
 import contextlib
 import multiprocessing
@@ -32,16 +32,17 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, args: tuple) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, args) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size),
+                      LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
+
     import dist
     torch.set_num_threads(1)
     try:
-        world = dist.start(timeout)
+        world = dist.join(timeout)
         outcome = ("ok", function(world, *args))
-        with contextlib.suppress(RuntimeError):          # all end together, but for a test of those that do not
+        with contextlib.suppress(RuntimeError):      # all end together; some tests break that
             world.barrier()
     except BaseException:
         outcome = ("error", traceback.format_exc())
@@ -52,12 +53,15 @@ def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, 
     os._exit(0)
 
 
-def on_ranks(size: int, function, *args, timeout: float = 60.0, wait: float = 600.0) -> list[tuple[str, object]]:
-    """function(world, *args) on `size` real ranks → for each ("ok", result), ("error", traceback) or ("killed", "")."""
+def on_ranks(size: int, function, *args, timeout: float = 60.0, wait: float = 600.0
+             ) -> list[tuple[str, object]]:
+    """function(world, *args) on `size` ranks → ("ok", result), ("error", text) or ("killed", "").
+    """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         paths = [Path(folder) / str(rank) for rank in range(size)]
-        ranks = [context.Process(target=_rank, args=(function, rank, size, port, str(path), timeout, args)) for rank, path in enumerate(paths)]
+        ranks = [context.Process(target=_rank, args=(function, rank, size, port, str(path), timeout,
+                                                     args)) for rank, path in enumerate(paths)]
         for process in ranks:
             process.start()
         end = time.monotonic() + wait
@@ -66,11 +70,12 @@ def on_ranks(size: int, function, *args, timeout: float = 60.0, wait: float = 60
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
-        return [pickle.loads(path.read_bytes()) if path.exists() else ("killed", "") for path in paths]
+        return [pickle.loads(path.read_bytes()) if path.exists() else ("killed", "")
+                for path in paths]
 
 
 def results(size: int, function, *args, **options) -> list:
-    """What function(world, *args) returned on each rank; an AssertionError with the traceback if one failed."""
+    """What function(world, *args) returned on each rank; AssertionError if one failed."""
     outcomes = on_ranks(size, function, *args, **options)
     for rank, (kind, value) in enumerate(outcomes):
         assert kind == "ok", f"rank {rank} of {size} {kind}:\n{value}"

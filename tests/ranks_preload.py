@@ -1,4 +1,5 @@
 """What the fork server of ranks.py imports once for all ranks. It must start no thread."""
+# ruff: noqa: E402
 import os
 import sys
 from pathlib import Path
@@ -11,18 +12,18 @@ import threading
 
 import tqdm
 
-tqdm.tqdm.set_lock(threading.RLock())                    # its own is a semaphore between processes, which the fork server would leak
-import dist  # noqa: F401  first: it sets what torch reads
+tqdm.tqdm.set_lock(threading.RLock())     # its own is a semaphore, which the fork server would leak
+import dist  # noqa: F401, I001  (first: it sets what torch reads)
+import torch
+import torch._dynamo  # noqa: F401  (FSDP2 imports it at its first forward)
+import torch.distributed.device_mesh  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: F401
 
 import grpo  # noqa: F401
 import model  # noqa: F401
 
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402,F401  FSDP2 imports it at its first forward
-import torch.distributed.device_mesh  # noqa: E402,F401
-
-with torch.device("meta"):                               # what transformers imports only when a model is made
-    AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                                 num_attention_heads=1, num_key_value_heads=1), attn_implementation="sdpa")
+with torch.device("meta"):                # what transformers imports when a model is made
+    AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1), attn_implementation="sdpa")

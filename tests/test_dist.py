@@ -1,4 +1,4 @@
-"""dist.py: the splits as pure functions (any sizes), and what ranks say to each other (real gloo processes)."""
+"""dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
 import re
 import time
 
@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ranks
-from batch import Batch, Completion
-from dist import assert_divisible, balance, cut, pad_to_multiple, share, unpad
+from batch import Batch
+from dist import assert_divisible, balance, cut, pad_to_multiple, share
+from learning import fabricate
 from plan import SettingsError
 
 lengths = st.lists(st.integers(1, 60), max_size=80)
 
 
-# ---- share, pad, divide ---------------------------------------------------------------------------------------------
+# ---- share, pad, divide --------------------------------------------------------------------------
 
 @given(st.integers(0, 500), st.integers(1, 70))
 def test_share_gives_every_item_once_in_order_and_evenly(n, ranks):
@@ -26,10 +27,10 @@ def test_share_gives_every_item_once_in_order_and_evenly(n, ranks):
 
 
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 17))
-def test_pad_then_unpad(items, multiple):
+def test_pad_to_multiple(items, multiple):
     padded = pad_to_multiple(items, multiple, None)
     assert len(padded) % multiple == 0 and len(padded) - len(items) < multiple
-    assert unpad(padded, len(items)) == items
+    assert padded[:len(items)] == items
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
@@ -41,15 +42,17 @@ def test_assert_divisible_names_the_numbers_and_values_that_work(n, by):
         assert_divisible(n, by, "--batch", "ranks")
     text = str(caught.value)
     assert f"--batch is {n} and ranks is {by}" in text
-    batches, ranks_ = re.fullmatch(r".*work: --batch ([\d or]+), or ranks ([\d or]+)\.", text).groups()
+    works = re.fullmatch(r".*work: --batch ([\d or]+), or ranks ([\d or]+)\.", text)
+    batches, ranks_ = works.groups()
     for value in map(int, batches.split(" or ")):
         assert value > 0 and assert_divisible(value, by, "", "") and abs(value - n) < by
     for value in map(int, ranks_.split(" or ")):
         assert value != by and assert_divisible(n, value, "", "")
-        assert not any(n % d == 0 for d in range(min(value, by) + 1, max(value, by)) if d != by), "there is a nearer one"
+        between = range(min(value, by) + 1, max(value, by))
+        assert not any(n % d == 0 for d in between if d != by), "there is a nearer one"
 
 
-# ---- balance --------------------------------------------------------------------------------------------------------
+# ---- balance -------------------------------------------------------------------------------------
 
 def padded(micro, lengths):
     return len(micro) * max((lengths[i] for i in micro), default=0)
@@ -61,7 +64,7 @@ def test_cut_keeps_the_budget_and_every_row(lengths, budget):
     micros = cut(lengths, budget)
     assert sorted(i for micro in micros for i in micro) == list(range(len(lengths)))
     assert all(micro and padded(micro, lengths) <= budget for micro in micros)
-    assert len(cut(lengths, budget + 1)) <= len(micros)         # what the search in `balance` relies on
+    assert len(cut(lengths, budget + 1)) <= len(micros)         # the search in `deal` relies on it
 
 
 @settings(max_examples=600)
@@ -70,97 +73,113 @@ def test_balance(lengths, ranks, budget):
     lanes = balance(lengths, ranks, budget)
     rows = [i for lane in lanes for micro in lane for i in micro]
     assert sorted(rows) == list(range(len(lengths)))            # every row exactly once
-    assert len(lanes) == ranks and len({len(lane) for lane in lanes}) == 1 and lanes[0]     # as many micro-batches on every rank
+    # As many micro-batches on every rank.
+    assert len(lanes) == ranks and len({len(lane) for lane in lanes}) == 1 and lanes[0]
     assert all(padded(micro, lengths) <= budget for lane in lanes for micro in lane)
     empty = sum(not micro for lane in lanes for micro in lane)
-    assert empty == max(0, len(lanes[0]) * ranks - len(lengths))       # padding only where there are fewer rows than micro-batches
+    # Padding only where there are fewer rows than micro-batches.
+    assert empty == max(0, len(lanes[0]) * ranks - len(lengths))
     if len(lengths) and len(lengths) % ranks == 0:
         assert empty == 0
-    assert len(lanes[0]) == max(1, -(-len(cut(lengths, budget)) // ranks))     # and no more of them than the budget asks for
+    # And no more micro-batches than the budget asks for.
+    assert len(lanes[0]) == max(1, -(-len(cut(lengths, budget)) // ranks))
     assert balance(lengths, ranks, budget) == lanes
 
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=40, max_size=80), st.integers(1, 8))
 def test_balance_evens_out_the_ranks(lengths, ranks):
-    """Memory and waiting: the busiest rank has no more than its even share of padded tokens and one micro-batch."""
-    work = [sum(padded(micro, lengths) for micro in lane) for lane in balance(lengths, ranks, 240)]
+    """The busiest rank has at most its even share of padded tokens and one micro-batch."""
+    work = [sum(padded(m, lengths) for m in lane) for lane in balance(lengths, ranks, 240)]
     assert max(work) <= sum(work) / ranks + 240
 
 
 def test_balance_of_nothing_and_of_less_than_one_row_a_rank():
     assert balance([], 3, 10) == [[[]], [[]], [[]]]
     assert sorted(balance([5, 7], 4, 7)) == [[[]], [[]], [[0]], [[1]]]
-    with pytest.raises(ValueError, match="row 1 has 11 tokens, more than the budget of 10"):
+    with pytest.raises(ValueError, match="row 1 has 11 tokens; the budget is 10"):
         cut([3, 11], 10)
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_minibatches_are_fixed_by_request_order(n, count):
-    import numpy as np
-    batch = Batch([[1]] * n, [Completion(np.array([1], np.int32), np.zeros(1, np.float32), False)] * n)
-    parts = batch.minibatches(count)
+    batch = Batch(fabricate("plain", n, group=1))
+    parts = batch.minibatches(count, 2)
+    assert parts[:count] == parts[count:]
+    parts = parts[:count]
     assert len(parts) == count and [r for part in parts for r in part] == list(range(n))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-# ---- talking: real processes ----------------------------------------------------------------------------------------
+# ---- collectives: real processes -----------------------------------------------------------------
 
 def everything(world):
-    """One pass over all that ranks say to each other, on whatever number of ranks."""
+    """Every collective once, on any number of ranks."""
     import torch
     requests = [f"request {i}" for i in range(2 * world.size + 1)]
     mine = world.mine(requests)
-    world.meet("rollout", 7, 3)
+    world.same_phase("rollout", 3)
     return dict(
         gathered=world.gather([(text, world.rank) for text in mine]), nothing=world.gather([]),
         agree=[world.agree(False), world.agree(world.rank == world.size - 1), world.agree(True)],
+        differences=world.differences({"--lr": 1e-3 if world.rank == 0 else 2e-3, "--batch": 8,
+                                       "--betas": (0.9, float("nan"))}),
         sum=float(world.sum(torch.tensor(world.rank + 1.0, dtype=torch.float64))),
-        empty_sum=world.sum(torch.zeros(0)).numel(), max=float(world.max(torch.tensor(float(world.rank)))))
+        empty_sum=world.sum(torch.zeros(0)).numel(),
+        max=float(world.max(torch.tensor(float(world.rank)))))
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_ranks_say_to_each_other(size):
+def test_collectives(size):
     answers = ranks.results(size, everything)
     assert all(answer == answers[0] for answer in answers)
     answer = answers[0]
-    assert [text for text, _ in answer["gathered"]] == [f"request {i}" for i in range(2 * size + 1)]         # in request order
-    assert [rank for _, rank in answer["gathered"]] == [r for r in range(size) for _ in range(2 + (r == 0))]
+    texts, owners = zip(*answer["gathered"], strict=True)
+    assert list(texts) == [f"request {i}" for i in range(2 * size + 1)]          # in request order
+    assert list(owners) == [r for r in range(size) for _ in range(2 + (r == 0))]
+    assert answer["differences"] == (["--lr is 0.001 on rank 0 and 0.002 on rank 1; it must be the "
+                                      "same on all ranks."] if size > 1 else [])
     assert answer["nothing"] == [] and answer["agree"] == [False, True, True]
-    assert answer["sum"] == size * (size + 1) / 2 and answer["empty_sum"] == 0 and answer["max"] == size - 1
+    assert answer["sum"] == size * (size + 1) / 2 and answer["empty_sum"] == 0
+    assert answer["max"] == size - 1
 
 
 def disagree(world, words):
-    """Each `words` entry is what every rank says at one meeting; the messages it got."""
-    told = []
+    """Each `words` entry is the (phase, step, count) of every rank → the errors of this rank."""
+    errors = []
     for entry in words:
+        phase, world.step, count = entry[world.rank]
         try:
-            world.meet(*entry[world.rank])
-            told.append("")
+            world.same_phase(phase, count)
+            errors.append("")
         except RuntimeError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
 def test_ranks_that_disagree_are_both_named():
-    """Rank 0 with one more micro-batch than rank 2, once an update short, once a step behind: no hang, and the same words everywhere."""
-    ok = ("update", 4, 2)
-    words = [(ok, ok, ("update", 4, 3)), (ok, ("old log-probs", 4, 2), ok), (("update", 10**9, 10**6), ("update", 5, 2), ("update", 5, 2)), (ok, ok, ok)]
+    """Another number of micro-batches, another phase, another step: no hang, the same error."""
+    ok, behind = ("update", 4, 2), ("update", 5, 2)
+    words = [(ok, ok, ("update", 4, 3)), (ok, ("old logprobs", 4, 2), ok),
+             (("update", 10**9, 10**6), behind, behind), (ok, ok, ok)]
     began = time.monotonic()
-    told = ranks.results(3, disagree, words)
-    assert time.monotonic() - began < 60 and told[0] == told[1] == told[2]
-    for text, who, what in zip(told[0], (2, 1, 1), ("'update', step 4, with 3", "'old log-probs', step 4, with 2", "'update', step 5, with 2")):
-        assert text.startswith("ranks disagree: rank 0 is at the start of 'update', step ") and f"rank {who} is at the start of {what} micro-batches" in text
-    assert "with 2 micro-batches, but" in told[0][0] and told[0][3] == ""
+    errors = ranks.results(3, disagree, words)
+    assert time.monotonic() - began < 60 and errors[0] == errors[1] == errors[2]
+    others = ("rank 2 begins 'update' of step 4 with 3", "rank 1 begins 'old logprobs' of step 4 "
+              "with 2", "rank 1 begins 'update' of step 5 with 2")
+    for text, other in zip(errors[0], others, strict=False):
+        assert text.startswith("ranks disagree: rank 0 begins 'update' of step "), text
+        assert f"but {other} parts" in text
+    assert "with 2 parts, but" in errors[0][0] and errors[0][3] == ""
 
 
 def late(world):
     if world.rank == 2:
         time.sleep(12)
         return "slept"
-    began = time.monotonic()
+    began, world.step = time.monotonic(), 3
     try:
-        world.meet("update", 3, 1)
+        world.same_phase("update", 1)
     except RuntimeError as error:
         return time.monotonic() - began, str(error)
 
@@ -169,4 +188,5 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
     outcomes = ranks.on_ranks(3, late, timeout=3.0, wait=60)
     kind, (seconds, text) = outcomes[0]
     assert kind == "ok" and 2 < seconds < 10, outcomes
-    assert "waited up to 3 s (--timeout) at the start of 'update', step 3" in text and re.search(r"[Rr]ank 2", text), text
+    assert "waited up to 3 s (--timeout) at the start of 'update', step 3" in text
+    assert re.search(r"[Rr]ank 2", text), text

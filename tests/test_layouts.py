@@ -1,9 +1,11 @@
-"""The whole script on other ranks, machines, shardings and engines: the same completions, token for token (CPU, float32, the engine included).
+"""The whole script on other ranks, machines, shardings and engines draws the same completions.
 
-A request has its own seed and the update is the same to rounding, so a run's samples do not depend on the layout. Rounding may in
-the end turn a token, so this is asked of the first steps only: step 1 comes after one update on each layout.
+Token for token, on CPU in float32, with the engine. A request has its own seed and the update is
+the same but for rounding. Rounding may turn a token in the end, so only the first steps are
+compared: step 1 comes after one update on each layout.
 
-A machine is one `torchrun --nnodes N --node_rank K` on the loopback, in a folder of its own: they share no runs/.
+A machine is one `torchrun --nnodes N --node_rank K` on the loopback, in its own folder: machines
+share no runs/.
 """
 import json
 import os
@@ -22,51 +24,64 @@ from learning import difference
 
 ROOT = Path(__file__).parent.parent
 SAME = ("reward/mean", "loss/policy", "policy/entropy", "grad/norm", "eval/data/seven/pass@1")
-SEVEN = (352487, 510432, 294736, 375098, 519634, 541867, 826491)                 # more than most layouts have engines, and no multiple
+SEVEN = (352487, 510432, 294736, 375098, 519634, 541867, 826491)   # no multiple of most layouts
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Ran(NamedTuple):
-    """What a run wrote: its completions, one text a step and evaluation; its metrics; the exported parameters."""
+    """What a run wrote: its samples, one text a step and evaluation; metrics; exported weights."""
     samples: list[str]
     rows: list[dict]
     weights: torch.Tensor
 
 
-def launch(folder: Path, *flags: str, ranks_each: int = 1, machines: int = 1) -> list[tuple[int, str]]:
-    """`grpo.py` with tiny sizes on `machines` → (exit status, all it said) of each. `{machine}` in a flag is the machine's number."""
-    flags = ["--batch", "5", "--group", "4", "--max_tokens", "12", "--max_prompt_tokens", "64", "--update_tokens", "300", "--minibatches", "2",
-             "--lr", "1e-3", "--samples_every", "1", "--model", tiny.ensure(str(ROOT / "runs")), *flags]
+def launch(folder: Path, *flags: str, ranks_each=1, machines=1) -> list[tuple[int, str]]:
+    """`grpo.py` with tiny sizes on `machines` → (exit status, all it printed) of each.
+
+    `{machine}` in a flag is the machine's number.
+    """
+    flags = ["--batch", "5", "--group", "4", "--max_tokens", "12", "--max_prompt_tokens", "64",
+             "--update_tokens", "300", "--minibatches", "2", "--lr", "1e-3", "--samples_every", "1",
+             "--model", tiny.ensure(str(ROOT / "runs")), *flags]
     (folder / "data").mkdir()
-    (folder / "data/seven.jsonl").write_text("".join(json.dumps({"question": f"Sort {n}", "answer": "".join(sorted(str(n)))}) + "\n" for n in SEVEN))
+    (folder / "data/seven.jsonl").write_text("".join(json.dumps(
+        {"question": f"Sort {n}", "answer": "".join(sorted(str(n)))}) + "\n" for n in SEVEN))
     port, launched = ranks.free_port(), []
     for machine in range(machines):
         (folder / str(machine)).mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", f"--node_rank={machine}", f"--nproc_per_node={ranks_each}",
-                   "--master_addr=127.0.0.1", f"--master_port={port}", str(ROOT / "grpo.py"), *(flag.format(machine=machine) for flag in flags)]
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}",
+            f"--node_rank={machine}", f"--nproc_per_node={ranks_each}", "--master_addr=127.0.0.1",
+            f"--master_port={port}", ROOT / "grpo.py", *(f.format(machine=machine) for f in flags)]
         with open(folder / f"{machine}.log", "w") as log:
-            launched.append(subprocess.Popen(command, cwd=folder / str(machine), stdout=log, stderr=log, env=ENV))
+            launched.append(subprocess.Popen(command, cwd=folder / str(machine), stdout=log,
+                                             stderr=log, env=ENV))
     try:
-        return [(process.wait(600), (folder / f"{machine}.log").read_text()) for machine, process in enumerate(launched)]
+        return [(process.wait(600), (folder / f"{machine}.log").read_text())
+                for machine, process in enumerate(launched)]
     finally:
         for process in launched:
             process.terminate()                        # torchrun ends its ranks
 
 
-def run(folder: Path, *flags: str, ranks_each: int = 1, machines: int = 1, steps: int = 2) -> Ran:
+def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
     """A whole run, and what must be so on any layout."""
-    ended = launch(folder, "--steps", str(steps), "--eval_data", str(folder / "data/seven.jsonl"), *flags, ranks_each=ranks_each, machines=machines)
-    assert not any(status for status, _ in ended), "\n".join(said[-3000:] for _, said in ended)
+    ended = launch(folder, "--steps", str(steps), "--eval_data", str(folder / "data/seven.jsonl"),
+                   *flags, ranks_each=ranks_each, machines=machines)
+    assert not any(status for status, _ in ended), "\n".join(text[-3000:] for _, text in ended)
     written = [path.parent for path in folder.rglob("metrics.jsonl")]
-    assert len(written) == 1 and written[0].parent == folder / "0/runs", "only rank 0 writes, in a folder that its clock named"
-    rows = [json.loads(line) for line in (written[0] / "metrics.jsonl").read_text().splitlines()]
+    assert len(written) == 1 and written[0].parent == folder / "0/runs", "only rank 0 writes"
+    rows = [json.loads(line) for line in open(written[0] / "metrics.jsonl")]
     files = sorted((written[0] / "samples").iterdir())
-    assert len(rows) == steps + 1 and len(files) == steps + 2, "an evaluation before, and one after"
-    assert all(row["batch/completions"] == row["batch/trained"] + row["batch/dropped"] == 20 for row in rows[:steps]), "each completion counts once"
-    assert [row.get("eval/data/seven/rows") for row in rows] == [7.0, *[None] * (steps - 1), 7.0]
-    assert max(row["rollout/logprob_gap_max"] for row in rows[:steps]) < 1e-4, "the engine is not the policy"
+    assert len(rows) == steps + 1 and len(files) == steps + 2     # an evaluation before, one after
+    for row in rows[:steps]:                                       # each completion counts once
+        assert row["rollout/completions"] == row["batch/trained"] + row["batch/dropped"] == 20
+        assert row["rollout/logprob_gap_max"] < 1e-4, "the engine is not the policy"
+    evaluated = [row.get("eval/data/seven/rows") for row in rows]
+    assert evaluated == [7.0, *[None] * (steps - 1), 7.0]
     weights = load_file(written[0] / "model/model.safetensors")
-    return Ran([file.read_text() for file in files], rows, torch.cat([weights[name].double().flatten() for name in sorted(weights)]))
+    weights = torch.cat([weights[name].double().flatten() for name in sorted(weights)])
+    return Ran([file.read_text() for file in files], rows, weights)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +95,8 @@ def one(tmp_path_factory) -> Ran:
 def same(ran: Ran, one: Ran) -> None:
     assert ran.samples == one.samples
     for ours, theirs in zip(ran.rows, one.rows, strict=True):
-        numbers, expected = ({name: row[name] for name in SAME if name in row} for row in (ours, theirs))       # the last row is an evaluation's alone
+        numbers, expected = ({name: row[name] for name in SAME if name in row}
+                             for row in (ours, theirs))    # the last row is an evaluation's alone
         assert expected and numbers == pytest.approx(expected, rel=1e-5, abs=1e-8)
     assert difference(ran.weights, one.weights) < 1e-5
 
@@ -94,7 +110,8 @@ def test_two_machines_with_a_copy_of_the_weights_each(tmp_path, one):
 
 
 def test_an_engine_of_two_ranks(tmp_path, one):
-    """vLLM for CPU names an engine's shared memory after its ranks and leaves it there: every second run with --tp ended with "errno: 17"."""
+    """vLLM for CPU names an engine's shared memory after its ranks and leaves it behind: every
+    second run with --tp ended with "errno: 17"."""
     before = os.listdir("/dev/shm")
     same(run(tmp_path, "--tp", "2", ranks_each=2), one)
     assert not [name for name in set(os.listdir("/dev/shm")) - set(before) if "cpushm" in name]
@@ -102,7 +119,8 @@ def test_an_engine_of_two_ranks(tmp_path, one):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_each, machines, flags", [
-    (1, 2, ()), (2, 2, ("--shard_size", "2")), (2, 2, ("--tp", "2")), (4, 1, ("--tp", "2")), (4, 1, ("--tp", "4"))])
+    (1, 2, ()), (2, 2, ("--shard_size", "2")), (2, 2, ("--tp", "2")), (4, 1, ("--tp", "2")),
+    (4, 1, ("--tp", "4"))])
 def test_other_layouts_draw_what_one_rank_draws(tmp_path, one, ranks_each, machines, flags):
     same(run(tmp_path, *flags, ranks_each=ranks_each, machines=machines), one)
 
@@ -118,24 +136,27 @@ def test_any_ranks_draw_what_one_draws(tmp_path, seed, steps):
     same(ran[3], ran[1])
 
 
-# ---- what several machines can get wrong ----------------------------------------------------------------------------
+# ---- what several machines can get wrong ---------------------------------------------------------
 
-def told(world) -> list[str]:
-    return world.differences({"--lr": [1e-3, 1e-3, 2e-3][world.rank], "--batch": 8, "--betas": (0.9, float("nan"))})
+def differing(world) -> list[str]:
+    return world.differences({"--lr": [1e-3, 1e-3, 2e-3][world.rank], "--batch": 8,
+                              "--betas": (0.9, float("nan"))})
 
 
-def test_ranks_that_were_told_different_things_say_so():
-    assert ranks.results(3, told) == [["--lr is 0.001 on rank 0 and 0.002 on rank 2; all ranks need the same."]] * 3
-    assert ranks.results(1, told) == [[]]
+def test_ranks_with_different_flags_are_refused():
+    assert ranks.results(3, differing) == [[
+        "--lr is 0.001 on rank 0 and 0.002 on rank 2; it must be the same on all ranks."]] * 3
+    assert ranks.results(1, differing) == [[]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, flags, said", [
+@pytest.mark.parametrize("ranks_each, flags, error", [
     (1, ("--lr", "1e-{machine}"), "--lr is 1.0 on rank 0 and 0.1 on rank 1"),
-    (1, ("--save_every", "1"), "--save_every is 1, but runs/grpo-"),
-    (3, ("--tp", "2"), "--tp is 2 and a machine has 3 ranks"),
-    (2, ("--tp", "4"), "--tp is 4 and a machine has 2 ranks")])
-def test_machines_that_cannot_work_together_are_refused_before_anything_loads(tmp_path, ranks_each, flags, said):
+    (1, ("--save_every", "1"), "--save_every 1 needs a folder that all machines share"),
+    (3, ("--tp", "2"), "--tp must divide the 3 ranks of a machine (got 2)"),
+    (2, ("--tp", "4"), "--tp must divide the 2 ranks of a machine (got 4)")])
+def test_machines_that_cannot_work_together_are_refused(tmp_path, ranks_each, flags, error):
+    """Before anything loads."""
     ended = launch(tmp_path, *flags, ranks_each=ranks_each, machines=2)
     assert all(status for status, _ in ended)
-    assert ended[0][1].startswith(f"error: {said}") and not list(tmp_path.rglob("metrics.jsonl"))
+    assert ended[0][1].startswith(f"error: {error}") and not list(tmp_path.rglob("metrics.jsonl"))

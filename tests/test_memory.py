@@ -1,4 +1,7 @@
-"""memory.py, shapes.py and canary.py, and the promises about memory in model.py: what is bounded, by what, and that no knob changes the maths."""
+"""memory.py, canary.py and model.py's promises about memory: what is bounded, and by what.
+
+Also: no knob for memory changes the maths.
+"""
 import re
 import subprocess
 import sys
@@ -14,12 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import canary
 import grpo
 import learning
+import log
 import memory
 import model
 import plan
 import ppo
-import shapes
-from learning import Case, difference, fabricate, whole
+from batch import Batch
+from learning import difference, fabricate
 from live import Live
 from ranks import results
 
@@ -27,64 +31,69 @@ ROOT = Path(__file__).parent.parent
 GIB = 2**30
 
 
-def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> tuple[plan.Plan, str]:
-    """The plan and its memory's first line."""
-    made = plan.make(script.Args(model=model_name, **flags), script.__name__ + ".py", ranks, n_rows, 0)
-    made = memory.planned(made, shapes.shape_of(model_name), gpu_gb * GIB)
-    return made, made.memory.splitlines()[0]
+def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> str:
+    """The first line of the memory plan."""
+    args = plan.changed(script.Args(), model=model_name, **flags)
+    assert not plan.problems(args, ranks, n_rows)
+    made = plan.Plan(args, script.__name__ + ".py", ranks, n_rows, 0)
+    shape = memory.shape_of(model_name)
+    return memory.planned(made, shape, gpu_gb * GIB).memory.splitlines()[0]
 
 
 def flags_in(line: str) -> dict:
-    """The flags that a verdict suggests, as values of Args."""
-    found = re.search(r"would with (.*?): ", line)
-    flags: dict = {}
-    for word in found.group(1).split():
-        if word.startswith("--"):
-            flags[name := word[2:]] = True
-        else:
-            value = float(word) if "." in word else int(word) if word.isdigit() else word
-            flags[name] = value if flags[name] is True and not isinstance(value, str) else (*(() if flags[name] is True else flags[name]), value)
-    return flags
+    """The flags that a verdict suggests: {name: words}."""
+    found = re.search(r"would with --(.*?): ", line).group(1)
+    return {name: words for name, *words in map(str.split, found.split(" --"))}
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_situation_4_fits_with_the_flags_it_names(group):
-    # Elsewhere micro-batches were counted in prompts: 7B on 4 x 80 GB, batch 8, ran at 32 completions a prompt and died at 64.
+    # Elsewhere micro-batches were counted in prompts: 7B on 4 x 80 GB with a batch of 8 ran at 32
+    # completions a prompt and died at 64.
     settings = dict(batch=8, group=group, max_tokens=4096)
-    made, line = planned(grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, **settings)
-    assert "does not fit" in line
-    flags = flags_in(line)
-    assert flags == {"checkpointing": True}
-    _, line = planned(grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, **settings, **flags)
+    line = planned(grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, **settings)
+    assert "does not fit" in line and flags_in(line) == {"checkpointing": []}
+    line = planned(grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, **settings, checkpointing=True)
     assert "  fits: 63." in line, line
 
 
 def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
-    command = "grpo.py --plan --model Qwen/Qwen2.5-7B-Instruct --ranks 4 --gpu_gb 80 --batch 8 --group 64 --max_tokens 4096"
-    told = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = ("grpo.py --plan --model Qwen/Qwen2.5-7B-Instruct --ranks 4 --gpu_gb 80 --batch 8 "
+               "--group 64 --max_tokens 4096")
+    told = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
     assert told.returncode == 0, told.stderr
-    for part in ("parameters", "gradients", "optimizer", "activations", "head", "engine weights", "kv cache", "total of 80", "would with --checkpointing"):
+    for part in ("parameters", "gradients", "optimizer", "activations", "head", "engine weights",
+                 "kv cache", "total", "would with --checkpointing"):
         assert part in told.stdout
 
 
 @pytest.mark.parametrize("flags, n_eval, sequences", [
-    (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6), (dict(batch=4, group=2), 20, 21), (dict(batch=4096, group=8, max_num_seqs=4096), 0, None),
+    (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6),
+    (dict(batch=4, group=2), 20, 21), (dict(batch=4096, group=8, max_num_seqs=4096), 0, None),
     (dict(batch=4, group=2, kv_cache_gb=0.5), 0, "0.5")])
 def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
-    args, shape = grpo.Args(max_prompt_tokens=30, max_tokens=100, **flags), shapes.SHAPES["tiny"]
-    two_blocks = 256 * 2 * shape.layers * shape.kv * 4      # vLLM's blocks have 128 tokens there
+    args = plan.changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
+    shape = memory.SHAPES["tiny"]
+    two_blocks = 256 * 2 * shape.layers * shape.kv * 4      # a block of vLLM has 128 tokens there
     expected = {None: GIB, "0.5": GIB / 2}.get(sequences) or sequences * two_blocks
-    assert memory.Engine(plan.Plan(args, "grpo.py", 1, 1000 if sequences else 10**6, n_eval), shape, None).cache == expected
+    made = plan.Plan(args, "grpo.py", 1, 1000 if sequences else 10**6, n_eval)
+    assert memory.EngineMemory(made, shape, None).cache == expected
 
 
-# The README's commands, each at the memory it names there.
+# The commands of the README and docs/, each at the memory it names there.
 README = [
-    (grpo, 1, "Qwen/Qwen2.5-0.5B-Instruct", 24, dict(batch=64, group=8, max_tokens=512, update_tokens=4096)),
-    (grpo, 2, "Qwen/Qwen2.5-3B", 80, dict(batch=128, group=8, max_prompt_tokens=256, max_tokens=1024, checkpointing=True)),
-    (grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, dict(batch=8, group=16, max_prompt_tokens=1024, max_tokens=2048, checkpointing=True, kl_loss_coef=0.001)),
-    (grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80, dict(batch=8, group=64, max_tokens=4096, checkpointing=True)),
+    (grpo, 1, "Qwen/Qwen2.5-0.5B-Instruct", 24,
+     dict(batch=64, group=8, max_tokens=512, update_tokens=4096)),
+    (grpo, 2, "Qwen/Qwen2.5-3B", 80,
+     dict(batch=128, group=8, max_prompt_tokens=256, max_tokens=1024, checkpointing=True)),
+    (grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80,
+     dict(batch=8, group=16, max_prompt_tokens=1024, max_tokens=2048, checkpointing=True,
+          kl_loss_coef=0.001)),
+    (grpo, 4, "Qwen/Qwen2.5-7B-Instruct", 80,
+     dict(batch=8, group=64, max_tokens=4096, checkpointing=True)),
     (grpo, 4, "tiny", 8, {}),
     (ppo, 4, "tiny", 8, {}),
 ]
@@ -92,7 +101,7 @@ README = [
 
 @pytest.mark.parametrize("script, ranks, name, gpu_gb, flags", README)
 def test_what_the_readme_shows_fits(script, ranks, name, gpu_gb, flags):
-    _, line = planned(script, ranks, name, gpu_gb, **flags)
+    line = planned(script, ranks, name, gpu_gb, **flags)
     assert "  fits: " in line, line
 
 
@@ -100,49 +109,53 @@ def test_what_the_readme_shows_fits(script, ranks, name, gpu_gb, flags):
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen3-8B"])
 @pytest.mark.parametrize("ranks, gpu_gb", [(1, 24), (4, 80)])
 def test_what_the_search_names_fits_and_less_does_not(script, name, ranks, gpu_gb):
-    args, shape, card = script.Args(max_tokens=2048, kl_reward_coef=0.1), shapes.SHAPES[name], gpu_gb * GIB
+    args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1)
+    shape, card = memory.SHAPES[name], gpu_gb * GIB
     made = plan.Plan(args, "x.py", ranks, None, 0)
     flags = memory.fewest(made, shape, card)
     if flags is None:
         return
-    why_not = lambda f: memory.why_not(replace(made, args=replace(args, **f)), shape, card, spare=0.03 * card)
-    assert not flags and not memory.why_not(made, shape, card) or not why_not(flags)
-    assert not plan.problems(replace(args, **flags), ranks)
+    fits = lambda f: memory.fits(replace(made, args=plan.changed(args, **f)), shape, card,
+                                 spare=0.03 * card)
+    assert fits(flags) and not plan.problems(plan.changed(args, **flags), ranks)
     for dropped in flags:
-        assert why_not({flag: value for flag, value in flags.items() if flag != dropped})
+        assert not fits({flag: value for flag, value in flags.items() if flag != dropped})
 
 
-@pytest.mark.parametrize("name, more", [("qwen2", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 48}), ("llama", {}), ("mistral", {})])
+@pytest.mark.parametrize("name, more", [
+    ("qwen2", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 48}),
+    ("llama", {}), ("mistral", {})])
 def test_parameters_are_counted_exactly(name, more):
-    config = AutoConfig.for_model(name, vocab_size=999, hidden_size=96, intermediate_size=200, num_hidden_layers=3, num_attention_heads=4,
-                                  num_key_value_heads=2, **{"tie_word_embeddings": False} | more)
+    config = AutoConfig.for_model(
+        name, vocab_size=999, hidden_size=96, intermediate_size=200, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, **{"tie_word_embeddings": False} | more)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    assert shapes.shape_from(config.to_dict()).params == sum(p.numel() for p in lm.parameters())
+    assert memory.shape_from(config.to_dict()).params == sum(p.numel() for p in lm.parameters())
 
 
 def test_sizes_come_from_flags_a_folder_or_a_sentence(tmp_path):
     sizes = tuple("hidden=64 intermediate=128 layers=2 heads=2 kv_heads=1 vocab=100".split())
-    assert shapes.shape_of("nobody/nothing", sizes) == shapes.Shape(64, 128, 2, 2, 1, 100)
+    assert memory.shape_of("nobody/nothing", sizes) == memory.Shape(64, 128, 2, 2, 1, 100)
     learning.make_models(None, str(tmp_path))
     config = AutoConfig.from_pretrained(tmp_path / "tied")
-    assert shapes.shape_of(str(tmp_path / "tied")) == shapes.shape_from(config.to_dict())
+    assert memory.shape_of(str(tmp_path / "tied")) == memory.shape_from(config.to_dict())
     for bad in (("hidden=64",), ("hiden=3",), ("x",)):
         with pytest.raises(plan.SettingsError, match="--sizes"):
-            shapes.shape_of("nobody/nothing", bad)
+            memory.shape_of("nobody/nothing", bad)
     with pytest.raises(plan.SettingsError, match="--sizes hidden="):
-        shapes.shape_of("nobody/nothing")
+        memory.shape_of("nobody/nothing")
     with pytest.raises(plan.SettingsError, match="mixtral"):
-        shapes.shape_from(AutoConfig.for_model("mixtral").to_dict())
+        memory.shape_from(AutoConfig.for_model("mixtral").to_dict())
 
 
 def test_the_table_has_the_tiny_model():
     import tiny
     lm = tiny.make_model(tiny.make_tokenizer())
-    assert shapes.SHAPES["tiny"].params == sum(p.numel() for p in lm.parameters()) == 370048
+    assert memory.SHAPES["tiny"].params == sum(p.numel() for p in lm.parameters()) == 370048
 
 
-# ---- never all logits -----------------------------------------------------------------------------------------------
+# ---- never all logits ----------------------------------------------------------------------------
 
 def plain(hidden, weight, targets, temperature):
     logp = (hidden @ weight.T / temperature).log_softmax(-1)
@@ -160,13 +173,15 @@ def test_the_chunked_head_is_exact(chunk, entropy):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logp, ent = head(h, w, targets, 0.7)
         ((logp * up[0]).sum() + ((ent * up[1]).sum() if entropy == "grad" else 0)).backward()
-        outcomes.append((logp, ent if entropy != "none" else torch.zeros(100), h.grad, w.grad))
-    for ours, theirs in zip(*outcomes):
-        assert difference(ours.detach(), theirs.detach()) < 1e-6 or not theirs.any() and not ours.any()
+        ent = ent if entropy != "none" else torch.zeros(100)
+        outcomes.append((logp, ent, h.grad, w.grad))
+    for ours, theirs in zip(*outcomes, strict=True):
+        same = difference(ours.detach(), theirs.detach()) < 1e-6
+        assert same or not theirs.any() and not ours.any()
 
 
 def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
-    vocab, hidden, chunk, bytes_ = 2000, 8, 16, {}
+    vocab, hidden, chunk, peaks = 2000, 8, 16, {}
     weight = torch.randn(vocab, hidden, requires_grad=True)
     for n in (64, 256, 1024):
         h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
@@ -174,21 +189,25 @@ def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
             logp, entropy = model.token_logprobs(h, weight, t, 1.0, chunk, "value")
             logp.sum().backward()
         weight.grad = None
-        bytes_[n] = live.peak
-        assert live.largest <= chunk * vocab * 4               # nothing is larger than one chunk's logits
-    assert bytes_[64] <= (memory.UPDATE_HEAD + 1) * chunk * vocab * 4 + 3 * weight.nbytes
-    assert bytes_[1024] - bytes_[64] <= (1024 - 64) * (3 * hidden + 8) * 4           # what grows is hidden states and results
+        peaks[n] = live.peak
+        assert live.largest <= chunk * vocab * 4         # nothing is larger than a chunk's logits
+    chunks = lambda count: (count + 1) * chunk * vocab * 4
+    assert peaks[64] <= chunks(memory.UPDATE_HEAD) + 3 * weight.nbytes
+    # What grows is hidden states and results.
+    assert peaks[1024] - peaks[64] <= (1024 - 64) * (3 * hidden + 8) * 4
+    h, t = torch.randn(1024, hidden), torch.zeros(1024, dtype=torch.long)
     with torch.no_grad(), Live() as live:
-        model.token_logprobs(torch.randn(1024, hidden), weight, torch.zeros(1024, dtype=torch.long), 1.0, chunk, "value")
-    assert live.peak <= (memory.SCORE_HEAD + 1) * chunk * vocab * 4 + 1024 * (hidden + 8) * 4
+        model.token_logprobs(h, weight, t, 1.0, chunk, "value")
+    assert live.peak <= chunks(memory.SCORE_HEAD) + 1024 * (hidden + 8) * 4
 
 
-# ---- what the trainer holds -----------------------------------------------------------------------------------------
+# ---- what the trainer holds ----------------------------------------------------------------------
 
 def all_on_two(world, folder: str) -> dict:
-    """What the tests below ask of two ranks, in one process group."""
-    return {"sync": stream_weights(world, folder), "knobs": learn_with(world, folder, ["none", *KNOBS]),
-            "reference": reference_bits(world, folder), "canary": sing(world, folder)}
+    """What the tests below need from two ranks, in one process group."""
+    return {"sync": stream_weights(world, folder),
+            "knobs": {name: learn_with(world, folder, knob) for name, knob in KNOBS.items()},
+            "reference": reference_bits(world, folder), "canary": run_canary(world, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -204,14 +223,21 @@ def make_wide(folder: str) -> None:
     """A random Qwen2 of 8 layers in which no weight is much of the whole: FOLDER/wide."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=8, num_attention_heads=4,
-                                 num_key_value_heads=2, tie_word_embeddings=False)).save_pretrained(f"{folder}/wide")
+    Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+    )).save_pretrained(f"{folder}/wide")
+
+
+def build(world, folder: str, args, trained: bool = True) -> model.Policy:
+    """The policy of a folder, or the reference model."""
+    module = model.build(model.LogprobModel, folder, world, args.weights, trained=trained)
+    return model.Policy(module, world, args.weights, args.optimizer)
 
 
 def stream_weights(world, folder: str) -> tuple[int, int, int]:
     """(peak of live bytes while the weights stream, the largest weight, the model), in bytes."""
-    policy = model.Policy(model.build(model.Scorer, f"{folder}/wide", world, compute=torch.float32), world,
-                          betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
+    policy = build(world, f"{folder}/wide", learning.arguments(dtype="float32"))
     sizes = []
     with Live() as live:
         for _, weight in policy.weights(torch.bfloat16):
@@ -221,25 +247,22 @@ def stream_weights(world, folder: str) -> tuple[int, int, int]:
 
 def test_weight_sync_streams(two_ranks):
     for peak, largest, everything in (found["sync"] for found in two_ranks[1]):
-        assert largest <= peak <= 4 * largest                  # its parts, the gathered pieces, the whole, and the one before
+        assert largest <= peak <= 4 * largest      # its parts, the whole, and the one before
         assert peak < everything / 4
 
 
 def peaks_of(world, folder: str, settings: list[dict]) -> list[int]:
-    """Peak of live bytes above what is there after loading, in one `grpo.learn` for each of the settings."""
+    """Peak of live bytes beyond the loaded model, in one `grpo.learn` for each of the settings."""
     found = []
     for options in settings:
         prompts = options.pop("prompts")
-        args = learning.arguments(**options)
-        policy = model.Policy(model.build(model.Scorer, f"{folder}/wide", world, compute=torch.float32, checkpointing=args.checkpointing,
-                                          head_chunk=8), world, betas=args.betas, weight_decay=0.0, max_grad_norm=1.0)
-        samples = fabricate("plain", prompts, args.group)
-        for s in samples:                                      # all as long as can be: the budget is filled
-            s.prompt.row.prompt_ids[:] = [1] * learning.PROMPT
-            s.completion.ids = torch.ones(learning.COMPLETION, dtype=torch.int32).numpy()
-            s.completion.logprobs = torch.zeros(learning.COMPLETION).numpy()
+        args = learning.arguments(dtype="float32", head_chunk=8, **options)
+        policy = build(world, f"{folder}/wide", args)
+        samples = fabricate("long", prompts, args.group)       # the budget is filled
+        for sample in samples:
+            sample.score.total = sample.score.total or 0.0
         with Live() as live:
-            grpo.learn(args, world, policy, None, samples, 0, args.lr)
+            grpo.learn(args, world, policy, samples, lr=args.lr)
         found.append(live.peak)
     return found
 
@@ -247,77 +270,74 @@ def peaks_of(world, folder: str, settings: list[dict]) -> list[int]:
 def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
     make_wide(str(tmp_path))
     L = learning.LONGEST
-    sizes = [dict(prompts=p, group=g, update_tokens=8 * L, score_tokens=8 * L) for p, g in ((4, 4), (16, 4), (4, 16))]
+    sizes = [dict(prompts=p, group=g, update_tokens=8 * L, score_tokens=8 * L)
+             for p, g in ((4, 4), (16, 4), (4, 16))]
     budgets = [dict(prompts=8, group=8, update_tokens=n * L, score_tokens=n * L) for n in (16, 32)]
     found = results(1, peaks_of, str(tmp_path), sizes + budgets)[0]
     assert max(found[:3]) <= 1.05 * min(found[:3]), found          # in batch and group
     at8, at16, at32 = found[1:2] + found[3:]
     slope = (at32 - at16) / (16 * L)                               # bytes per token of the budget
-    assert abs(at8 - (at16 - 8 * L * slope)) < 0.02 * at8, found   # the third point is on the line of the other two
-    shape = shapes.shape_of(str(tmp_path / "wide"))
-    plans = lambda tokens: memory.total(memory.widest(shape, tokens, grad=True, c=4, m=4, head_chunk=8)) + 4 * shape.params
+    assert abs(at8 - (at16 - 8 * L * slope)) < 0.02 * at8, found   # on the line of the other two
+    shape = memory.shape_of(str(tmp_path / "wide"))
+    plans = lambda tokens: 4 * shape.params + sum(
+        memory.widest(shape, tokens, grad=True, c=4, m=4, head_chunk=8).values())
     theirs = (plans(32 * L) - plans(16 * L)) / (16 * L)
-    print(f"\npeak = {at16 - 16 * L * slope:,.0f} + {slope:,.0f} x tokens measured, {plans(16 * L) - 16 * L * theirs:,.0f} + {theirs:,.0f} x tokens planned")
+    print(f"\npeak = {at16 - 16 * L * slope:,.0f} + {slope:,.0f} x tokens measured, "
+          f"{plans(16 * L) - 16 * L * theirs:,.0f} + {theirs:,.0f} x tokens planned")
     assert abs(slope / theirs - 1) < 0.1 and abs(at32 / plans(32 * L) - 1) < 0.1
 
 
-# ---- no knob changes the maths --------------------------------------------------------------------------------------
+# ---- no knob changes the maths -------------------------------------------------------------------
 
 KNOBS = {
-    "checkpointing": dict(checkpointing=True), "cpu_offload": dict(offload=True), "shard_size": dict(shard_size=1), "head_chunk": dict(head_chunk=3),
-    "rest": dict(rest=("params", "optimizer")), "budgets": dict(update_tokens=learning.LONGEST, score_tokens=learning.LONGEST),
-    "untrained_reference": dict(reference_offload=True),
-}
-KNOBS["all"] = {k: v for knob in KNOBS.values() for k, v in knob.items() if k != "shard_size"}
+    "none": {}, "checkpointing": dict(checkpointing=True), "cpu_offload": dict(cpu_offload=True),
+    "shard_size": dict(shard_size=1), "head_chunk": dict(head_chunk=3),
+    "offload": dict(offload=("params", "optimizer")), "reference": dict(offload=("reference",)),
+    "budgets": dict(update_tokens=learning.LONGEST, score_tokens=learning.LONGEST)}
+KNOBS["all"] = {k: v for knob in KNOBS.values() for k, v in knob.items()} | {
+    "shard_size": 0, "offload": ("params", "optimizer", "reference")}
 
 
-def learn_with(world, folder: str, names: list[str]) -> dict:
-    """Two steps of grpo.learn with two minibatches and a reference, for each knob → (the parameters after, the metrics of both steps)."""
-    found = {}
-    for name in names:
-        knob = dict(KNOBS.get(name, {}))
-        sharding = dict(checkpointing=knob.pop("checkpointing", False), offload=knob.pop("offload", False), shard_size=knob.pop("shard_size", 0),
-                        head_chunk=knob.pop("head_chunk", 0))
-        rest, away = knob.pop("rest", ()), knob.pop("reference_offload", False)
-        args = learning.arguments(minibatches=2, kl_loss_coef=0.05, entropy_coef=0.01, **knob)
-        settings = dict(betas=args.betas, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
-        build = lambda **more: model.build(model.Scorer, f"{folder}/tied", world, compute=torch.float32, **sharding | more)
-        policy = model.Policy(build(), world, **settings, rest=() if sharding["offload"] else rest)
-        reference = model.Policy(build(offload=sharding["offload"] or away, trained=False), world, **settings)
-        learning.reset(reference.module, f"{folder}/tied", noise=0.05)
-        metrics = []
-        for step in range(2):
-            policy.rest()
-            sum(float(w.sum()) for _, w in policy.weights())
-            policy.wake()
-            metrics.append(grpo.learn(args, world, policy, reference, fabricate("mixed", 5, seed=step), step, args.lr))
-        found[name] = metrics, {n.removeprefix("lm."): p.detach().full_tensor() for n, p in policy.module.named_parameters()}
-    return found
+def learn_with(world, folder: str, knob: dict) -> tuple[list[dict], dict]:
+    """Two steps with two minibatches and a reference → (both metrics, the parameters after)."""
+    args = learning.arguments(minibatches=2, kl_loss_coef=0.05, entropy_coef=0.01, dtype="float32",
+                              **knob)
+    policy = build(world, f"{folder}/tied", args)
+    reference = build(world, f"{folder}/tied", args, trained=False)
+    learning.reset(reference.module, f"{folder}/tied", noise=0.05)
+    metrics = []
+    for step in range(2):
+        policy.move(torch.device("cpu"))
+        sum(float(w.sum()) for _, w in policy.weights())
+        policy.move(world.device)
+        metrics.append(grpo.learn(args, world, policy, fabricate("mixed", 5, seed=step),
+                                  lr=args.lr, reference=reference))
+    return metrics, {name.removeprefix("lm."): p.detach().full_tensor()
+                     for name, p in policy.module.named_parameters()}
 
 
 def test_no_knob_changes_the_update(two_ranks):
     one = two_ranks[1][0]["knobs"]
     before = load_file(f"{two_ranks[0]}/tied/model.safetensors")
-    update = {knob: torch.cat([(p - before[name]).flatten() for name, p in after.items()]) for knob, (_, after) in one.items()}
+    update = {knob: torch.cat([(p - before[name]).flatten() for name, p in after.items()])
+              for knob, (_, after) in one.items()}
     assert float(update["none"].norm()) > 0.01
     start = torch.cat([before[name].flatten() for name in one["none"][1]])
     for knob in KNOBS:
         assert difference(start + update[knob], start + update["none"]) < 1e-5, knob
-        for ours, plain_ones in zip(one[knob][0], one["none"][0]):             # Adam would hide a gradient of another scale
+        for ours, theirs in zip(one[knob][0], one["none"][0], strict=True):
+            # Adam would hide a gradient of another scale.
             for name in ("grad/norm", "loss/policy", "loss/kl", "policy/entropy"):
-                assert ours[name] == pytest.approx(plain_ones[name], rel=1e-5, abs=1e-7), (knob, name)
+                expected = pytest.approx(theirs[name], rel=1e-5, abs=1e-7)
+                assert ours[name] == expected, (knob, name)
 
 
 def reference_bits(world, folder: str) -> list[torch.Tensor]:
     """bf16 log-probs from float32 master weights, and from weights kept in bf16."""
-    from batch import Batch
-    samples, found = fabricate("plain", 2), []
-    batch = Batch([s.prompt.row.prompt_ids for s in samples], [s.completion for s in samples])
-    for trained in (True, False):
-        policy = model.Policy(model.build(model.Scorer, f"{folder}/tied", world, compute=torch.bfloat16, trained=trained), world,
-                              betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
-        found.append(batch.score(world, 1024, "score", 0, lambda m: policy.logprobs(m, 1.0)[0]))
-    return found
+    batch, args = Batch(fabricate("plain", 2)), learning.arguments(dtype="bfloat16")
+    policies = [build(world, f"{folder}/tied", args, trained) for trained in (True, False)]
+    return [batch.score(world, 1024, "score", lambda m, p=p: p.logprobs(m, 1.0)[0])
+            for p in policies]
 
 
 def test_a_reference_in_bf16_computes_the_same_bits(two_ranks):
@@ -325,21 +345,22 @@ def test_a_reference_in_bf16_computes_the_same_bits(two_ranks):
     assert ours.abs().sum() > 0 and torch.equal(ours, theirs)
 
 
-# ---- the canary -----------------------------------------------------------------------------------------------------
+# ---- the canary ----------------------------------------------------------------------------------
 
-def sing(world, folder: str) -> tuple[dict, bool, bool]:
-    """The canary after one step of learning: (its peaks, whether weights and optimizer are untouched, whether gradients are gone)."""
-    args = learning.arguments(update_tokens=2048, score_tokens=2048, minibatches=2)
-    policy = model.Policy(model.build(model.Scorer, f"{folder}/tied", world, compute=torch.float32), world,
-                          betas=args.betas, weight_decay=0.0, max_grad_norm=1.0)
-    grpo.learn(args, world, policy, None, fabricate("mixed", 4), 0, args.lr)
+def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
+    """(its peaks, whether weights and optimizer are untouched, whether gradients are gone)."""
+    args = learning.arguments(update_tokens=2048, score_tokens=2048, minibatches=2, dtype="float32")
+    policy = build(world, f"{folder}/tied", args)
+    grpo.learn(args, world, policy, fabricate("mixed", 4), lr=args.lr)
 
     def state():
         moments = [v for s in policy.optimizer.state.values() for v in s.values()]
-        return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in [*policy.module.parameters(), *moments]]
+        return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone()
+                for t in [*policy.module.parameters(), *moments]]
     before = state()
-    peaks = canary.canary(plan.Plan(args, "grpo.py", world.size, 64, 0), world, learning.VOCAB, policy)
-    same = len(before) == len(state()) and all(torch.equal(a, b) for a, b in zip(before, state()))
+    made = plan.Plan(args, "grpo.py", world.size, 64, 0)
+    peaks = canary.canary(made, world, learning.VOCAB, policy)
+    same = all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
 
 
@@ -349,7 +370,8 @@ def test_the_canary_leaves_everything_as_it_was(two_ranks):
         assert same and clean
 
 
-@pytest.mark.parametrize("tokens, longest", [(1024, 32), (1000, 32), (33, 32), (32, 32), (16, 32), (2, 32)])
+@pytest.mark.parametrize("tokens, longest", [(1024, 32), (1000, 32), (33, 32), (32, 32), (16, 32),
+                                             (2, 32)])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, longest):
     micro = canary.worst_micro(tokens, longest, 64, torch.device("cpu"))
     rows, length = micro.ids.shape
@@ -357,39 +379,35 @@ def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, l
     assert len(micro.targets) == rows * (length - 1)
 
 
-@pytest.mark.parametrize("where, rank, call", [("forward", "1", 3), ("backward", "1", 3), *(pytest.param(*p, marks=pytest.mark.slow)
-                                               for p in (("forward", "0", 1), ("backward", "0", 1), ("forward", "0,1", 2), ("backward", "0,1", 2)))])
+SLOW = (("forward", "0", 1), ("backward", "0", 1), ("forward", "0,1", 2), ("backward", "0,1", 2))
+
+
+@pytest.mark.parametrize("where, rank, call", [
+    ("forward", "1", 2), ("backward", "1", 2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, where, rank, call):
     # The other rank is in a collective then, for a layer that the first will never join.
     learning.make_models(None, str(tmp_path))
     began = time.monotonic()
-    told = subprocess.run([str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", str(ROOT / "tests/canary_worker.py"), str(tmp_path),
-                           where, rank, str(call)], capture_output=True, text=True, timeout=120)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    told = subprocess.run(
+        [torchrun, "--nproc_per_node", "2", str(ROOT / "tests/canary_worker.py"), str(tmp_path),
+         where, rank, str(call)], capture_output=True, text=True, timeout=120)
     assert told.returncode != 0 and "the canary lives" not in told.stdout
     sentences = re.findall(r"^error: .*$", told.stderr, re.M)
     assert len(sentences) == 1, told.stderr
-    assert "of the update" in sentences[0] and "--update_tokens is 1024" in sentences[0]
-    suggested = int(re.search(r"suggest at most --update_tokens (\d+)", sentences[0]).group(1))
+    assert "--update_tokens 1024 needs too much memory" in sentences[0]
+    suggested = int(re.search(r"at most --update_tokens (\d+)", sentences[0]).group(1))
     failed = int(re.search(r"with (\d+) tokens", sentences[0].replace(",", "")).group(1))
     assert learning.LONGEST <= suggested < failed
-    assert "failed:" not in told.stderr                        # the other rank says one line; the traceback is torchrun's own
+    assert "failed:" not in told.stderr      # no traceback of ours, only one of torchrun
     assert time.monotonic() - began < 60
 
 
-def test_the_largest_that_fits_is_read_off_the_measured_line():
-    assert canary.largest([(100, 10.0), (200, 15.0)], failed=400, full=22.5) == 350
-    assert canary.largest([(100, 10.0), (200, 15.0)], failed=400, full=60.0) == 380          # never what has just failed
-    assert canary.largest([(100, 10.0), (200, 15.0)], failed=400, full=3.0) == 200           # never less than what fitted
-    assert canary.largest([(100, 10.0)], failed=200, full=12.0) == 100 and canary.largest([], failed=100, full=9.0) == 50
-
-
-def test_peaks_are_measured_a_phase(tmp_path):
-    world = type("World", (), {"device": torch.device("cpu"), "max": staticmethod(lambda t: t)})()
-    peaks = canary.Peaks(world)
-    with peaks.phase("small"):
-        pass
-    with peaks.phase("large"):
-        torch.ones(64 * 2**20)                                 # 256 MiB, gone again at the end
-    found = peaks.metrics()
-    assert found["memory/large_gb"] - found["memory/small_gb"] > 0.2
-    assert found["memory/peak_gb"] == max(found.values()) and peaks.metrics() == {"memory/peak_gb": 0.0}
+def test_a_peak_is_of_its_own_phase():
+    def rise(mebibytes: int) -> float:
+        before = log.Peak(torch.device("cpu"))
+        torch.ones(mebibytes * 2**18)                          # gone again at the end
+        return before.read()[0]
+    rise(512)
+    assert rise(256) - rise(0) > 0.2 * GIB

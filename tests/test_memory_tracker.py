@@ -1,4 +1,4 @@
-"""The memory plan against FSDP's own memory tracker, on fake tensors: models of up to 7B parameters, on a laptop, in seconds each."""
+"""The memory plan against FSDP's own memory tracker, on fake tensors: models of up to 7B."""
 import pytest
 import torch
 import torch.distributed as td
@@ -11,31 +11,45 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import memory
 import model
-from shapes import SHAPES, shape_from
+from memory import SHAPES
 
 LENGTH = 1024
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
 
 
-def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool, head_chunk: int = 0, critic: bool = False, layers: int = 0):
-    """(bytes at the peak by the tracker, by the plan) of a second micro-batch: parameters, gradients, activations, what FSDP gathers."""
+def config_of(name: str, layers: int):
     s = SHAPES[name]
-    config = AutoConfig.for_model(FAMILIES[name.partition("-")[0]], vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
-                                  num_hidden_layers=layers or s.layers, num_attention_heads=s.heads, num_key_value_heads=s.kv_heads,
-                                  tie_word_embeddings=s.tied, max_position_embeddings=32768, **({"head_dim": s.head_dim} if s.head_dim else {}))
+    return AutoConfig.for_model(
+        FAMILIES[name.partition("-")[0]], vocab_size=s.vocab, hidden_size=s.hidden,
+        intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads,
+        tie_word_embeddings=bool(s.tied), max_position_embeddings=32768, **({"head_dim": s.head_dim} if s.head_dim else {}))
+
+
+def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool,
+             head_chunk: int = 0, critic: bool = False, layers: int = 0):
+    """(bytes at the peak by the tracker, by the plan) of a second micro-batch.
+
+    They count parameters, gradients, activations and what FSDP gathers.
+    """
+    config = config_of(name, layers)
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,))
         with FakeTensorMode():
-            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-            root = model.Scorer(lm, head_chunk) if not critic else model.Valuer(lm, head_chunk)
-            if critic:
-                root.head = torch.nn.Linear(s.hidden, 1, bias=False)           # it is on meta until the weights are filled in
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                                  attn_implementation="sdpa")
+            root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
+            if critic:                          # it is on meta until the weights are filled in
+                root.head = torch.nn.Linear(config.hidden_size, 1, bias=False)
             root.eval()
-            model.shard(root, lm.model.layers, mesh, {2: torch.bfloat16, 4: torch.float32}[c], torch.float32, checkpointing, False)
+            compute = {2: torch.bfloat16, 4: torch.float32}[c]
+            model.shard(root, lm.model.layers, mesh, compute, torch.float32, checkpointing, False)
             rows = tokens // LENGTH
             source = torch.cat([torch.arange(LENGTH - 1) + r * LENGTH for r in range(rows)])
-            inputs = (torch.zeros(rows, LENGTH, dtype=torch.long), source) + (() if critic else (torch.zeros(len(source), dtype=torch.long), 1.0, "value"))
+            inputs = torch.zeros(rows, LENGTH, dtype=torch.long), source
+            if not critic:
+                inputs += torch.zeros(len(source), dtype=torch.long), 1.0, "value"
             for _ in range(1 + grad):
                 tracker = FSDPMemTracker(root)
                 tracker.track_inputs(inputs)
@@ -48,36 +62,46 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             params = sum(p.numel() for p in root.parameters())
     finally:
         td.destroy_process_group()
-    plan = memory.widest(shape_from(config.to_dict()), tokens, grad=grad, c=c, m=4, checkpointing=checkpointing, head_chunk=head_chunk, critic=critic)
-    return ours, memory.total(plan) + 4 * params / ranks * (1 + grad)
+    plan = memory.widest(memory.shape_from(config.to_dict()), tokens, grad=grad, c=c, m=4,
+                         checkpointing=checkpointing, head_chunk=head_chunk, critic=critic)
+    return ours, sum(plan.values()) + 4 * params / ranks * (1 + grad)
 
 
 @pytest.fixture(autouse=True)
 def no_packing(monkeypatch):
-    # transformers looks whether rows are packed; on fake tensors it cannot, assumes that they are, and makes a mask that a real run has not.
-    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
+    # transformers looks whether rows are packed. On fake tensors it cannot, assumes that they are,
+    # and makes a mask that a real run does not have.
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
 
 
-@pytest.mark.parametrize("name, checkpointing", [("Qwen2.5-0.5B", True), ("Qwen3-0.6B", False), ("Llama-3.2-1B", False)])
+FEW = [("Qwen2.5-0.5B", True), ("Qwen3-0.6B", False), ("Llama-3.2-1B", False)]
+
+
+@pytest.mark.parametrize("name, checkpointing", FEW)
 def test_a_few_layers(name, checkpointing):
-    ours, plan = measured(name, 4, 8 * LENGTH, grad=True, c=2, checkpointing=checkpointing, layers=3)
+    ours, plan = measured(name, 4, 8 * LENGTH, grad=True, c=2, checkpointing=checkpointing,
+                          layers=3)
     assert abs(plan / ours - 1) < 0.1, (ours, plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("case", [dict(grad=True, checkpointing=False), dict(grad=True, checkpointing=True), dict(grad=False, checkpointing=False),
-                                  dict(grad=True, checkpointing=True, critic=True), dict(grad=False, checkpointing=False, critic=True)])
+@pytest.mark.parametrize("case", [
+    dict(grad=True, checkpointing=False), dict(grad=True, checkpointing=True),
+    dict(grad=False, checkpointing=False), dict(grad=True, checkpointing=True, critic=True),
+    dict(grad=False, checkpointing=False, critic=True)])
 @pytest.mark.parametrize("tokens", [4 * LENGTH, 16 * LENGTH])
 def test_whole_models(name, ranks, case, tokens):
     ours, plan = measured(name, ranks, tokens, c=2, **case)
-    print(f"\n{name} on {ranks} ranks, {tokens} tokens, {case}: tracker {ours / 2**30:.2f} GiB, plan {plan / 2**30:.2f} GiB, {plan / ours - 1:+.1%}")
+    print(f"\n{name} on {ranks} ranks, {tokens} tokens, {case}: tracker {ours / 2**30:.2f} GiB, "
+          f"plan {plan / 2**30:.2f} GiB, {plan / ours - 1:+.1%}")
     assert abs(plan / ours - 1) < 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_in_float32(checkpointing):
-    ours, plan = measured("Qwen2.5-1.5B", 2, 8 * LENGTH, grad=True, c=4, checkpointing=checkpointing)
+    ours, plan = measured("Qwen2.5-1.5B", 2, 8 * LENGTH, grad=True, c=4,
+                          checkpointing=checkpointing)
     assert abs(plan / ours - 1) < 0.1, (ours, plan)

@@ -1,34 +1,40 @@
-"""plan.py: what is refused before anything loads and with which words, what is printed, and that what is accepted really runs.
+"""plan.py: what is refused and in which words, what is printed, and that what is accepted runs.
 
-The last is a property over random settings, nonsense included: a pass over the data is simulated with the shipped pieces
-(Stream, share, minibatches, balance), which are all a step consists of as far as sizes go.
+The last is a property over random settings, nonsense included: a pass over the data is simulated
+with the shipped pieces (Stream, share, minibatches, balance), all that a step's sizes depend on.
 """
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import grpo
 import plan
-from batch import Batch, Completion
+import ppo
+from batch import Batch, Completion, Sample
 from data import Row, Stream
 from dist import balance, share
-from grpo import Args
-from shapes import SHAPES
+from memory import SHAPES
+from rewards import Score
 
 ROOT = Path(__file__).parent.parent
 
 
-def problems(ranks: int = 1, n_rows: int | None = 1000, n_eval: int = 0, **flags) -> list[plan.Problem]:
+def Args(script=grpo, **flags):
+    """The script's Args with these flags, wherever they live."""
+    return plan.changed(script.Args(), **flags)
+
+
+def problems(ranks: int = 1, n_rows: int | None = 1000, n_eval: int = 0, **flags):
     return plan.problems(Args(**flags), ranks, n_rows, n_eval)
 
 
-def one(ranks: int = 1, n_rows: int | None = 1000, **flags) -> plan.Problem:
+def one(ranks: int = 1, n_rows: int | None = 1000, **flags) -> plan.Rule:
     found = problems(ranks, n_rows, **flags)
     assert len(found) == 1, [str(p) for p in found]
     return found[0]
@@ -36,206 +42,302 @@ def one(ranks: int = 1, n_rows: int | None = 1000, **flags) -> plan.Problem:
 
 def command(*flags: str, seconds: float = 60) -> subprocess.CompletedProcess:
     """The script as it is shipped, with vLLM made impossible to import."""
-    block = "import sys; sys.modules['vllm'] = None; import runpy; sys.argv[0] = 'grpo.py'; runpy.run_path('grpo.py', run_name='__main__')"
-    return subprocess.run([sys.executable, "-c", block, *flags], cwd=ROOT, capture_output=True, text=True, timeout=seconds,
+    block = ("import sys; sys.modules['vllm'] = None; import runpy; sys.argv[0] = 'grpo.py'; "
+             "runpy.run_path('grpo.py', run_name='__main__')")
+    return subprocess.run([sys.executable, "-c", block, *flags], cwd=ROOT, capture_output=True,
+                          text=True, timeout=seconds,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
-# ---- what is printed ------------------------------------------------------------------------------------------------
+# ---- flags in groups -----------------------------------------------------------------------------
+
+def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
+    args = ppo.Args()
+    flags = plan.flags(args)
+    for name in ("batch", "tp", "plan", "eval_every", "critic_lr", "clip_low", "gamma", "betas"):
+        assert name in flags
+    assert not set(flags) & {"engine", "critic", "planning"}
+    other = plan.changed(args, tp=4, batch=3, critic_update_tokens=7)
+    assert other.engine.tp == 4 and other.batch == 3 and other.critic.critic_update_tokens == 7
+    assert plan.flags(args) == flags and other.evaluation is args.evaluation
+    with pytest.raises(TypeError, match="tq"):
+        plan.changed(args, tq=4)
+
+
+def test_every_range_is_of_a_flag():
+    assert set(plan.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
+
+
+# ---- what is printed -----------------------------------------------------------------------------
 
 def test_printed_plan():
-    text = plan.Plan(Args(batch=8, group=8, minibatches=3, kl_loss_coef=0.1, eval_samples=2), "grpo.py", 4, 1001, 7).text()
-    for line in ("plan for grpo.py on 4 ranks: 8 prompts x 8 completions = 64 completions and 3 optimizer steps a step",
-                 "1,001 prompts: 126 steps an epoch, the last with the 1 that are left",
-                 "4 engines of 1 rank: 16 requests each; no padding",
-                 "16 completions a rank, 2 worker processes each",
-                 "update     22 completions, about 5 or 6 a rank, in at most 1 micro-batch of 21 x 768 tokens (budget 16,384); no padding rows",
-                 "score      64 completions, about 16 a rank, in at most 1 micro-batch of 42 x 768 tokens (budget 32,768); no padding rows",
-                 "last batch 1 prompts = 8 completions, 2 an engine",
-                 "update   2 completions, about 0 or 1 a rank, in at most 1 micro-batch of 21 x 768 tokens (budget 16,384); padding: 2 rows of 2 tokens, 50%",
-                 "evaluation 7 rows x 2 = 14 requests, 3 or 4 an engine; no padding"):
+    args = Args(batch=8, group=8, minibatches=3, kl_loss_coef=0.1, eval_samples=2)
+    text = plan.Plan(args, "grpo.py", 4, 1001, 7).text()
+    for line in ("plan for grpo.py on 4 ranks: 8 prompts x 8 completions = 64 completions and 3 "
+                 "optimizer steps a step",
+                 "1,001 prompts, 126 steps an epoch, 1 prompts in the last",
+                 "64 completions: 4 engines of 1 rank, 16 requests each; 16 a rank for its 2 "
+                 "reward workers",
+                 "update     22 completions, 5 or 6 a rank, in at most 1 round of 21 x 768 tokens "
+                 "(budget 16,384); padding: 0 rows (0%)",
+                 "score      64 completions, 16 a rank, in at most 1 round of 42 x 768 tokens "
+                 "(budget 32,768); padding: 0 rows (0%)",
+                 "last batch 8 completions: 4 engines of 1 rank, 2 requests each",
+                 "update     2 completions, 0 or 1 a rank, in at most 1 round of 21 x 768 tokens "
+                 "(budget 16,384); padding: 2 rows (50%)",
+                 "evaluation 7 rows x 2 = 14 requests, 3 or 4 an engine"):
         assert line in text, f"{line!r} is not in\n{text}"
     assert "last batch" in plan.Plan(Args(batch=8), "grpo.py", 4, 1001, 0).text(short=True)
 
 
 def test_printed_plan_of_a_small_data_set_and_of_an_unknown_one():
-    assert "5 prompts: 1 steps an epoch, each with all 5 (fewer than --batch 8)" in plan.Plan(Args(batch=8), "grpo.py", 2, 5, 0).text()
-    assert "not read here" in plan.Plan(Args(batch=8), "grpo.py", 2, None, 0).text()
+    small = plan.Plan(Args(batch=8), "grpo.py", 2, 5, 0).text()
+    assert "5 prompts, 1 steps an epoch, 5 prompts in the last" in small
+    assert "data" not in plan.Plan(Args(batch=8), "grpo.py", 2, None, 0).text()
 
 
 def test_plan_command_needs_no_torchrun_no_engine_and_no_weights(tmp_path):
     """The README's command. It must not even make the tiny model: a plan writes nothing."""
-    before = set((ROOT / "runs").glob("tiny-*")) if (ROOT / "runs").exists() else set()
+    made = lambda: set((ROOT / "runs").glob("tiny-*")) if (ROOT / "runs").exists() else set()
+    before = made()
     done = command("--plan", "--ranks", "64", "--batch", "512", "--group", "8")
     assert done.returncode == 0, done.stderr
-    assert "plan for grpo.py on 64 ranks: 512 prompts x 8 completions = 4,096 completions" in done.stdout
-    assert "64 engines of 1 rank: 64 requests each" in done.stdout
-    assert (set((ROOT / "runs").glob("tiny-*")) if (ROOT / "runs").exists() else set()) == before
+    assert ("plan for grpo.py on 64 ranks: 512 prompts x 8 completions = 4,096 completions"
+            in done.stdout)
+    assert "64 engines of 1 rank, 64 requests each" in done.stdout
+    assert made() == before
 
 
 def test_plan_command_tells_all_problems_in_one_message():
-    done = command("--plan", "--ranks", "3", "--batch", "0", "--tp", "3", "--top_p", "0.9", "--data", "nowhere.jsonl", "--reward", "nonsense")
+    done = command("--plan", "--ranks", "3", "--batch", "0", "--tp", "3", "--top_p", "0.9",
+                   "--data", "nowhere.jsonl", "--reward", "nonsense")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for said in ("--batch is 0", "Would work: --batch 1", "--top_p is 0.9", "--tp is 3; an engine's ranks", "nowhere.jsonl", "nonsense", "5 problems"):
+    for said in ("--batch must be at least 1 (got 0). Would work: --batch 1.",
+                 "--top_p must be 1 in training (got 0.9)", "--tp must divide the 4 att",
+                 "nowhere.jsonl", "nonsense", "5 problems"):
         assert said in done.stderr, f"{said!r} is not in\n{done.stderr}"
 
 
 def test_512_prompts_on_6_ranks():
-    """EasyR1 passes every check, then dies at the first training rollout. Here: 4,096 requests fall 682 or 683 to an engine."""
+    """EasyR1 dies at the first rollout. Here 4,096 requests are 682 or 683 for each engine."""
     assert not problems(6, n_rows=7473, batch=512, group=8)
     text = plan.Plan(Args(batch=512, group=8), "grpo.py", 6, 7473, 7).text()
-    assert "6 engines of 1 rank: 682 or 683 requests each; no padding" in text and "last batch 305 prompts" in text
-    assert "evaluation 7 rows x 1 = 7 requests, 1 or 2 an engine; no padding" in text
+    assert "6 engines of 1 rank, 682 or 683 requests each" in text
+    assert "last batch 2,440 completions" in text
+    assert "evaluation 7 rows x 1 = 7 requests, 1 or 2 an engine" in text
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+def test_notes():
+    gspo, clip = plan.warnings(Args(loss="gspo", epochs=2)), plan.warnings(Args())
+    assert len(gspo) == len(clip) == 1 and "3e-4" in gspo[0] and "the ratio is 1" in clip[0]
+    assert plan.warnings(Args(epochs=2)) == plan.warnings(ppo.Args()) == []
 
-def test_a_budget_below_the_longest_sequence():
-    for name in ("update_tokens", "score_tokens"):
-        assert not problems(max_prompt_tokens=100, max_tokens=50, **{name: 150})
-        problem = one(max_prompt_tokens=100, max_tokens=50, **{name: 149})
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("script, names", [
+    (grpo, plan.BUDGETS[:2]), (ppo, plan.BUDGETS)])
+def test_a_budget_below_the_longest_sequence(script, names):
+    for name in names:
+        args = Args(script, max_prompt_tokens=100, max_tokens=50, batch=64)
+        assert not plan.problems(plan.changed(args, **{name: 150}), 1, 1000)
+        problem, = plan.problems(plan.changed(args, **{name: 149}), 1, 1000)
         assert problem.fixes == ((name, 150),)
-        assert str(problem) == (f"--{name} is 149, but one sequence may have max_prompt_tokens 100 + max_tokens 50 = 150 tokens and must fit in one "
-                                f"micro-batch. Would work: --{name} 150.")
+        assert str(problem) == (
+            f"--{name} must be at least 150 (got 149): --max_prompt_tokens 100 + --max_tokens 50. "
+            f"Would work: --{name} 150.")
 
 
 def test_strict_names_the_nearest_batch_group_and_ranks():
     problem = one(4, strict=True, batch=1, group=2, n_rows=None)
-    assert "--strict: update has 2 completions in a pass, for 4 ranks x 1 micro-batches: 2 would be padding alone." in problem.text
-    assert dict(problem.fixes[::-1]) == {"batch": 2, "group": 4, "ranks": 2} and str(problem).endswith(
-        "Would work: --batch 2 or --group 4 or ranks 2 or ranks 1." if len(problem.fixes) == 4 else "Would work: --batch 2 or --group 4 or ranks 2.")
+    assert problem.sentence == (
+        "--strict allows no padding: update has 2 completions for 4 ranks x 1 rounds.")
+    assert problem.fixes == (("batch", 2), ("group", 4), ("ranks", 2))
+    assert str(problem).endswith("Would work: --batch 2 or --group 4 or --ranks 2.")
     assert not problems(4, strict=True, batch=64, n_rows=None)
-    assert "last" not in str(one(8, strict=True, batch=64, group=4, n_rows=65)), "the last batch of an epoch counts"
+    assert "--strict" in str(one(8, strict=True, batch=64, group=4, n_rows=65)), "the last batch"
 
 
 def test_more_minibatches_than_completions_in_the_last_batch():
     problem = one(n_rows=65, batch=64, minibatches=16)
-    assert "--minibatches is 16, but the last batch of an epoch has 1 prompts x group 8 = 8 completions" in problem.text
-    assert ("minibatches", 8) in problem.fixes and ("batch", 63) in problem.fixes and ("group", 16) in problem.fixes
+    assert ("--minibatches must be at most 8 (got 16): the smallest batch has 1 prompts x --group 8"
+            in problem.sentence)
+    assert problem.fixes == (("minibatches", 8),)
 
 
 @pytest.mark.parametrize("flags, said", [
-    (dict(tp=3), "--tp is 3 and there are 4 ranks"), (dict(shard_size=3), "--shard_size is 3"), (dict(lr=float("nan")), "--lr is nan"),
-    (dict(group=1), "--advantage dr_grpo compares"), (dict(kl_loss_coef=0.1, kl_reward_coef=0.1), "are both on"),
-    (dict(loss="reinforce", epochs=2), "--loss reinforce has no ratio"), (dict(overlong_buffer=300), "--overlong_buffer is 300"),
-    (dict(target_reward=0.9, steps=5), "--target_reward compares"), (dict(stop=("a", "")), "--stop has an empty string"),
-    (dict(gpu_memory_utilization=1.2), "--gpu_memory_utilization is 1.2"), (dict(betas=(0.9, 1.0)), "--betas is"), (dict(seed=2**63), "--seed is"),
-    (dict(eval_every=5), "there is no --eval_data"), (dict(eval_samples=4), "greedy samples are all the same"), (dict(dual_clip=1.0), "--dual_clip is 1.0"),
-    (dict(engine_correction="mask", correction_low=3.0), "all would be masked"), (dict(seed=-1), "--seed is -1"), (dict(warmup_steps=-2), "--warmup_steps is -2")])
+    (dict(tp=3), "--tp must divide the 4 ranks (got 3)"),
+    (dict(shard_size=3), "--shard_size must divide the 4 ranks (got 3)"),
+    (dict(lr=float("nan")), "--lr must be more than 0 (got nan)"),
+    (dict(group=1), "--advantage dr_grpo compares"),
+    (dict(group=1, advantage="reinforce++", dynamic_sampling=True), "--dynamic_sampling keeps"),
+    (dict(kl_loss_coef=0.1, kl_reward_coef=0.1), "must not both be on"),
+    (dict(loss="reinforce", epochs=2), "--loss reinforce has no ratio"),
+    (dict(loss="cispo", dual_clip=3.0), "--dual_clip bounds a clipped loss"),
+    (dict(overlong_buffer=300), "--overlong_buffer must be at most 256 (got 300)"),
+    (dict(target_reward=0.9, steps=5), "--steps must be at least 13 (got 5): for --t"),
+    (dict(stop=("a", "")), "--stop must not have an empty string"),
+    (dict(gpu_memory_utilization=1.2), "--gpu_memory_utilization must be more than 0 and"),
+    (dict(betas=(0.9, 1.0)), "--betas must be two numbers in [0, 1) (got (0.9, 1.0))"),
+    (dict(seed=2**63), "--seed must be at least 0 and below 2^63"),
+    (dict(eval_every=5), "--eval_every needs --eval_data"),
+    (dict(eval_only=True), "--eval_only needs --eval_data"),
+    (dict(eval_samples=4), "--eval_samples must be at most 1 (got 4): --eval_temperature is 0"),
+    (dict(dual_clip=1.0), "--dual_clip must be more than 1 (got 1.0)"),
+    (dict(engine_correction="mask", correction_low=3.0), "be at most 2.0 (got 3.0): --corr"),
+    (dict(seed=-1), "--seed must be at least 0 and below 2^63 (got -1)"),
+    (dict(top_p=2.0), "--top_p must be 1 in training (got 2.0)"),
+    (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2)")])
 def test_each_combination_that_makes_no_sense(flags, said):
     problem = one(4, **flags)
-    assert said in problem.text
+    assert said in problem.sentence
     assert problem.fixes, "names no value that works"
     check_fixes(Args(**flags), 4, 1000, [problem])
+
+
+@pytest.mark.parametrize("flags, said", [
+    (dict(gamma=1.5), "--gamma"), (dict(lam=-0.1), "--lam"), (dict(kl_target=0.1), "--kl_target"),
+    (dict(critic_lr=0.0), "--critic_lr must be more than 0 (got 0.0)"),
+    (dict(value_clip=-1.0), "--value_clip must be at least 0"),
+    (dict(critic_warmup_steps=-1), "--critic_warmup_steps must be at least 0")])
+def test_each_combination_of_ppo_that_makes_no_sense(flags, said):
+    args = Args(ppo, **flags)
+    problem, = plan.problems(args, 4, 1000)
+    assert said in problem.sentence and problem.fixes
+    check_fixes(args, 4, 1000, [problem])
 
 
 QWEN_05B, QWEN_15B, TINY = (SHAPES[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
 
 
 @pytest.mark.parametrize("shape, machine, ranks, tp, said, fixes", [
-    (QWEN_05B, None, 8, 4, "--tp is 4; an engine's ranks share the model evenly, which its 14 attention heads would not allow.", [2]),
-    (QWEN_05B, None, 7, 7, "its 2 key-value heads, MLP of width 4,864, vocabulary of 151,936 would", [1]),
-    (QWEN_15B, 6, 6, 6, "its MLP of width 8,960, vocabulary of 151,936 would", [2]),
-    (QWEN_05B, 4, 4, 3, "--tp is 3 and there are 4 ranks", [2]),                        # not 4, which divides the ranks but not the heads
-    (TINY, 3, 6, 2, "--tp is 2 and a machine has 3 ranks; they must divide into engines", [1]),
-    (TINY, 2, 8, 4, "--tp is 4 and a machine has 2 ranks", [2]),
-    (None, 2, 8, 8, "--tp is 8 and a machine has 2 ranks", [2])])
-def test_an_engine_that_the_model_or_the_machines_do_not_allow(shape, machine, ranks, tp, said, fixes):
-    """vLLM would say so on every rank, after minutes, in an assertion; an engine over two machines it would start."""
+    (QWEN_05B, None, 8, 4, "--tp must divide the 14 attention heads (got 4).", [2]),
+    (QWEN_05B, None, 7, 7, "4,864 columns of the MLP and 2 key-value heads and 151,936 tokens of "
+                           "the vocabulary (got 7)", [1]),
+    (QWEN_15B, 6, 6, 6, "the 8,960 columns of the MLP and 151,936 tokens of", [2]),
+    (QWEN_05B, 4, 4, 3, "--tp must divide the 4 ranks", [2]),              # 4 does, not the heads
+    (TINY, 3, 6, 2, "--tp must divide the 3 ranks of a machine (got 2)", [1]),
+    (TINY, 2, 8, 4, "--tp must divide the 2 ranks of a machine (got 4)", [2]),
+    (None, 2, 8, 8, "--tp must divide the 2 ranks of a machine (got 8)", [2])])
+def test_an_engine_that_the_model_or_the_machines_do_not_allow(shape, machine, ranks, tp, said,
+                                                               fixes):
+    """vLLM would say so after minutes, in an assertion; an engine over two machines it starts."""
     found = plan.problems(Args(tp=tp), ranks, 1000, shape=shape, machine=machine)
-    assert any(said in p.text for p in found), [str(p) for p in found]
-    assert {p.kind for p in found} == {"--tp"} and all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
+    assert any(said in p.sentence for p in found), [str(p) for p in found]
+    assert {p.kind for p in found} == {"--tp"}
+    assert all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
     for value in fixes:
         assert not plan.problems(Args(tp=value), ranks, 1000, shape=shape, machine=machine)
 
 
 def test_engines_that_are_allowed():
-    for tp, shape in ((2, QWEN_05B), (4, TINY), (4, SHAPES["Qwen2.5-7B"]), (8, SHAPES["Qwen2.5-3B"])):      # 2 key-value heads for 8 ranks: copies
+    for tp, shape in ((2, QWEN_05B), (4, TINY), (4, SHAPES["Qwen2.5-7B"]),
+                      (8, SHAPES["Qwen2.5-3B"])):            # 2 key-value heads for 8 ranks: copies
         assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, machine=8)
     text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, machine=3)[0])
-    assert text.endswith("Would work: --tp 1 or ranks 2 or ranks 4.") and "a machine has" not in text
+    assert text.endswith("Would work: --tp 1.")
 
 
 def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
-    found = problems(6, n_rows=100, batch=64, group=4, minibatches=200, update_tokens=10, tp=4, top_p=0.5, strict=True, shard_size=4)
-    assert {p.kind for p in found} == {"--minibatches", "--update_tokens", "--tp", "--top_p", "--strict", "--shard_size"}
-    check_fixes(Args(batch=64, group=4, minibatches=200, update_tokens=10, tp=4, top_p=0.5, strict=True, shard_size=4), 6, 100, found)
+    flags = dict(batch=64, group=4, minibatches=200, update_tokens=10, tp=4, top_p=0.5, strict=True,
+                 shard_size=4)
+    found = problems(6, n_rows=100, **flags)
+    assert {p.kind for p in found} == {"--minibatches", "--update_tokens", "--tp", "--top_p",
+                                       "--strict", "--shard_size"}
+    check_fixes(Args(**flags), 6, 100, found)
     text = plan.together([str(p) for p in found])
     assert text.startswith("6 problems:") and "\n  6. " in text
 
 
-def check_fixes(args: Args, ranks: int, n_rows: int | None, found: list[plan.Problem]) -> None:
-    """Each suggested change ends its problem, makes no new one, and is accepted where there was no other."""
+def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) -> None:
+    """Each suggested change ends its problem and makes no new one."""
     for problem in found:
         for flag, value in problem.fixes:
-            changed, w = (args, value) if flag == "ranks" else (replace(args, **{flag: value}), ranks)
-            left = {p.kind for p in plan.problems(changed, w, n_rows, suggest=False)}
-            assert left <= {p.kind for p in found} - {problem.kind}, f"{flag} {value} for {problem.text}: {left}"
-            if len(found) == 1:
-                assert not left
+            there, w = (args, value) if flag == "ranks" else (
+                plan.changed(args, **{flag: value}), ranks)
+            left = {p.kind for p in plan.broken(there, w, n_rows, 0)}
+            assert left <= {p.kind for p in found} - {problem.kind}, (flag, value, problem, left)
 
 
-# ---- what is accepted runs: a property over random settings ---------------------------------------------------------
+# ---- what is accepted runs: a property over random settings --------------------------------------
 
-def draw(rng: random.Random) -> tuple[Args, int, int | None, int]:
-    """Settings, ranks, prompts in the data and in the evaluation set. One time in four there is nonsense among them."""
+def draw(rng: random.Random):
+    """Args, ranks, rows of the data and of the evaluation. One in four has nonsense in it."""
     size = lambda *values: rng.choice(values) if rng.random() < 0.5 else rng.randint(1, 24)
     prompt, completion = rng.choice([1, 5, 16, 100]), rng.choice([1, 7, 16, 60])
     longest = prompt + completion
-    budget = lambda: rng.choice([longest, longest + 1, 2 * longest, 3 * longest + 2, 10 * longest, 1 << 16])
-    flags = dict(batch=size(1, 2, 8, 64), group=rng.choice([2, 3, 4, 8, 8, 16]), minibatches=rng.choice([1, 1, 2, 3, 4]), epochs=rng.choice([1, 1, 2]),
-                 max_prompt_tokens=prompt, max_tokens=completion, update_tokens=budget(), score_tokens=budget(), strict=rng.random() < 0.3,
-                 dynamic_sampling=rng.random() < 0.2, overlong_filter=rng.random() < 0.3, eval_samples=1, seed=rng.randrange(5),
-                 advantage=rng.choice(["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"]), kl_loss_coef=rng.choice([0.0, 0.0, 0.1]))
+    budget = lambda: rng.choice([longest, longest + 1, 2 * longest, 3 * longest + 2, 10 * longest,
+                                 1 << 16])
+    flags = dict(
+        batch=size(1, 2, 8, 64), group=rng.choice([2, 3, 4, 8, 8, 16]),
+        minibatches=rng.choice([1, 1, 2, 3, 4]), epochs=rng.choice([1, 1, 2]),
+        max_prompt_tokens=prompt, max_tokens=completion, update_tokens=budget(),
+        score_tokens=budget(), strict=rng.random() < 0.3, dynamic_sampling=rng.random() < 0.2,
+        overlong_filter=rng.random() < 0.3, eval_samples=1, seed=rng.randrange(5),
+        advantage=rng.choice(["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"]),
+        kl_loss_coef=rng.choice([0.0, 0.0, 0.1]))
     ranks = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16, 64])
     flags["tp"] = rng.choice([1, 1, 1, 2, ranks])
     if rng.random() < 0.25:
         for _ in range(rng.choice([1, 1, 2, 5])):
-            name = rng.choice(["batch", "group", "minibatches", "epochs", "max_prompt_tokens", "max_tokens", "update_tokens", "score_tokens", "tp",
-                               "shard_size", "top_p", "temperature", "steps", "eval_samples", "overlong_buffer", "eval_every", "lr", "seed"])
-            number = rng.choice([0, -1, 1, 3, 5, 7, 1000])
-            flags[name] = rng.choice([0.0, -1.0, 0.5, float("nan"), float("inf")]) if name in ("top_p", "temperature", "lr") else number
-    return Args(**flags), rng.choice([ranks] * 9 + [0]), rng.choice([None, 1, 2, 7, 10, 33, 64, 65]), rng.choice([0, 1, 5, 7])
+            name = rng.choice([
+                "batch", "group", "minibatches", "epochs", "max_prompt_tokens", "max_tokens",
+                "update_tokens", "score_tokens", "tp", "shard_size", "top_p", "temperature",
+                "steps", "eval_samples", "overlong_buffer", "eval_every", "lr", "seed"])
+            numbers = [0, -1, 1, 3, 5, 7, 1000]
+            if name in ("top_p", "temperature", "lr"):
+                numbers = [0.0, -1.0, 0.5, float("nan"), float("inf")]
+            flags[name] = rng.choice(numbers)
+    return (Args(**flags), rng.choice([ranks] * 9 + [0]),
+            rng.choice([None, 1, 2, 7, 10, 33, 64, 65]), rng.choice([0, 1, 5, 7]))
 
 
-def simulate(args: Args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> None:
-    """One epoch, as the loop would: every completion is trained on --epochs times or counted once, every evaluation row is seen once."""
+def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> None:
+    """One epoch of the loop: each completion is trained on --epochs times or counted once."""
     made = plan.Plan(args, "", ranks, n_rows, n_eval)
-    stream = Stream([Row(i, "", [1] * rng.randint(1, args.max_prompt_tokens), None, {}, "") for i in range(n_rows)], args.seed)
-    seen, engines = Counter(), ranks // args.tp
+    ids = [[1] * rng.randint(1, args.prompts.max_prompt_tokens) for _ in range(n_rows)]
+    stream = Stream([Row(i, "", ids[i], None, {}, "") for i in range(n_rows)], args.seed)
+    seen, engines = Counter(), ranks // args.engine.tp
     while stream.position < n_rows:
-        prompts = stream.take(args.batch)
+        prompts = stream.next(args.batch)
         assert len(prompts) in made.batches
         seen.update(p.row.index for p in prompts)
         requests = [(p.position, g) for p in prompts for g in range(args.group)]
-        assert [r for e in range(engines) for r in requests[share(len(requests), engines, e)]] == requests
+        shares = [requests[share(len(requests), engines, e)] for e in range(engines)]
+        assert sum(shares, []) == requests
         rows, counted = len(requests), Counter()
-        if args.dynamic_sampling:                            # some groups are left out before the update
+        if args.dynamic_sampling:                            # some groups are left out
             kept = rng.randint(0, len(prompts))
-            counted["equal"], prompts, rows = (len(prompts) - kept) * args.group, prompts[:kept], kept * args.group
-        lengths = [rng.choice([1, args.max_tokens, rng.randint(1, args.max_tokens)]) for _ in range(rows)]
-        batch = Batch([p.row.prompt_ids for p in prompts for _ in range(args.group)],
-                      [Completion(np.ones(n, np.int32), np.zeros(n, np.float32), n == args.max_tokens) for n in lengths])
-        trained, phases = Counter(), {p.rows: p for p in made.phases(len(prompts)) if p.name == "update"}
-        minibatches = batch.minibatches(args.minibatches)
+            counted["equal"] = (len(prompts) - kept) * args.group
+            prompts, rows = prompts[:kept], kept * args.group
+        longest = args.max_tokens
+        lengths = [rng.choice([1, longest, rng.randint(1, longest)]) for _ in range(rows)]
+        of = [p for p in prompts for _ in range(args.group)]
+        totals = [len(p.row.prompt_ids) + n for p, n in zip(of, lengths, strict=True)]
+        batch = Batch([Sample(p, Completion(np.ones(n, np.int32), np.zeros(n, np.float32), False),
+                              "", Score(0.0, {}, None)) for p, n in zip(of, lengths, strict=True)])
+        phases = {p.rows: p for p in made.phases(len(prompts)) if p.name == "update"}
+        trained, minibatches = Counter(), batch.minibatches(args.minibatches, args.epochs)
+        assert len(minibatches) == args.minibatches * args.epochs
         assert rows < args.minibatches or all(minibatches), "an optimizer step without rows"
-        for part in minibatches * args.epochs:
-            if not part:                                     # fewer completions were kept than there are minibatches: skipped, and counted
+        for part in minibatches:
+            if not part:                 # fewer completions than minibatches: skipped, and counted
                 assert args.dynamic_sampling
                 continue
-            lanes = balance([batch.totals[r] for r in part], ranks, args.update_tokens)
+            lanes = balance([totals[r] for r in part], ranks, args.update_tokens)
             counts = {len(lane) for lane in lanes}
+            empty = sum(not micro for lane in lanes for micro in lane)
             assert len(counts) == 1 and max(counts) <= phases[len(part)].micros
-            assert sum(not micro for lane in lanes for micro in lane) <= phases[len(part)].padding, "more padding than the plan says"
-            assert not args.strict or all(micro for lane in lanes for micro in lane), "padding under --strict"
+            assert empty <= phases[len(part)].padding, "more padding than the plan says"
+            assert not args.planning.strict or not empty, "padding under --strict"
             trained.update(part[i] for lane in lanes for micro in lane for i in micro)
         assert trained == dict.fromkeys(range(rows), args.epochs)
         assert rows + sum(counted.values()) == len(requests)
-        score = balance(batch.totals, ranks, args.score_tokens)
+        score = balance(totals, ranks, args.score_tokens)
         assert sorted(i for lane in score for micro in lane for i in micro) == list(range(rows))
     assert seen == dict.fromkeys(range(n_rows), 1), "a row was dropped, or came twice in an epoch"
-    evaluated = [r for e in range(engines) for r in list(range(n_eval))[share(n_eval, engines, e)]]
-    assert evaluated == list(range(n_eval))
+    evaluated = [list(range(n_eval))[share(n_eval, engines, e)] for e in range(engines)]
+    assert sum(evaluated, []) == list(range(n_eval))
 
 
 def every_setting_is_refused_or_runs(count: int, seed: int) -> Counter:
@@ -248,11 +350,13 @@ def every_setting_is_refused_or_runs(count: int, seed: int) -> Counter:
                 outcomes["refused"] += 1
                 outcomes["suggestions"] += sum(len(p.fixes) for p in found)
                 check_fixes(args, ranks, n_rows, found)
-                assert all(p.fixes for p in found) or len(found) > 1 or found[0].kind in ("--strict", "ranks"), f"no way out: {found[0]}"
+                assert (all(p.fixes for p in found) or len(found) > 1
+                        or found[0].kind == "--strict"), f"no way out: {found[0]}"
             else:
                 outcomes["runs"] += 1
                 plan.Plan(args, "", ranks, n_rows, n_eval).text()
-                simulate(args, ranks, n_rows or 3 * args.batch, n_eval, rng)      # where the plan was made without the data: whole batches
+                # Where the plan was made without the data: whole batches.
+                simulate(args, ranks, n_rows or 3 * args.batch, n_eval, rng)
         except Exception as error:
             raise AssertionError(f"{args} on {ranks} ranks, {n_rows} rows") from error
     return outcomes
@@ -260,7 +364,8 @@ def every_setting_is_refused_or_runs(count: int, seed: int) -> Counter:
 
 def test_every_setting_is_refused_or_runs():
     outcomes = every_setting_is_refused_or_runs(2000, seed=0)
-    assert outcomes["runs"] > 700 and outcomes["refused"] > 400 and outcomes["suggestions"] > 500, outcomes
+    assert outcomes["runs"] > 700 and outcomes["refused"] > 400, outcomes
+    assert outcomes["suggestions"] > 500, outcomes
 
 
 @pytest.mark.slow

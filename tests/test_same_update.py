@@ -1,7 +1,8 @@
-"""Invariants 1 and 2: from the same completions, the same update and the same metrics on any number of ranks, with any token budget.
+"""Equal completions give the same update and metrics on any number of ranks, with any budgets.
 
-Every case runs through the shipped `grpo.learn` in real processes, once on each number of ranks, and is compared with one rank;
-one rank is compared with a loop over single sequences that knows nothing of batches. Shape of the cases: see learning.py.
+Every case runs through the shipped `grpo.learn` in real processes, on several numbers of ranks, and
+is compared with one rank. One rank is compared with a loop over single sequences that knows nothing
+of batches. The models and samples are those of learning.py.
 """
 import math
 
@@ -9,43 +10,67 @@ import pytest
 import torch
 
 import ranks
-from learning import COMPLETION, GROUP, LAYOUT_METRICS, LONGEST, Case, difference, fabricate, learn_all, make_models, whole
+from learning import (
+    COMPLETION,
+    GROUP,
+    LAYOUT_METRICS,
+    LONGEST,
+    Case,
+    difference,
+    fabricate,
+    learn_all,
+    make_models,
+    whole,
+)
 
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
 BUDGETS = (LONGEST, 77, 4096)               # exactly one longest sequence; a few; everything
 
 
-def case(prompts: int, samples: str = "mixed", tied: bool = True, dtype: str = "float64", steps: int = 1, shard_size: int = 0, **args) -> Case:
+def case(prompts: int, samples: str = "mixed", tied: bool = True, dtype: str = "float64",
+         steps: int = 1, shard_size: int = 0, **args) -> Case:
     return Case(prompts, tuple(sorted(args.items())), samples, tied, dtype, steps, shard_size)
 
 
 def cross(dtype: str) -> list[Case]:
     """batch × budget × aggregation × minibatches, all of it."""
-    return [case(prompts, dtype=dtype, update_tokens=budget, score_tokens=budget + 13, aggregation=aggregation, minibatches=minibatches)
-            for prompts in (1, 7, 8) for budget in BUDGETS for aggregation in ("token", "sequence", "constant") for minibatches in (1, 3)]
+    return [case(prompts, dtype=dtype, update_tokens=budget, score_tokens=budget + 13,
+                 aggregation=aggregation, minibatches=minibatches)
+            for prompts in (1, 7, 8) for budget in BUDGETS
+            for aggregation in ("token", "sequence", "constant") for minibatches in (1, 3)]
 
 
-LATIN = [c for i, c in enumerate(cross("float64")) if (i // 18 + i // 6 + i // 2) % 3 == 0 and (i + i // 6) % 2]     # each pair of values meets
-SOME = LATIN + [case(7, dtype="float32", update_tokens=LONGEST, aggregation="sequence", minibatches=3), case(8, dtype="float32", update_tokens=77)] + [
+LATIN = [c for i, c in enumerate(cross("float64"))                 # holds each pair of values
+         if (i // 18 + i // 6 + i // 2) % 3 == 0 and (i + i // 6) % 2]
+SOME = [
+    *LATIN,
+    case(7, dtype="float32", update_tokens=LONGEST, aggregation="sequence", minibatches=3),
+    case(8, dtype="float32", update_tokens=77),
     case(7, tied=False, update_tokens=77),
-    case(7, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, update_tokens=100, score_tokens=50, aggregation="sequence"),
+    case(7, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, update_tokens=100, score_tokens=50,
+         aggregation="sequence"),
     case(7, kl_reward_coef=0.05, advantage="reinforce++", update_tokens=64, score_tokens=96),
-    case(8, engine_correction="truncate", correction_high=1.2, advantage="grpo", update_tokens=64, score_tokens=96),
-    case(3, engine_correction="mask", epochs=2, overlong_filter=True, overlong_buffer=8, loss="gspo", aggregation="sequence", update_tokens=40),
-    case(3, advantage="reinforce++-baseline", loss="cispo", minibatches=2, epochs=2, steps=2, update_tokens=40),
-    case(1, samples="plain", minibatches=3),            # 4 completions in 3 minibatches, on up to 4 ranks
+    case(8, engine_correction="truncate", correction_high=1.2, advantage="grpo", update_tokens=64,
+         score_tokens=96),
+    case(3, engine_correction="mask", epochs=2, overlong_filter=True, overlong_buffer=8,
+         loss="gspo", aggregation="sequence", update_tokens=40),
+    case(3, advantage="reinforce++-baseline", loss="cispo", minibatches=2, epochs=2, steps=2,
+         update_tokens=40),
+    case(1, samples="plain", minibatches=3),            # 4 completions in 3 minibatches
     case(2, samples="unscored", minibatches=3),         # nothing to learn from
     case(0, samples="none", minibatches=2),             # --dynamic_sampling that found no group
 ]
 
 
 def label(c: Case) -> str:
-    return f"{c.prompts} prompts {c.samples} {c.dtype}{'' if c.tied else ' untied'} " + " ".join(f"{k}={v}" for k, v in c.args)
+    flags = " ".join(f"{k}={v}" for k, v in c.args)
+    return f"{c.prompts} prompts {c.samples} {c.dtype}{'' if c.tied else ' untied'} {flags}"
 
 
 def run_on(sizes, folder: str, cases: list[Case]) -> dict[int, list]:
     """{W: [the case's outcomes on all W ranks, for each case]}"""
-    return {size: list(zip(*ranks.results(size, learn_all, folder, cases, timeout=300))) for size in sizes}
+    return {size: list(zip(*ranks.results(size, learn_all, folder, cases, timeout=300),
+                           strict=True)) for size in sizes}
 
 
 @pytest.fixture(scope="module")
@@ -63,55 +88,69 @@ def same(cases: list[Case], runs: dict[int, list]) -> None:
         before, after = whole([o.before for o in one]), whole([o.after for o in one])
         learnt = any(m["update/steps"] for m in one[0].metrics)
         assert learnt == (c.samples not in ("unscored", "none"))
-        assert not learnt or difference(after, before) > 1e-4, "the learning rate does not move the parameters"
+        assert not learnt or difference(after, before) > 1e-4, "the parameters do not move"
         for size, outcomes in runs.items():
-            many, limit, name = outcomes[number], LIMIT[c.dtype], f"{label(c)}, {size} ranks"
+            many, limit = outcomes[number], LIMIT[c.dtype]
+            name = f"{label(c)}, {size} ranks"
             assert len(many[0].gradients) == len(one[0].gradients), name
             for k in range(len(one[0].gradients)):
-                gap = difference(whole([o.gradients[k] for o in many]), whole([o.gradients[k] for o in one]))
-                worst[c.dtype, "gradient", size] = max(worst.get((c.dtype, "gradient", size), 0), gap)
+                gap = difference(whole([o.gradients[k] for o in many]),
+                                 whole([o.gradients[k] for o in one]))
+                key = c.dtype, "gradient", size
+                worst[key] = max(worst.get(key, 0), gap)
                 assert gap <= limit, f"{name}: gradient {k} differs by {gap:.2g}"
             start, end = whole([o.before for o in many]), whole([o.after for o in many])
             gap, update = difference(end, after), difference(end - start, after - before)
             for what, value in (("parameters", gap), ("update", update)):
                 worst[c.dtype, what, size] = max(worst.get((c.dtype, what, size), 0), value)
-            assert torch.equal(start, before) and gap <= limit, f"{name}: parameters differ by {gap:.2g}"
-            for theirs in many:                          # every rank says the same metrics, and those of one rank
-                same_metrics(theirs.metrics, one[0].metrics, 1e-10 if c.dtype == "float64" else 1e-4, name)
+            assert torch.equal(start, before), name
+            assert gap <= limit, f"{name}: parameters differ by {gap:.2g}"
+            for theirs in many:                          # every rank has the metrics of one rank
+                same_metrics(theirs.metrics, one[0].metrics,
+                             1e-10 if c.dtype == "float64" else 1e-4, name)
     for (dtype, what, size), value in sorted(worst.items()):
         if size > 1:
-            print(f"  {dtype} {what:<10} {size} ranks against 1: relative difference at most {value:.1e}")
+            print(f"  {dtype} {what:<10} {size} ranks: differs by at most {value:.1e}, relative")
 
 
 def same_metrics(theirs: list[dict], ours: list[dict], limit: float, name: str) -> None:
     for a, b in zip(theirs, ours, strict=True):
         assert a.keys() == b.keys(), name
         for key in a.keys() - set(LAYOUT_METRICS):
-            assert math.isclose(a[key], b[key], rel_tol=limit, abs_tol=limit), f"{name}: {key} is {a[key]}, on one rank {b[key]}"
+            assert math.isclose(a[key], b[key], rel_tol=limit, abs_tol=limit), \
+                f"{name}: {key} is {a[key]}, on one rank {b[key]}"
 
 
 def test_same_update_and_metrics_on_1_2_3_4_ranks(models):
     hybrid = case(7, tied=False, update_tokens=77, shard_size=2)
     runs = run_on((1, 2, 3), models, SOME) | run_on((4,), models, [*SOME, hybrid])
     same(SOME, runs)
-    # --shard_size 2 on 4 ranks: two copies of the weights, each over two ranks; the gradient in both is that of all four.
-    gradient = whole([o.gradients[0] for o in runs[1][SOME.index(case(7, tied=False, update_tokens=77))]])
+    # --shard_size 2 on 4 ranks: two copies of the weights, each over two ranks. Both copies have
+    # the gradient of all four ranks.
+    alone = runs[1][SOME.index(case(7, tied=False, update_tokens=77))]
+    gradient = whole([o.gradients[0] for o in alone])
     for copy in (runs[4][-1][:2], runs[4][-1][2:]):
         assert difference(whole([o.gradients[0] for o in copy]), gradient) <= 1e-12
-    # What one rank does does not depend on its budgets either: equal cases but for the budget have equal gradients.
+    # One rank does not depend on its budgets either: cases that differ only in them have equal
+    # gradients.
     by_maths: dict[tuple, torch.Tensor] = {}
-    for c, outcomes in zip(SOME, runs[1]):
+    for c, outcomes in zip(SOME, runs[1], strict=True):
         if outcomes[0].gradients:
-            key = c.prompts, c.samples, c.tied, tuple(a for a in c.args if a[0] not in ("update_tokens", "score_tokens")), c.dtype
+            maths = tuple(a for a in c.args if a[0] not in ("update_tokens", "score_tokens"))
+            key = c.prompts, c.samples, c.tied, maths, c.dtype
             gradient = whole([o.gradients[0] for o in outcomes])
-            assert difference(gradient, by_maths.setdefault(key, gradient)) <= LIMIT[c.dtype], label(c)
-    # The cases are what they say: some rank has nothing to do, and one longest sequence fills the smallest budget.
-    assert any(micros == [((), 2)] for outcomes in runs[4] for o in outcomes for _, _, micros in o.micros)
-    assert any(tokens == LONGEST == budget for outcomes in runs[4] for o in outcomes for _, budget, micros in o.micros for _, tokens in micros)
+            same_maths = by_maths.setdefault(key, gradient)
+            assert difference(gradient, same_maths) <= LIMIT[c.dtype], label(c)
+    # The cases do what they should: some rank has nothing to do, and one longest sequence fills the
+    # smallest budget.
+    cuts = [cut for outcomes in runs[4] for o in outcomes for cut in o.micros]
+    assert any(micros == [((), 2)] for _, _, micros in cuts)
+    assert any(tokens == LONGEST == budget for _, budget, micros in cuts for _, tokens in micros)
     # 1 prompt in 3 minibatches: as many optimizer steps on every layout, none of them empty.
     number = SOME.index(case(1, samples="plain", minibatches=3))
     for outcomes in runs.values():
-        assert all(o.metrics[0]["update/steps"] == 3 and o.metrics[0]["update/skipped"] == 0 for o in outcomes[number])
+        for o in outcomes[number]:
+            assert o.metrics[0]["update/steps"] == 3 and o.metrics[0]["update/skipped"] == 0
 
 
 @pytest.mark.slow
@@ -123,14 +162,16 @@ def test_same_update_whole_cross_product(models, dtype):
     for prompts in (1, 7, 8):                             # and across budgets
         for aggregation in ("token", "sequence", "constant"):
             for minibatches in (1, 3):
-                alike = [n for n, c in enumerate(cases) if c.prompts == prompts and c.options["aggregation"] == aggregation and
-                         c.options["minibatches"] == minibatches]
+                alike = [n for n, c in enumerate(cases) if (
+                    c.prompts, c.options["aggregation"], c.options["minibatches"]) == (
+                    prompts, aggregation, minibatches)]
                 after = [whole([o.after for o in runs[1][n]]) for n in alike]
-                assert len(alike) == 3 and max(difference(a, after[0]) for a in after) <= LIMIT[dtype]
+                assert len(alike) == 3
+                assert max(difference(a, after[0]) for a in after) <= LIMIT[dtype]
 
 
 def one_by_one(world, folder: str, prompts: int) -> dict[str, torch.Tensor]:
-    """The gradient by the paper's formula, one sequence at a time through plain transformers: nothing of ours but the samples."""
+    """The gradient by the paper's formula, one sequence at a time through plain transformers."""
     from transformers import AutoModelForCausalLM
     samples, gradients = fabricate("mixed", prompts), {}
     for aggregation in ("token", "sequence", "constant"):
@@ -144,8 +185,10 @@ def one_by_one(world, folder: str, prompts: int) -> dict[str, torch.Tensor]:
         for s, advantage in rows:
             prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
             logits = lm(torch.tensor([prompt + ids])).logits[0]
-            log_pi = sum(logits[len(prompt) - 1 + t].log_softmax(-1)[token] for t, token in enumerate(ids))
-            per = {"token": tokens, "sequence": len(ids) * len(rows), "constant": COMPLETION * len(rows)}[aggregation]
+            log_pi = sum(logits[len(prompt) - 1 + t].log_softmax(-1)[token]
+                         for t, token in enumerate(ids))
+            per = {"token": tokens, "sequence": len(ids) * len(rows),
+                   "constant": COMPLETION * len(rows)}[aggregation]
             (-advantage * log_pi / per).backward()
         gradients[aggregation] = torch.cat([p.grad.flatten() for p in lm.parameters()])
     return gradients
@@ -154,5 +197,6 @@ def one_by_one(world, folder: str, prompts: int) -> dict[str, torch.Tensor]:
 def test_one_rank_is_the_formula(models):
     expected, = ranks.results(1, one_by_one, models, 7)
     cases = [case(7, update_tokens=77, aggregation=aggregation) for aggregation in expected]
-    for c, outcomes in zip(cases, run_on((1,), models, cases)[1]):
-        assert difference(whole([o.gradients[0] for o in outcomes]), expected[c.options["aggregation"]]) <= 1e-12, label(c)
+    for c, outcomes in zip(cases, run_on((1,), models, cases)[1], strict=True):
+        gradient = whole([o.gradients[0] for o in outcomes])
+        assert difference(gradient, expected[c.options["aggregation"]]) <= 1e-12, label(c)

@@ -1,28 +1,31 @@
-"""The five situations in which popular frameworks crash, floor, drop or mis-scale. Each is a setting that here simply runs.
+"""Five situations in which popular frameworks crash, floor, drop or mis-scale. Here they all run.
 
-What others do is quoted beside each test; the engine's part of the same settings is in test_engine.py.
+Each test quotes what others do. test_engine.py has the engine's part of the same settings.
 """
 import pytest
-import torch
 
+import grpo
 import learning
+import model
 import plan
 import ranks
 from data import Row, Stream
 from dist import share
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
 
-
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
-EIGHT = [Case(1, (("batch", 1), ("group", 8), ("update_tokens", 77))), Case(1, (("batch", 1), ("group", 8), ("minibatches", 3)), samples="plain")]
+EIGHT = [Case(1, (("batch", 1), ("group", 8), ("update_tokens", 77))),
+         Case(1, (("batch", 1), ("group", 8), ("minibatches", 3)), samples="plain")]
 BUDGETS = [(50, 170), (170, 50)]             # of the update, of the score passes
-LEAK = [Case(8, (("update_tokens", update), ("score_tokens", score), ("minibatches", 2), ("kl_loss_coef", 0.1))) for update, score in BUDGETS]
+LEAK = [Case(8, (("update_tokens", update), ("score_tokens", score), ("minibatches", 2),
+                 ("kl_loss_coef", 0.1))) for update, score in BUDGETS]
 
 
-def everything(world, folder: str, cases: list[Case], epoch: bool, groups: list[int]) -> tuple[dict, dict | None, list]:
-    """All that one number of ranks is asked for, in one process group: a start costs more than most of the cases."""
+def everything(world, folder: str, cases: list[Case], epoch: bool, groups: list[int]) -> tuple:
+    """All tests of one number of ranks in one process group: to start it costs more than a case."""
     peaks = peak_of_live_tensors(world, folder, groups)
-    return dict(zip(cases, learn_all(world, folder, cases))), an_epoch(world, folder) if epoch else None, peaks
+    outcomes = dict(zip(cases, learn_all(world, folder, cases), strict=True))
+    return outcomes, an_epoch(world, folder) if epoch else None, peaks
 
 
 @pytest.fixture(scope="module")
@@ -30,118 +33,132 @@ def ran(tmp_path_factory) -> dict[int, list]:
     """{W: [what `everything` returned on each of W ranks]}"""
     folder = str(tmp_path_factory.mktemp("models"))
     ranks.results(1, make_models, folder)
-    ask = {1: ([TWO, *EIGHT, *LEAK], True, [32, 64]), 3: (EIGHT, False, []), 4: ([TWO, *LEAK], False, []), 6: ([], True, [])}
-    return {size: ranks.results(size, everything, folder, *asked, timeout=300) for size, asked in ask.items()}
+    asked = {1: ([TWO, *EIGHT, *LEAK], True, [32, 64]), 3: (EIGHT, False, []),
+             4: ([TWO, *LEAK], False, []), 6: ([], True, [])}
+    return {size: ranks.results(size, everything, folder, *ask, timeout=300)
+            for size, ask in asked.items()}
 
 
 def both(ran: dict, size: int, case: Case) -> tuple[list, list]:
-    """A case's outcomes on one rank and on `size`, one for each rank; gradients and parameters are equal."""
+    """A case's outcomes on one rank and on `size` ranks, with equal gradients and parameters."""
     one, many = ([cases[case] for cases, _, _ in ran[w]] for w in (1, size))
+    gap = lambda part: difference(whole([part(o) for o in many]), whole([part(o) for o in one]))
     assert len(one[0].gradients) == len(many[0].gradients) > 0
     for k in range(len(one[0].gradients)):
-        assert difference(whole([o.gradients[k] for o in many]), whole([o.gradients[k] for o in one])) <= 1e-12
-    assert difference(whole([o.after for o in many]), whole([o.after for o in one])) <= 1e-12
+        assert gap(lambda o, k=k: o.gradients[k]) <= 1e-12
+    assert gap(lambda o: o.after) <= 1e-12
     assert difference(whole([o.after for o in one]), whole([o.before for o in one])) > 1e-4
     return one, many
 
 
-def trained_rows(outcomes, phase: str = "update") -> list[int]:
-    return sorted(row for o in outcomes for name, _, micros in o.micros if name == phase for rows, _ in micros for row in rows)
+def trained_rows(outcomes) -> list[int]:
+    return sorted(row for o in outcomes for name, _, micros in o.micros if name == "update"
+                  for rows, _ in micros for row in rows)
 
 
 def test_1_a_batch_of_2_on_4_ranks(ran):
-    """Logic-RL: "only support equal chunk. Got size of DataProto 2 and chunk 4", at the first rollout."""
+    """Logic-RL: "only support equal chunk. Got size of DataProto 2 and chunk 4"."""
     assert not plan.problems(learning.arguments(batch=2), 4, 1000)
     _, outcomes = both(ran, 4, TWO)
-    assert trained_rows(outcomes) == list(range(2 * GROUP)) and outcomes[0].metrics[0]["batch/prompts"] == 2
+    assert trained_rows(outcomes) == list(range(2 * GROUP))
+    assert outcomes[0].metrics[0]["batch/prompts"] == 2
 
 
 def test_2_one_prompt_with_8_completions_on_3_ranks(ran):
-    """Open-R1, 4 GPUs of which one generates: "(3 x 1) must be evenly divisible by the number of generations per prompt (8)"."""
+    """Open-R1, 4 GPUs of which one generates: "(3 x 1) must be evenly divisible by the number of
+    generations per prompt (8)"."""
     assert not plan.problems(learning.arguments(batch=1, group=8), 3, 1000)
     (_, outcomes), (_, three) = (both(ran, 3, case) for case in EIGHT)
-    assert trained_rows(outcomes) == list(range(8))
-    assert trained_rows(three) == list(range(8)) and three[0].metrics[0]["update/steps"] == 3
+    assert trained_rows(outcomes) == trained_rows(three) == list(range(8))
+    assert three[0].metrics[0]["update/steps"] == 3
 
 
 def test_3_the_score_budget_does_not_leak_into_the_update(ran):
-    """verl, Megatron backend: the update silently reused the micro-batch size of the log-prob pass (issues 1028, 1700, 4773).
+    """verl, Megatron backend: the update silently reused the micro-batch size of the log-prob pass
+    (issues 1028, 1700, 4773).
 
-    Two budgets, in both orders: each phase is asked for its own, and its micro-batches really have that size.
+    Two budgets, in both orders: each phase gets its own, and its micro-batches have that size.
     """
     pairs = [both(ran, 4, case) for case in LEAK]
-    for (update, score), (one, four) in zip(BUDGETS, pairs):
+    for (update, score), (one, four) in zip(BUDGETS, pairs, strict=True):
         for outcomes in (one, four):
             asked = {(phase, budget) for o in outcomes for phase, budget, _ in o.micros}
-            assert asked == {("update", update), ("old log-probs", score), ("reference", score)}
-        largest = {phase: max(tokens for name, _, micros in one[0].micros if name == phase for _, tokens in micros) for phase, _ in asked}
-        small, large = ("update", "reference") if update < score else ("reference", "update")
+            assert asked == {("update", update), ("old logprobs", score), ("reference", score)}
+        largest = {phase: max(tokens for name, _, micros in one[0].micros if name == phase
+                              for _, tokens in micros) for phase, _ in asked}
+        small, large = ("update", "reference")[::1 if update < score else -1]
         assert largest[small] <= 50 < largest[large] <= 170
-    # ...and what each phase ran with has no part in the result.
-    assert difference(whole([o.after for o in pairs[0][0]]), whole([o.after for o in pairs[1][0]])) <= 1e-12
+    # The budgets do not change the result.
+    assert difference(*(whole([o.after for o in one]) for one, _ in pairs)) <= 1e-12
 
 
 def peak_of_live_tensors(world, folder: str, groups: list[int]) -> list[tuple[int, int]]:
-    """(peak of live host tensor bytes above what was live before learn, most tokens in a micro-batch) for 4 prompts x each group."""
+    """For 4 prompts x each group: (peak of live host tensor bytes above what was live before
+    `learn`, tokens of the largest micro-batch)."""
     from torch.profiler import ProfilerActivity, profile
     found = []
-    for group in groups[:1] + groups:                    # the first time for what is allocated once and kept
-        case = Case(4, (("group", group), ("update_tokens", 2048), ("score_tokens", 2048), ("minibatches", 1)), samples="long", dtype="float32")
+    for group in groups[:1] + groups:        # the first time for what is allocated once and kept
+        case = Case(4, (("group", group), ("update_tokens", 2048), ("score_tokens", 2048)),
+                    samples="long", dtype="float32")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             outcome, = learn_all(world, folder, [case])
-        events = sorted((e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+        events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
         live = peak = 0
-        for event in events:
+        for event in sorted(events, key=lambda e: e.start_ns()):
             live += event.nbytes()
             peak = max(peak, live)
-        tokens = max(tokens for _, _, micros in outcome.micros for _, tokens in micros)
-        found.append((peak, tokens))
+        found.append((peak, max(tokens for _, _, micros in outcome.micros for _, tokens in micros)))
     return found[1:]
 
 
 def test_4_memory_is_flat_from_32_to_64_completions_a_prompt(ran):
-    """Logic-RL, 7B on 4 GPUs: fits at rollout.n 32, out of memory at 64, because micro-batches were counted in prompts.
+    """Logic-RL, 7B on 4 GPUs: fits at rollout.n 32, out of memory at 64: it counts prompts.
 
-    The budget is filled at both, so the peak of live tensor bytes above the loaded model must be the same within 5 %.
+    Both fill the budget, so the peak of live tensor bytes above the loaded model must be the same
+    within 5 %.
     """
     (at_32, tokens_32), (at_64, tokens_64) = ran[1][0][2]
-    print(f"  32 completions a prompt: peak {at_32 / 2**20:.2f} MiB, {tokens_32} tokens; 64: {at_64 / 2**20:.2f} MiB, {tokens_64} tokens")
+    print(f"  32 completions a prompt: peak {at_32 / 2**20:.2f} MiB; 64: {at_64 / 2**20:.2f} MiB")
     assert tokens_32 == tokens_64 == 2048 and at_32 > 2**22
     assert abs(at_64 / at_32 - 1) < 0.05
 
 
 def an_epoch(world, folder: str) -> dict:
-    """A whole epoch of 23 prompts in batches of 7 on any number of ranks, through `grpo.learn`; then 7 evaluation rows are shared out."""
-    import grpo
-    import model
-    args = learning.arguments(batch=7, minibatches=2, epochs=2, update_tokens=77, score_tokens=50)
-    module = model.build(model.Scorer, f"{folder}/tied", world, compute=torch.float64)
-    policy = learning.Spy(module, world, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=1.0)
-    policy.gradients, stream, metrics, drawn = [], Stream([Row(i, "", [1], None, {}, "") for i in range(23)], seed=0), [], []
-    step = 0
+    """An epoch of 23 prompts in batches of 7, through `grpo.learn`; then 7 evaluation rows."""
+    args = learning.arguments(batch=7, minibatches=2, epochs=2, update_tokens=77, score_tokens=50,
+                              dtype="float64")
+    module = model.build(model.LogprobModel, f"{folder}/tied", world, args.weights)
+    policy = learning.Spy(module, world, args.weights, args.optimizer)
+    policy.gradients, metrics, drawn = [], [], []
+    stream = Stream([Row(i, "", [1], None, {}, "") for i in range(23)], seed=0)
     while stream.epoch == 0:
-        prompts = stream.take(args.batch)
+        prompts = stream.next(args.batch)
+        samples = fabricate("mixed", len(prompts), seed=len(drawn))
         drawn.append([p.row.index for p in prompts])
-        metrics.append(grpo.learn(args, world, policy, None, fabricate("mixed", len(prompts), seed=step), step, args.lr))
-        step += 1
-    return {"after": policy.shards(), "metrics": metrics, "drawn": drawn, "evaluated": world.gather([(i, world.rank) for i in world.mine(list(range(7)))])}
+        metrics.append(grpo.learn(args, world, policy, samples, lr=args.lr))
+    evaluated = world.gather([(i, world.rank) for i in world.mine(list(range(7)))])
+    return {"after": policy.shards(), "metrics": metrics, "drawn": drawn, "evaluated": evaluated}
 
 
 def test_5_six_ranks_with_a_batch_and_data_they_do_not_divide(ran):
-    """EasyR1, 512 prompts on 6 GPUs: passes every check at start-up, then "Got size of DataProto 512 and chunk 6" at the first rollout."""
+    """EasyR1, 512 prompts on 6 GPUs: passes all checks of the start, then "Got size of DataProto
+    512 and chunk 6" at the first rollout."""
     assert not plan.problems(learning.arguments(batch=7, minibatches=2, epochs=2), 6, 23, 7)
     six, one = ([epoch for _, epoch, _ in ran[w]] for w in (6, 1))
-    assert [len(d) for d in six[0]["drawn"]] == [7, 7, 7, 2] and sorted(sum(six[0]["drawn"], [])) == list(range(23))
-    assert difference(whole([o["after"] for o in six]), whole([o["after"] for o in one])) <= 1e-11        # after 16 optimizer steps
+    assert [len(d) for d in six[0]["drawn"]] == [7, 7, 7, 2]
+    assert sorted(sum(six[0]["drawn"], [])) == list(range(23))
+    after = [whole([o["after"] for o in outcomes]) for outcomes in (six, one)]
+    assert difference(*after) <= 1e-11                            # after 16 optimizer steps
     for ours, theirs in zip(six[0]["metrics"], one[0]["metrics"], strict=True):
-        assert ours["update/steps"] == 4 and ours["batch/trained"] + ours["batch/dropped"] == ours["batch/prompts"] * GROUP
+        assert ours["update/steps"] == 4
+        assert ours["batch/trained"] + ours["batch/dropped"] == ours["batch/prompts"] * GROUP
         assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-9)
-    assert [i for i, _ in six[0]["evaluated"]] == list(range(7)) and {rank for _, rank in six[0]["evaluated"]} == set(range(6))
+    rows, owners = zip(*six[0]["evaluated"], strict=True)
+    assert rows == tuple(range(7)) and set(owners) == set(range(6))
 
 
 def test_5_as_a_plan_for_512_prompts_on_6_ranks():
-    from grpo import Args
-    args = Args(batch=512, group=8)
+    args = grpo.Args(batch=512, group=8)
     assert not plan.problems(args, 6, 7473, 7)
     shares = [share(4096, 6, rank) for rank in range(6)]
     assert [s.stop - s.start for s in shares] == [683, 683, 683, 683, 682, 682]

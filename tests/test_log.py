@@ -1,0 +1,138 @@
+"""log.py: lines, times, memory, and what Weights & Biases gets."""
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import log
+from plan import SettingsError
+
+WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
+
+
+def opened(folder: Path, steps: int = 3, start: int = 0, project: str | None = None) -> log.Log:
+    it = log.Log(folder, WORLD, steps, project)
+    it.lock()
+    it.open({"lr": 0.1}, "the plan", start)
+    return it
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wandb_records(path: Path) -> list:
+    """The records of an offline .wandb file, which is LevelDB's log format after 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    data, at, parts, records = path.read_bytes(), 7, b"", []
+    while at < len(data):
+        if (left := 32768 - at % 32768) < 7:               # a header does not cross a block
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):                                 # a whole record, or its last part
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(tmp_path, monkeypatch):
+    """Without a key the run is offline; `wandb.finish(quiet=True)` once left every run open."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = []
+    it = opened(tmp_path / "a-run", project="test")
+    it.say = said.append
+    for step in range(3):
+        with it.phase("rollout"), it.time("reward"):
+            pass
+        if step == 1:
+            it.hold({"eval/x/pass@1": 0.25}, step)
+        it.step(step, {"reward/mean": 0.5 * step, "lr": 1e-6, "batch/tokens": 100 + step,
+                       "loss/policy": float("nan") if step == 2 else -0.25})
+    it.finish(3)
+    assert not any("wandb" in line for line in said), said
+    [file] = (tmp_path / "a-run/wandb").glob("offline-run-*/*.wandb")
+    records = wandb_records(file)
+    found = {}
+    for record in records:
+        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json)
+               for item in record.history.item}
+        found |= {row["_step"]: row} if row else {}
+    rows = lines(tmp_path / "a-run")
+    assert len(rows) == len(found) == 3 and rows[1]["eval/x/pass@1"] == 0.25
+    for row in rows:
+        assert {"reward/mean", "time/rollout", "memory/peak_gb"} <= row.keys()
+        assert {k: v for k, v in row.items() if v is not None}.items() <= found[row["step"]].items()
+    assert rows[2]["loss/policy"] is None and "loss/policy" not in found[2]
+    assert records[-1].WhichOneof("record_type") == "exit"
+
+
+def test_a_failure_of_wandb_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):
+    import wandb
+    for place in ("init", "log", "finish"):
+        bad = lambda *a, **k: (_ for _ in ()).throw(ConnectionError("the server is away"))
+        good = lambda *a, **k: None
+        run = SimpleNamespace(log=bad if place == "log" else good)
+        monkeypatch.setattr(wandb, "teardown", bad if place == "finish" else good)
+        monkeypatch.setattr(wandb, "init", bad if place == "init" else lambda run=run, **k: run)
+        it = opened(tmp_path / place, project="test")
+        for step in range(3):
+            it.step(step, {"lr": 1.0})
+        it.finish(3)
+        text = capsys.readouterr().out
+        assert text.count("wandb is off from here: ConnectionError: the server is away") == 1, place
+        assert len(lines(tmp_path / place)) == 3 and (tmp_path / place / "done.json").exists()
+
+
+def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
+    it = opened(tmp_path, steps=5)
+    for step in range(4):
+        it.step(step, {"reward/mean": torch.tensor(0.5), "x": float("inf"), "n": 3})
+    it.close()
+    it.lock_file.close()                                   # as when the process ends
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rew')
+    again = opened(tmp_path, steps=5, start=2)
+    again.step(2, {"n": 4})
+    again.close()
+    assert [r["step"] for r in lines(tmp_path)] == [0, 1, 2] == [r["step"] for r in again.rows]
+    assert lines(tmp_path)[0] == {"step": 0, "reward/mean": 0.5, "x": None, "n": 3}
+    assert again.curve().read_bytes()[:4] == b"\x89PNG"
+
+
+def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
+    first = opened(tmp_path / "a")
+    with pytest.raises(SettingsError, match="another run is writing"):
+        log.Log(tmp_path / "a", WORLD, 3).lock()
+    first.close()
+    other = log.Log(tmp_path / "b", SimpleNamespace(**vars(WORLD) | {"rank": 1}), 3, "test")
+    other.lock()
+    other.open({}, "", 0)
+    other.step(0, {"reward/mean": 1.0})
+    other.samples("x", [])
+    other.say("nothing")
+    assert other.curve() is None
+    other.finish(3)
+    assert not (tmp_path / "b").exists()
+
+
+def test_peaks_are_measured_a_phase(tmp_path):
+    it = opened(tmp_path)
+    with it.phase("small"):
+        pass
+    with it.phase("large"):
+        torch.ones(64 * 2**20)                             # 256 MiB, which are gone at the end
+    it.step(0, {})
+    it.step(1, {})
+    it.close()
+    first, second = it.rows
+    assert first["memory/large_gb"] - first["memory/small_gb"] > 0.2
+    assert first["memory/peak_gb"] == first["memory/large_gb"] > 0 and first["time/large"] > 0
+    assert second == {"step": 1}
