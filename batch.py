@@ -54,8 +54,7 @@ def report_unscored(scores: list[Score], failure: str | None, log) -> None:
     """Print the first failure of a run. RewardError if no completion at all was scored."""
     raise_if_all_failed(scores, failure)
     if not log.warned:
-        log.say(f"a completion was not scored; it is left out and counted (printed once):\n"
-                f"{failure}")
+        log.say(f"a completion was not scored; it is counted (printed once):\n{failure}")
     log.warned = True
 
 
@@ -65,10 +64,7 @@ def pad(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Batch:
-    """N samples in request order. Token tensors are (N, T), right-padded, on the host.
-
-    Position 0 is the first token of the completion: they hold no prompt tokens.
-    """
+    """N samples in request order. (N, T) tensors are right-padded and begin with the completion."""
 
     def __init__(self, samples: list[Sample]):
         completions = [s.completion for s in samples]
@@ -100,11 +96,10 @@ class Batch:
         scores = None
         with torch.no_grad():
             for micro in self.micros(world, list(range(len(self.sequences))), budget, phase):
-                out = forward(micro)
-                if scores is None:
-                    scores = torch.zeros(self.present.shape, dtype=out.dtype)
+                out = forward(micro).cpu()
+                scores = out.new_zeros(self.present.shape) if scores is None else scores
                 if micro.rows:
-                    scores[micro.rows, :out.shape[1]] = out.cpu()
+                    scores[micro.rows, :out.shape[1]] = out
         return world.sum(scores)  # one rank computed each row, the others add zero
 
 

@@ -1,7 +1,5 @@
-"""canary.py: one worst-case micro-batch of each phase before the first rollout.
-
-memory.py computes, this measures: a run without enough memory ends in its first minute.
-"""
+"""canary.py: measures a worst-case micro-batch of each phase before the first rollout."""
+import re
 import time
 
 import numpy as np
@@ -12,13 +10,14 @@ from batch import Batch, Completion, Micro, Sample
 from data import Prompt, Row
 from log import Peak
 from plan import Phase, Plan, SettingsError
+from rewards import Score
 
 
 def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
-    """{phase: its peak in bytes}. Weights and optimizer state stay as they are."""
+    """{phase: its peak in bytes}. Changes no weights and no optimizer state."""
     a, peaks, entropy = plan.args, {}, "grad" if plan.args.entropy_coef else "value"
     forwards = {
-        "update": lambda micro: sum(policy.logprobs(micro, a.temperature, entropy=entropy)),
+        "update": lambda micro: sum(policy.logprobs(micro, a.temperature, entropy)),
         "score": lambda micro: [model.logprobs(micro, a.temperature)[0]
                                 for model in (policy, reference) if model][-1]}
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
@@ -31,13 +30,12 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
             peaks[phase.name] = measure(phase, world, vocab, forward, trained)
             trained.optimizer.zero_grad(set_to_none=True)
     del moments
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return peaks
 
 
 def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
-    """The peak of one phase. Half of the tokens come first: they may be what fits."""
+    """The peak of a phase. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak = Peak(world.device)
         try:
@@ -45,28 +43,26 @@ def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
                 out = forward(worst_micro(tokens, phase.longest, vocab, world.device))
                 if out.requires_grad:
                     trained.backward(out.sum())
-        except (MemoryError, RuntimeError) as error:  # on CPU: "can't allocate memory"
-            if not isinstance(error, MemoryError) and not any(
-                    words in str(error) for words in ("out of memory", "allocate memory")):
+        except (MemoryError, RuntimeError) as error:
+            if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
             end(world, phase, tokens)
         del out
     return peak.read()[0]
 
 
-def worst_micro(tokens: int, longest: int, vocab: int, device: torch.device) -> Micro:
-    """Equal rows of at most `longest` that fill `tokens`; all but the first token bear loss."""
+def worst_micro(tokens: int, longest: int, vocab: int, device):
+    """Equal rows of at most `longest` that fill `tokens`, with a prompt of one token."""
     rows = -(-tokens // longest)
     n = max(2, tokens // rows) - 1
     completion = Completion(np.arange(n, dtype=np.int32) % vocab, np.zeros(n, np.float32), False)
-    sample = Sample(Prompt(0, Row(0, "", [0], None, {}, "")), completion, "")
+    sample = Sample(Prompt(0, Row(0, "", [0], None, {}, "")), completion, "", Score(0.0, {}, None))
     return Micro(Batch([sample] * rows), list(range(rows)), device)
 
 
-def end(world, phase: Phase, failed: int) -> None:
-    """One sentence, from the first rank that ran out of memory."""
+def end(world, phase: Phase, failed: int):
     if world.size > 1 and td.distributed_c10d._get_default_store().add("canary", 1) > 1:
-        time.sleep(1)  # the first rank prints its sentence first
+        time.sleep(1)  # the first rank prints first
         raise SystemExit(2)
     flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
     advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"

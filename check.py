@@ -26,7 +26,6 @@ class Checked:
     notes: list[str]  # lines to print
     plan: plan.Plan
     kv_cache: float  # bytes; 0: the engine finds out
-    planned_gb: dict[str, float]  # memory/plan_PHASE_gb
 
 
 class Mistakes(list):
@@ -66,10 +65,9 @@ def check(args, ranks: int, machine: int) -> Checked:
     """Read and check everything but the weights. `machine`: the ranks of one machine."""
     mistakes = Mistakes()
     mistakes.attempt(rewards.check, list(args.reward))
-    if is_tiny(args.model):  # to make it takes time: flags come first
-        flaws = [*mistakes, *map(str, plan.problems(args, ranks, machine=machine))]
-        if flaws and not tiny_exists(args.model):
-            raise SettingsError(plan.together(flaws))
+    if is_tiny(args.model) and not any(Path("runs").glob("tiny-*/config.json")):
+        flaws = map(str, plan.problems(args, ranks, machine=machine))
+        Mistakes([*mistakes, *flaws]).stop()  # before it takes time to make the model
     source = mistakes.attempt(find_model, args.model)
     config = mistakes.attempt(model.config_of, source) if source else None
     tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
@@ -88,20 +86,17 @@ def check(args, ranks: int, machine: int) -> Checked:
     mistakes.stop()
 
     card = gpu_bytes()
-    sizes, planned_gb = plan.Plan(args, args.script, ranks, n_rows, n_eval), {}
+    sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape:
-        if not card:
-            kv_cache = memory.EngineMemory(sizes, shape, card).cache
-        planned_gb = {f"memory/plan_{load.phase.replace(' ', '_')}_gb": load.total / memory.GIB
-                      for load in memory.loads(sizes, shape, card)}
+        kv_cache = kv_cache if card else memory.EngineMemory(sizes, shape, card).cache
         sizes = memory.planned(sizes, shape, card)
     else:
         sizes = replace(sizes, memory=f"  memory     no plan for models of type "
                                       f"{config.model_type!r}, only for dense decoders")
     notes = [line for line in (report, eval_report) if line]
     notes += [f"note: {line}" for line in plan.warnings(args)]
-    return Checked(source, config, tokenizer, rows, eval_rows, notes, sizes, kv_cache, planned_gb)
+    return Checked(source, config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
 
 
 def gpu_bytes() -> float | None:
@@ -121,11 +116,6 @@ def find_model(name: str) -> str:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
     return tiny.ensure("runs", *([task] if task else []))
-
-
-def tiny_exists(name: str) -> bool:
-    """Whether the tiny model was made before, by any recipe."""
-    return any(Path("runs").glob(f"tiny-{name.partition(':')[2] or 'sort'}-*/config.json"))
 
 
 def load_tokenizer(name: str, source: str):

@@ -1,11 +1,11 @@
 """checkpoint.py: the whole state of a run, to disk and back, on any number of ranks.
 
     runs/NAME/checkpoints/step_N/   after N steps; step_N.partial until it is whole
-        __R_0.distcp, .metadata     rank R's part of the weights and of AdamW's state; their index
-        state.json                  step, position in the data, settings, sizes of the files above
+        __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
+        state.json                  step, position in the data, settings, sizes of these files
 
-No random generator is saved: each completion has its own seed. torch unpickles .metadata: load
-only what you wrote.
+Each completion has its own seed: no generator is saved. torch unpickles .metadata: load only
+what you wrote.
 """
 import json
 import os
@@ -30,17 +30,16 @@ class Saved(NamedTuple):
     state: dict
 
 
-def save(folder: Path, world: World, trained: dict[str, Trained], state: dict,
-         keep: int) -> str | None:
-    """Writes folder/step_N for N = state["step"], and keeps the newest `keep`. A collective.
+def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
+    """Writes step_N, N = state["step"], and keeps the newest `keep`. A collective.
 
-    Returns None, or why it failed, on every rank. Then the older checkpoints stay.
+    Returns None, or why it failed; then the older checkpoints stay.
     """
     path, files = folder / f"step_{state['step']}", {}
     partial = path.with_suffix(".partial")
 
     def begin():
-        for left in folder.glob("step_*.*"):  # by a kill
+        for left in folder.glob("step_*.*"):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
 
@@ -51,12 +50,11 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict,
 
     def seal():
         if missing := [name for name in everyones if not (partial / name).is_file()]:
-            raise OSError(f"{missing[0]} is not in rank 0's {partial}: "
-                          f"the machines of a run need one shared folder")
+            raise OSError(f"{missing[0]} is not in rank 0's {partial}: use one shared folder")
         done = state | {"files": everyones | written(partial / ".metadata")}
         (partial / "state.json").write_text(json.dumps(done, default=str))
         os.sync()
-        remove(path)  # a damaged one of this step
+        remove(path)  # a damaged one
         partial.rename(path)
         os.sync()
         newest = [n for n in steps(folder) if n <= state["step"]][-keep:]
@@ -66,26 +64,26 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict,
     trouble = failure(world, begin, world.rank == 0) or failure(world, write)
     everyones = dict(world.gather([*files.items()]))
     trouble = trouble or failure(world, seal, world.rank == 0)
-    if trouble and world.rank == 0:  # torch does not say that the disk is full
+    if trouble and world.rank == 0:
         trouble += f"; {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB are free there"
         shutil.rmtree(partial, ignore_errors=True)
     return trouble
 
 
-def failure(world: World, act, here: bool = True) -> str | None:
-    """act() on the ranks with `here` → the first rank's disk error, on all ranks."""
+def failure(world: World, act, here: bool = True):
+    """act() on the ranks with `here` → the first disk error, on all ranks."""
     message = []
     try:
         act() if here else None
     except OSError as error:
         message = [error.strerror or str(error)]
-    except CheckpointException as error:  # on all ranks, with each rank's cause
+    except CheckpointException as error:  # of any rank
         message = [str(next(iter(error.failures.values()))[0]).split("\n")[0]]
     return next(iter(world.gather(message)), None)
 
 
-def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
-    """Every sharded tensor: "policy.lm.model.norm.weight", "….exp_avg", … Tied weights once."""
+def tensors(trained: dict[str, Trained]):
+    """{"policy.lm.model.norm.weight": …, "….exp_avg": …}, tied weights once."""
     found = {}
     for who, it in trained.items():
         for name, p in it.module.named_parameters():
@@ -95,7 +93,7 @@ def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
 
 
 def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint, and a sentence for each damaged one. A collective."""
+    """The newest whole checkpoint; a sentence for each damaged one. A collective."""
     passed = []
     for step in world.gather([steps(folder)])[0][::-1]:
         path = folder / f"step_{step}"
@@ -109,8 +107,8 @@ def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
     return None, passed
 
 
-def read(path: Path) -> tuple[dict, list[str]]:
-    """The state of a checkpoint, and what is wrong with its files: cut or missing."""
+def read(path: Path):
+    """The state of a checkpoint, and what is wrong with its files."""
     try:
         state = json.loads((path / "state.json").read_text())
         sizes = {name: ((path / name).stat().st_size, size)
@@ -124,7 +122,7 @@ def read(path: Path) -> tuple[dict, list[str]]:
 
 
 def compare(saved: Saved, settings: dict) -> list[str]:
-    """A line for each setting that changed. SettingsError: one of FIXED changed."""
+    """A line for each setting that changed, if none of FIXED did."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
     new = [k for k in was | now if was.get(k) != now.get(k) and k not in ("resume", "strict")]
     if no := [f"{k} was {was[k]} and is now {now.get(k)}" for k in new if k in FIXED and k in was]:
@@ -133,7 +131,7 @@ def compare(saved: Saved, settings: dict) -> list[str]:
     return [f"{k} {now.get(k)} (was {was.get(k)})" for k in new]
 
 
-def load(saved: Saved, world: World, trained: dict[str, Trained]) -> None:
+def load(saved: Saved, world: World, trained: dict[str, Trained]):
     """Fills weights and AdamW's state in place. A collective."""
     reader = dcp.FileSystemReader(saved.path)
     there = reader.read_metadata().state_dict_metadata
@@ -149,11 +147,11 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
 
 
-def written(*paths: Path) -> dict[str, int]:
+def written(*paths: Path):
     return {path.name: path.stat().st_size for path in paths}
 
 
-def remove(path: Path) -> None:
+def remove(path: Path):
     """Renames, then removes: a kill leaves no half of a step_N."""
     if path.exists():
         shutil.rmtree(path.rename(path.with_suffix(".gone")))

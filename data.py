@@ -1,4 +1,4 @@
-"""From rows to prompts; docs/data.md lists the sources and the columns."""
+"""From rows to prompts (docs/data.md)."""
 import json
 import os
 import pickle
@@ -17,7 +17,7 @@ from plan import SettingsError
 from verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet")
-PROMPTS = ("prompt", "question", "problem")  # the first one in a row counts
+PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
 # Jiayi-Pan/TinyZero examples/data_preprocess/countdown.py
@@ -40,32 +40,32 @@ class DataArgs:
 
 @dataclass
 class Row:
-    index: int  # in its source, from 0
-    prompt: str  # what the model sees, after the chat template
+    index: int
+    prompt: str  # what the model sees
     prompt_ids: list[int]
-    answer: object  # for the reward, or None
-    columns: dict  # the whole row, for reward functions
-    source: str  # its `data_source` column, or the source's name
+    answer: object
+    columns: dict
+    source: str  # `data_source`, or the name
 
 
 class Prompt(NamedTuple):
-    position: int  # unique across epochs: it seeds the sampling
+    position: int  # seeds the sampling
     row: Row
 
 
 @dataclass
 class Stream:
-    """Draws prompts without end. An epoch's order depends only on (seed, epoch, len(rows))."""
+    """Prompts without end, ordered by (seed, epoch, len(rows))."""
     rows: list[Row]
     seed: int
-    position: int = 0  # prompts drawn so far: the whole state
+    position: int = 0  # the whole state
 
     @property
     def epoch(self) -> int:
         return self.position // len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts, fewer at the end of an epoch: a batch never mixes two epochs."""
+        """The next n prompts, fewer at the end of an epoch."""
         epoch, start = divmod(self.position, len(self.rows))
         order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.rows))
         drawn = enumerate(order[start:start + n], self.position)
@@ -75,7 +75,7 @@ class Stream:
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[Row], str]:
-    """The prompts of `spec`, in their source's order, and a sentence with their counts."""
+    """The prompts of `spec` in order, and a sentence with their counts."""
     raw, name = read(spec, seed)
     tokens = tokenizer.added_tokens_decoder.values()
     markers = ("<|im_start|>", *(t.content for t in tokens if t.special and t.content))
@@ -91,7 +91,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         except (SettingsError, TemplateError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {' '.join(str(error).split())}") from error
-        # A chat template writes the BOS itself: the tokenizer adds it to plain text only.
+        # A chat template writes the BOS itself.
         plain = tokenizer.chat_template is None and not finished
         ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
         meta = columns.get("metadata")
@@ -115,15 +115,15 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
-    """The raw rows of `spec`, and its name. The seed is for generated rows."""
+    """The raw rows of `spec`, and its name."""
     spec = os.path.expanduser(spec)
     name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", spec, re.DOTALL).groups()
     if name == "tiny":
         import tiny
         task, split = config or "sort", split or "train"
         if task not in tiny.TASKS or split not in ("train", "test"):
-            raise SettingsError(f"no such rows: {spec}; tiny has the tasks "
-                                f"{', '.join(tiny.TASKS)} and the splits train and test.")
+            raise SettingsError(
+                f"no such rows: {spec}; tiny has {', '.join(tiny.TASKS)}, train and test.")
         return tiny.rows(GENERATED_ROWS, seed, task, split), f"tiny/{config}" if config else name
     if name == "reasoning_gym":
         return read_reasoning_gym(config, split or "train", seed), f"{name}/{config}"
@@ -133,7 +133,7 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         raise SettingsError(f"{name} is a file, but not one of {', '.join(FILES)}.")
     try:
         rows = read_file(path) if is_file else read_datasets(path, config or None, split)
-    except Exception as error:  # of a dozen kinds
+    except Exception as error:
         raise SettingsError(
             f"{spec} cannot be loaded as a {', '.join(FILES)} file, a folder or a Hugging Face "
             f"name: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
@@ -145,8 +145,7 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
 
 def read_file(path: str) -> list[dict]:
     if path.endswith(".parquet"):
-        # `datasets` refuses empty tables and map columns.
-        import pyarrow.parquet
+        import pyarrow.parquet  # `datasets` refuses empty tables and map columns
         return pyarrow.parquet.read_table(path).to_pylist()
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.endswith(".json") and text.lstrip().startswith(b"[")
@@ -175,15 +174,14 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
 
 
 def read_reasoning_gym(task: str, split: str, seed: int) -> list[dict]:
-    # Puzzle i is made from seed + i: neighbouring seeds would share nearly all puzzles.
+    # Puzzle i is made from seed + i: neighbours would share nearly all.
     seed = zlib.crc32(f"{split} {seed}".encode()) // 2
-    # Some generators use sets or global random states: a process with fixed seeds repeats them.
     code = f"""import pickle, random, sys, numpy, reasoning_gym
 out, sys.stdout = sys.stdout.buffer, sys.stderr
 random.seed({seed}); numpy.random.seed({seed})
 pickle.dump([*reasoning_gym.create_dataset({task!r}, size={GENERATED_ROWS}, seed={seed})], out)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True,
-                          env={**os.environ, "PYTHONHASHSEED": "0"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=os.environ | {"PYTHONHASHSEED": "0"})
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise SettingsError(f"reasoning_gym:{task} cannot be generated: {last}")
@@ -191,7 +189,7 @@ pickle.dump([*reasoning_gym.create_dataset({task!r}, size={GENERATED_ROWS}, seed
 
 
 def parse(columns: dict, template: str | None) -> tuple[list[dict], object]:
-    """The messages of a row, [] if it asks nothing, and the answer."""
+    """The messages of a row ([]: it asks nothing), and the answer."""
     there = {name: value for name, value in columns.items() if value is not None}
     countdown = {"nums", "target"} <= there.keys()
     if columns.keys() & {*PROMPTS}:
@@ -212,7 +210,7 @@ def parse(columns: dict, template: str | None) -> tuple[list[dict], object]:
     asked = messages[-1]["content"] if messages else ""
     if asked.strip() and template is not None:
         asked = fill_template(template, {"question": asked, **there, "prompt": asked})
-    messages = [*messages[:-1], {**messages[-1], "content": asked}] if asked.strip() else []
+    messages = [*messages[:-1], messages[-1] | {"content": asked}] if asked.strip() else []
 
     column = next((name for name in ANSWERS if name in there), None)
     answer, verl = there.get(column), there.get("reward_model")
@@ -222,7 +220,7 @@ def parse(columns: dict, template: str | None) -> tuple[list[dict], object]:
         answer = {"target": there["target"], "numbers": there["nums"]}
     elif there.keys() & {"question", "problem"} and not columns.keys() & {"prompt", *ANSWERS}:
         raise SettingsError(f"no answer column in ({', '.join(columns)}); a question needs "
-                            f"{', '.join(ANSWERS)} (a `prompt` does not).")
+                            f"{', '.join(ANSWERS)}.")
     elif column == "solution" and isinstance(answer, str) and last_boxed(answer) is not None:
         answer = last_boxed(answer)
     return messages, answer
@@ -239,16 +237,15 @@ def fill_template(template: str, columns: dict) -> str:
 
 
 def render(messages: list[dict], tokenizer, system: str | None, finished: bool) -> str:
-    """The text that the model sees. finished: a chat template was already applied."""
     if finished:
         if len(messages) > 1 or system is not None:
             raise SettingsError("a finished chat text takes no --system and no other messages.")
         return messages[0]["content"]
     if system is not None:
-        messages = [m for m in messages if m["role"] != "system"]
-        messages.insert(0, {"role": "system", "content": system})
+        messages = [{"role": "system", "content": system},
+                    *(m for m in messages if m["role"] != "system")]
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
-    goes_on = messages[-1]["role"] == "assistant"  # the model continues these words
+    goes_on = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on)

@@ -27,7 +27,7 @@ SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TE
 # ---- splitting: pure functions of sizes ----
 
 def share(n: int, ranks: int, rank: int) -> slice:
-    """My contiguous part of n items: the first n % ranks ranks get one more ([0 1 2] [3 4])."""
+    """My contiguous part of n items; the first n % ranks ranks get one more."""
     small, extra = divmod(n, ranks)
     start = rank * small + min(rank, extra)
     return slice(start, start + small + (rank < extra))
@@ -46,9 +46,9 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     near = sorted({max((d for d in divisors if d < by), default=1),
                    min((d for d in divisors if d > by), default=n)})
-    choices = [" or ".join(map(str, numbers)) for numbers in (values, near)]
+    values, near = (" or ".join(map(str, numbers)) for numbers in (values, near))
     raise SettingsError(f"{what} is {n} and {per} is {by}: {n} is not a multiple of {by}. "
-                        f"Would work: {what} {choices[0]}, or {per} {choices[1]}.")
+                        f"Would work: {what} {values}, or {per} {near}.")
 
 
 def cut(lengths: list[int], budget: int) -> list[list[int]]:
@@ -162,14 +162,12 @@ class World:
             self._compare(phase, count)
 
     def _compare(self, phase: str, count: int) -> None:
-        """Without this, ranks that disagree wait in different collectives until a watchdog ends
-        them, with a message about something else. It costs about a millisecond."""
+        """Else ranks that disagree wait in different collectives until a watchdog ends them."""
         try:
             td.monitored_barrier(self.control, timeout=datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} waited up to {self.timeout:g} s (--timeout) at the start of "
-                f"{phase!r}, step {self.step}, and a rank did not come: {error}") from error
+            raise RuntimeError(f"rank {self.rank} waited up to {self.timeout:g} s (--timeout) at "
+                               f"the start of {phase!r}, step {self.step}: {error}") from error
         phases = self.gather([(phase, self.step, count)])
         for rank, theirs in enumerate(phases):
             if theirs != phases[0]:
@@ -178,15 +176,14 @@ class World:
                     f"ranks disagree: {place(0, *phases[0])}, but {place(rank, *theirs)}")
 
     def differences(self, facts: dict[str, object]) -> list[str]:
-        """A sentence for each fact that differs between ranks (machines have their own disks)."""
-        mine = {name: repr(value) for name, value in facts.items()}
-        everyone, found = self.gather([mine]), []
-        for name in mine:
-            first = everyone[0][name]
-            rank = next((r for r, theirs in enumerate(everyone) if theirs[name] != first), None)
-            if rank is not None:
-                found.append(f"{name} is {first} on rank 0 and {everyone[rank][name]} on rank "
-                             f"{rank}; it must be the same on all ranks.")
+        """A sentence for each fact that differs between ranks."""
+        everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
+        for name in facts:
+            values = [theirs[name] for theirs in everyone]
+            rank = next((r for r, value in enumerate(values) if value != values[0]), 0)
+            if rank:
+                found.append(f"{name} is {values[0]} on rank 0 and {values[rank]} on rank {rank}; "
+                             f"it must be the same on all ranks.")
         return found
 
     def late(self, seconds: float = 10.0) -> list[int]:
@@ -198,8 +195,7 @@ class World:
 
 
 def join(timeout: float = 600.0) -> World:
-    """Join the other ranks: gloo on the host, NCCL between GPUs. Call it before vLLM is imported,
-    which turns `torch.set_num_threads` into a no-op."""
+    """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
     with socket.socket() as s:  # a free port, for a run without torchrun
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -250,7 +246,7 @@ class Stop:
         return stop
 
     def _terminate(self, *_) -> None:
-        if not all(map(alive, self.peers)):
+        if not all(os.path.exists(f"/proc/{pid}") for pid in self.peers):
             leave(1, "ends because another rank ended")
         if not self.looping:
             leave(143, "SIGTERM before the first step: there is nothing to save")
@@ -259,15 +255,6 @@ class Stop:
             signal.setitimer(signal.ITIMER_REAL, self.seconds)
         elif time.monotonic() - self.since > self.AGAIN:
             leave(143, "a second SIGTERM: ended at once; the last checkpoint is kept")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this machine exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def leave(status: int, text: str) -> None:

@@ -1,8 +1,7 @@
-"""evaluate.py: a set of rows → pass@1 and pass@k per data source, as training samples and scores.
+"""evaluate.py: completions of every evaluation row → pass@1 and pass@k per data source.
 
-Every row is evaluated once, whatever the number of rows and ranks. A completion passes when its
-first --reward is at least --eval_pass. A completion's seed depends on its row and not on the step,
-so evaluations of two policies are paired.
+A completion passes when its first --reward is at least --eval_pass. Its seed depends on its row and
+not on the step, so evaluations of two policies are paired.
 """
 from dataclasses import dataclass
 from math import comb

@@ -9,7 +9,8 @@ advantage is its reward minus the mean reward of its prompt's completions. The p
 gradient step that makes better completions more likely. There is no critic: the group is the
 baseline. (ppo.py is the same loop with a critic.)
 
-Read `train`, then `learn`. The formulas are in losses.py, one short function each.
+Read `train`, then `learn`. The formulas are in losses.py. To change the reward: --reward, or
+verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
 Shapes: P prompts, G completions of each, N = P·G completions in request order, T tokens of the
 longest one. A micro-batch is (b, t). Every (N, …) tensor is the same on every rank.
 """
@@ -34,18 +35,16 @@ class Args(losses.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"] = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
-    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened. If all
-    rewards of a group are equal, its advantages are exactly 0."""
+    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened."""
     advantage_eps: float = 1e-6
     """eps of --advantage grpo (verl uses 1e-6, TRL 1e-4)."""
     loss: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    """clip: PPO's clipped ratio. gspo: one ratio for the whole completion; needs bounds near 3e-4.
-    cispo: a clipped, constant ratio times log π. reinforce: no ratio; one update per rollout."""
+    """clip: PPO's. gspo: one ratio for a whole completion; needs bounds near 3e-4. cispo: a
+    clipped, constant ratio times log π. reinforce: no ratio; one update per rollout."""
     kl_loss_coef: float = 0.0
     """β of a KL term in the loss, to the starting model. 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The KL term of the loss. The expected gradient of k1 is 0, of k2 that of KL(π‖ref), of k3
-    (GRPO's choice) that of KL(ref‖π)."""
+    """Its expected gradient: k1 0; k2 that of KL(π‖ref); k3 (GRPO) that of KL(ref‖π)."""
     overlong_filter: bool = False
     """Truncated completions bear no loss. They still count in the mean of their group."""
     dynamic_sampling: bool = False
@@ -58,7 +57,7 @@ class Args(losses.LossArgs, CommonArgs):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether old_logprobs need a pass of their own before the update."""
+        """Whether something needs old_logprobs before the update."""
         return (self.minibatches * self.epochs > 1 or self.engine_correction != "none"
                 or self.kl_reward_coef > 0)
 
@@ -75,12 +74,12 @@ class Args(losses.LossArgs, CommonArgs):
                  f"--advantage {self.advantage} compares the completions of a prompt, so --group "
                  f"must be at least 2 (got 1).",
                  [("group", groups), ("advantage", ["reinforce++"])]),
-            Rule(self.group != 1 or not self.dynamic_sampling,
-                 "--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
-                 "least 2 (got 1).", [("group", groups), ("dynamic_sampling", [False])]),
+            Rule(self.group != 1 or not self.dynamic_sampling, "--dynamic_sampling keeps groups "
+                 "whose rewards differ, so --group must be at least 2 (got 1).",
+                 [("group", groups), ("dynamic_sampling", [False])]),
             Rule(not (self.kl_loss_coef and self.kl_reward_coef),
-                 "--kl_loss_coef and --kl_reward_coef must not both be on: the KL would count "
-                 "twice.", [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])]),
+                 "--kl_loss_coef and --kl_reward_coef must not both be on.",
+                 [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])]),
             Rule(self.loss in ("clip", "gspo") or self.dual_clip is None,
                  f"--dual_clip bounds a clipped loss, and --loss {self.loss} has none.",
                  [("dual_clip", [None]), ("loss", ["clip"])]),
@@ -96,7 +95,7 @@ LOSSES = {"clip": losses.clip_loss, "gspo": losses.gspo_loss,
 def train(args: Args) -> int:
     """The loop → exit status. Every line is the same on all ranks."""
     run = set_up(args)  # check, join, open, resume, build
-    for step in range(run.start, run.steps):
+    for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations:
             run.evaluate(step)
@@ -110,7 +109,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(samples, args.group, run.scorer, run.world, run.log)
                 kept, refused = samples, {}
-                if args.dynamic_sampling:
+                if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
 
             # 3. Learn.
@@ -121,13 +120,14 @@ def train(args: Args) -> int:
                                        reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
-        run.log.step(step, metrics | run.planned_gb)
+        run.log.step(step, metrics)
         if step % args.run.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
         run.bad_steps = run.bad_steps + 1 if metrics["grad/norm_not_finite"] else 0
         if run.bad_steps:
             run.check_bad_steps(metrics)
         stopping = run.stop.agreed()  # SIGTERM, on any rank
+        # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None
         if stopping:
             return run.stopped(step + 1, error)
@@ -160,17 +160,18 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         correction, details = engine_weights(args, batch, mask, old_logprobs)  # (N, T)
         metrics |= details
 
-    # Update:   L = sum_it weight_it * loss_it,     weight_it = 1 / tokens of the global minibatch
+    # Update:   L = sum_it weight_it * loss_it
+    #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
-    # The weights are fixed before anything is split, so ranks and micro-batches add up to L.
+    # The weights are fixed before `micros` splits the rows over ranks; FSDP sums their gradients.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     for rows in batch.minibatches(args.minibatches, args.epochs):
         if not mask[rows].any():  # momentum alone must not move the weights
             meter.skipped += 1
             continue
         weights = torch.zeros(mask.shape, dtype=torch.float64)  # (N, T)
-        weights[rows] = losses.token_weights(mask[rows], args.aggregation,
-                                            max_tokens=args.max_tokens)
+        weights[rows] = losses.token_weights(
+            mask[rows], args.aggregation, max_tokens=args.max_tokens)
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
                 m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
@@ -196,17 +197,15 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
 def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     """Which tokens bear loss, (N, T) bool, and how many completions do not, by reason."""
-    least = 1 if args.advantage == "reinforce++" else 2  # scored ones, for a baseline
-    paired = (batch.scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
-    cut = batch.truncated & args.overlong_filter  # (N,)
-    keep = batch.scored & paired & ~cut
-    dropped = {"unscored": ~batch.scored, "no_baseline": batch.scored & ~paired,
-               "overlong": batch.scored & paired & cut}
+    scored, least = batch.scored, 1 if args.advantage == "reinforce++" else 2  # for a baseline
+    paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
+    cut = batch.truncated & args.overlong_filter
+    keep = scored & paired & ~cut  # (N,)
+    counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
+              "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
     return batch.present & keep.view(-1, 1), {
-        "batch/prompts": len(batch.lengths) // args.group,
-        "batch/tokens": sum(map(len, batch.sequences)),
-        "batch/trained": int(keep.sum()), "batch/dropped": int((~keep).sum()),
-        **{f"batch/dropped_{reason}": int(rows.sum()) for reason, rows in dropped.items()}}
+        "batch/prompts": len(scored) // args.group, "batch/tokens": sum(map(len, batch.sequences)),
+        **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
 
 
 def compute_advantages(args: Args, batch: Batch, mask, old_logprobs, ref_logprobs):
@@ -240,8 +239,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
     """DAPO's dynamic sampling → the samples to train on, and how many are not, by reason.
 
     It keeps the groups whose rewards differ. While they are fewer than --batch, it adds a rollout
-    of new prompts to `samples`, at most --refills times. Every rank has the same samples, so all
-    stop together.                                 https://arxiv.org/abs/2503.14476, section 3.2
+    of new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, 3.2
     """
     kept, looked_at = [], 0
     for more in range(args.refills + 1):

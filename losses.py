@@ -1,13 +1,13 @@
-"""The formulas of grpo.py and ppo.py, each a short pure function of tensors.
+"""The formulas of grpo.py and ppo.py, as pure functions of tensors.
 
-Shapes   N completions of the global batch in request order; `group` neighbours share a prompt.
-         Token tensors are (B, T), right-padded; position 0 is the first completion token.
-         mask (B, T) bool: the tokens that bear loss. A completion without loss is a row of False.
-Losses   are per token, (B, T). The caller takes `token_weights` over the global minibatch, before
-         any split: loss = sum_it weight_it * token_loss_it. So ranks and micro-batches add up.
-Padding  may hold anything, also nan. torch.where removes it from the inputs: a product with the
-         mask keeps it (0 * nan = nan), and torch.where on the result leaves it in the gradient.
-dtype    A loss keeps its first argument's. Rewards, advantages, returns, weights are float64.
+N completions of the global batch in request order; `group` neighbours share a prompt.
+Token tensors are (B, T), right-padded; position 0 is the first completion token.
+mask (B, T) bool: the tokens that bear loss. A completion without loss is a row of False.
+Losses are per token, (B, T). The caller takes `token_weights` over the global minibatch, before
+any split: loss = sum_it weight_it * token_loss_it. So ranks and micro-batches add up.
+Padding may be nan. torch.where removes it from the inputs: 0 * nan = nan, and torch.where on the
+result leaves it in the gradient.
+A loss keeps its first argument's dtype. Rewards, advantages, returns, weights are float64.
 
 logp = logprobs, r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient,
 |o| = masked length.
@@ -22,36 +22,36 @@ import torch
 class LossArgs:
     """loss and reward penalties"""
     clip_low: float = 0.2
-    """ε below: ratios under 1 - clip_low are clipped."""
+    """ε below: ratios under 1 - ε are clipped."""
     clip_high: float = 0.2
-    """ε above: ratios over 1 + clip_high are clipped (DAPO: 0.28)."""
+    """ε above: ratios over 1 + ε are clipped (DAPO: 0.28)."""
     dual_clip: float | None = None
-    """c > 1: the loss is at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
+    """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """token: mean over all tokens of the global minibatch (DAPO). sequence: mean of each
-    completion's mean (GRPO). constant: sum / --max_tokens, mean over completions (Dr. GRPO)."""
+    """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
+    mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO)."""
     entropy_coef: float = 0.0
-    """Bonus for the entropy of the sampling distribution, averaged like the loss."""
+    """Bonus for the sampling distribution's entropy."""
     kl_reward_coef: float = 0.0
-    """β of the KL to the starting model in the reward. Its gradient is exact. 0: no KL."""
+    """β of the KL to the starting model in the reward. 0: none."""
     overlong_buffer: int = 0
-    """DAPO: minus up to 1 over the last this many tokens before --max_tokens. 0: none."""
+    """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
     engine_correction: Literal["none", "truncate", "mask"] = "none"
-    """Weight each token by π_trainer/π_engine. truncate: at most --correction_high (TIS). mask: 0
-    outside [low, high] (IcePop)."""
+    """Weight tokens by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
+    high] (IcePop)."""
     correction_low: float = 0.5
-    """Lower bound of --engine_correction mask."""
+    """Lower bound (mask)."""
     correction_high: float = 2.0
-    """Upper bound of --engine_correction."""
+    """Upper bound."""
 
 
 def select(mask, *tensors):
-    """Each tensor in the first one's dtype, with 0 where mask (B, T) is False."""
+    """Each tensor in the first one's dtype, 0 outside the mask."""
     return [torch.where(mask, x.to(tensors[0].dtype), 0) for x in tensors]
 
 
 def masked_mean(values, mask):
-    """The mean of values (B, T) over the mask; 0 if the mask has no token."""
+    """The mean over the mask; 0 if empty."""
     return values[mask].mean() if mask.any() else values.new_zeros(())
 
 
@@ -62,8 +62,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
     """DAPO's soft overlong punishment.    https://arxiv.org/abs/2503.14476, section 3.4
 
         0                        L <= Lmax - Lc
-        ((Lmax - Lc) - L) / Lc   Lmax - Lc < L <= Lmax    lengths L (N,), max_tokens Lmax and
-        -1                       L > Lmax                 buffer Lc in tokens -> (N,) float64
+        ((Lmax - Lc) - L) / Lc   Lmax - Lc < L <= Lmax
+        -1                       L > Lmax
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
 
@@ -76,30 +76,28 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
 #
 # Only rloo is unbiased: R - mean holds R_i itself, which gives (G - 1) / G of the gradient.
-# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std, and
-# has advantage 0. So has a group with fewer than two scored (no baseline) or with equal rewards.
+# Dividing by std reweights prompts by difficulty. The advantage is 0 for an unscored completion
+# (it is in no mean or std), and in a group with fewer than two scored or with equal rewards.
 
 
 def _groups(rewards, group, scored):
-    """R (P, G), 0 where unscored; scored (P, G); are a prompt's scored rewards equal (P, 1)."""
+    """R (P, G), 0 where unscored; scored (P, G); are a prompt's rewards equal (P, 1)."""
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
-    # Not std == 0: rounding gives equal rewards a tiny std, and (R - mean) / std is then noise.
+    # Not std == 0: rounding gives equal rewards a tiny std.
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
     return torch.where(S, R, 0), S, highest <= torch.where(S, R, torch.inf).amin(1, keepdim=True)
 
 
 def keep_groups(rewards, group, scored):
-    """DAPO's dynamic sampling keeps prompts whose scored rewards differ. (N,) -> (P,) bool.
-
-    Give it raw rewards: a penalty makes every group differ. https://arxiv.org/abs/2503.14476, 3.2
-    """
+    """DAPO's dynamic sampling keeps prompts whose raw rewards differ (a penalty makes all differ).
+    (N,) -> (P,) bool. https://arxiv.org/abs/2503.14476, 3.2"""
     return ~_groups(rewards, group, scored)[2].squeeze(1)
 
 
 def group_advantages(rewards, group, *, kind, eps, scored):
-    """rewards, scored (N,) -> advantages (N,) float64. kind: a name above."""
+    """(N,) -> (N,). kind: a name above."""
     R, S, equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
-    n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)  # (P, 1)
+    n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)
     A, others = R - total / n.clamp(min=1), (n - 1).clamp(min=1)
     if kind == "grpo":
         std = (torch.where(S, A, 0).square().sum(1, keepdim=True) / others).sqrt()
@@ -119,12 +117,11 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, *, kl_coef):
 
         R_t = [t is the last masked token] * score - kl_coef * (logp_t - ref_t)
 
-    scores (B,), old logprobs and ref_logprobs (B, T), or None for no penalty -> (B, T) float64.
+    scores (B,), old logprobs and ref_logprobs (B, T), or None for no penalty -> (B, T).
     The penalty is k1, whose policy gradient is that of KL(pi || ref).
-    The score is on the last valid token, as in verl and OpenRLHF; one later (TRL) changes GAE.
     """
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-    rewards = torch.where(last, scores.double()[:, None], 0)  # (B, T)
+    rewards = torch.where(last, scores.double()[:, None], 0)
     if ref_logprobs is not None:
         logp, ref = select(mask, logprobs.double(), ref_logprobs)
         rewards = rewards - kl_coef * (logp - ref)
@@ -132,18 +129,17 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, *, kl_coef):
 
 
 def gae(rewards, values, mask, *, gamma, lam):
-    """Generalized advantage estimation. (B, T) -> advantages, returns (B, T) float64.
+    """Generalized advantage estimation. (B, T) -> advantages, returns (B, T).
 
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[:, t] is V of the state that token t was sampled in (the prompt and the tokens before t).
-    V is 0 after the last masked token. A masked-out token inside a row is no step: V and A are
-    carried across it.
+    values[:, t] is V of the prompt and the tokens before t, 0 after the last masked token.
+    A masked-out token inside a row is no step: V and A are carried across it.
     """
     rewards, values = select(mask, rewards.double(), values)
     advantages = torch.zeros_like(rewards)
-    next_value, next_advantage = rewards.new_zeros(2, len(rewards))  # (B,), (B,)
+    next_value, next_advantage = rewards.new_zeros(2, len(rewards))
     for t in reversed(range(rewards.shape[1])):
         here = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
@@ -155,16 +151,14 @@ def gae(rewards, values, mask, *, gamma, lam):
 
 
 def rewards_to_go(rewards, mask):
-    """A_t = sum_{i>=t} R_i, for REINFORCE++: GAE with gamma 1, lam 1 and no critic. (B, T)."""
+    """REINFORCE++: A_t = sum_{i>=t} R_i, GAE without a critic."""
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)[0]
 
 
 def whiten(values, mask):
-    """(x - mean) / sqrt(var + 1e-8) over all masked tokens. (B, T) -> (B, T) float64, 0 elsewhere.
-
-    ddof 1. Equal values give exactly 0. Call it once, on the global batch.
-    """
-    x = values.double()[mask]  # (tokens,)
+    """(x - mean) / sqrt(var + 1e-8) over the global batch's masked tokens, ddof 1; 0 elsewhere,
+    and exactly 0 for equal values."""
+    x = values.double()[mask]
     white = torch.zeros_like(x)
     if len(x) and x.max() > x.min():
         white = (x - x.mean()) / (x.var(correction=1) + 1e-8).sqrt()
@@ -173,26 +167,25 @@ def whiten(values, mask):
 
 # ---- policy losses
 #
-# All have one call shape, so a script picks one by name. They return token_loss, metrics.
-# logprobs (B, T) carry the gradient, old_logprobs (B, T) do not; advantages (B, T) or (B, 1).
-# With one update per rollout old_logprobs is logprobs.detach(): r = 1, nothing is clipped, and the
-# gradient is REINFORCE's. The metrics, (B, T) and detached, are averaged with the loss's weights:
+# All take logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, T) or (B, 1), and
+# return token_loss, metrics. With one update per rollout old_logprobs is logprobs.detach(): r = 1,
+# and the gradient is REINFORCE's. Metrics, (B, T), are averaged with the loss's weights:
 #
 #   ratio        r_t, or GSPO's s
-#   clip_frac    1 where a bound acts: no gradient (clip, GSPO), or a bounded weight (CISPO)
+#   clip_frac    1 where a bound acts
 #   approx_kl    (r_t - 1) - log r_t: KL(pi_old || pi)   http://joschu.net/blog/kl-approx.html
 
 
 def _metrics(log_ratio, ratio, cut):
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
-    approx_kl = log_ratio.exp() - 1 - log_ratio
-    return {"ratio": ratio, "clip_frac": cut.to(ratio.dtype), "approx_kl": approx_kl}
+    return {"ratio": ratio, "clip_frac": cut.to(ratio.dtype),
+            "approx_kl": log_ratio.exp() - 1 - log_ratio}
 
 
 def _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip):
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where it has no gradient: both (B, T)."""
+    """min(r A, clip(r, 1 - low, 1 + high) A), and where it has no gradient."""
     # Where a bound cuts large r, r stays finite: the gradient 0 * inf would be nan. Elsewhere
-    # a ratio that overflows makes loss and gradient inf, so the step is seen to be bad.
+    # an overflow makes the loss inf, so the step is seen to be bad.
     unbounded = (A < 0) & (dual_clip is None)
     r = torch.where(unbounded, log_ratio, log_ratio.clamp(max=80)).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
@@ -202,9 +195,9 @@ def _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip):
 def clip_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
     """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347
 
-    PPO and GRPO use 0.2 and 0.2, DAPO 0.2 and 0.28. dual_clip c bounds it by -c A where A < 0.
+    dual_clip c bounds it by -c A where A < 0.
     """
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)  # (B, T)
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
     log_ratio = logp - old
     surrogate, cut = _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip)
     return -surrogate, _metrics(log_ratio, log_ratio.exp(), cut)
@@ -217,12 +210,11 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, 
         s_t = sg[s] * exp(logp_t - sg[logp_t])    (GSPO-token: s_t = s in value)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
-    The paper clips at 3e-4 and 4e-4, and averages over sequences: aggregation sequence. The others
-    weigh a sequence by |o|.
+    The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
     """
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)  # (B, T)
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
     log_ratio = logp - old
-    length = mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    length = mask.sum(1, keepdim=True).clamp(min=1)
     log_s = (log_ratio.sum(1, keepdim=True) / length).detach()  # (B, 1)
     log_s = log_s + (logp - logp.detach())  # (B, T)
     surrogate, cut = _clipped_surrogate(log_s, A, clip_low, clip_high, dual_clip)
@@ -234,9 +226,9 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high,
 
         -sg[clip(r_t, 1 - low, 1 + high)] * A_t * logp_t    https://arxiv.org/abs/2506.13585
 
-    TRL's epsilon_high 5 is clip_high 4 here. The paper has no lower bound: clip_low 1.
+    The paper has no lower bound: clip_low 1. TRL's epsilon_high 5 is clip_high 4.
     """
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)  # (B, T)
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
     log_ratio = logp - old
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
@@ -244,9 +236,8 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high,
 
 
 def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
-    """REINFORCE: -A_t * logp_t, without clips. No ratio corrects a second update, so it allows
-    one. old_logprobs serve the metrics.    https://doi.org/10.1007/BF00992696"""
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)  # (B, T)
+    """-A_t * logp_t. No ratio corrects a second update.  https://doi.org/10.1007/BF00992696"""
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
     log_ratio = logp - old
     return -A * logp, _metrics(log_ratio, log_ratio.exp(), torch.zeros_like(mask))
 
@@ -255,12 +246,12 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_h
 
 
 def value_loss(values, old_values, returns, mask, *, clip):
-    """PPO's critic loss and clip_frac, (B, T). clip None: no clipping.
+    """PPO's critic loss and clip_frac.
     https://github.com/openai/baselines/blob/master/baselines/ppo2/model.py
 
         0.5 * max((V - R)^2, (V_clip - R)^2)    V_clip = clip(V, V_old - clip, V_old + clip)
     """
-    V, V_old, R = select(mask, values, old_values, returns)  # (B, T)
+    V, V_old, R = select(mask, values, old_values, returns)
     # V_old + (V - V_old).clamp(-clip, clip) would round where V is inside.
     V_clip = V if clip is None else V.clamp(V_old - clip, V_old + clip)
     error, clipped_error = (V - R).square(), (V_clip - R).square()
@@ -272,19 +263,18 @@ def kl_estimate(logprobs, ref_logprobs, mask, *, kind):
 
         d = logp - ref          k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
 
-    As a number  k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
-    As a loss    the expected gradient is the estimator's, not the KL's. At each prefix
-                   k1: 0, only noise      k2: that of KL(pi || ref)      k3: of KL(ref || pi)
-                 k3 is GRPO's. None counts that a token changes the later prefixes. k1 in the
-                 reward does (`token_rewards`), and its policy gradient is exact.
+    As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
+    As a loss, the expected gradient at each prefix is, for k1: 0, only noise; k2: that of
+    KL(pi || ref); k3 (GRPO): that of KL(ref || pi). None counts that a token changes the later
+    prefixes. k1 in the reward does (`token_rewards`), and its policy gradient is exact.
     """
     logp, ref = select(mask, logprobs, ref_logprobs)
-    d = logp - ref  # (B, T)
+    d = logp - ref
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[kind]
 
 
 def adaptive_kl(coef, kl, *, target, horizon, n):
-    """The KL coefficient after a rollout of n completions.    https://arxiv.org/abs/1909.08593
+    """The coefficient after a rollout of n completions.    https://arxiv.org/abs/1909.08593
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
 
@@ -294,17 +284,16 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
-    """Weights for the policy loss that correct for sampling with the engine.
+    """Policy loss weights that correct for sampling with the engine.
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, both from before the update
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
 
-    -> weights (B, T), 0 outside the mask, and metrics, all detached. The weights multiply the
-    token losses. engine_cut is 1 where w_t was cut.
+    They multiply the token losses. engine_cut is 1 where w_t was cut. All is detached.
     """
     old, engine = select(mask, old_logprobs.detach(), engine_logprobs.detach())
-    ratio = (old - engine).exp()  # (B, T)
+    ratio = (old - engine).exp()
     weights = {"truncate": ratio.clamp(max=high),
                "mask": torch.where((low <= ratio) & (ratio <= high), ratio, 0)}[kind]
     cut = (mask & (weights != ratio)).to(ratio.dtype)
@@ -317,11 +306,11 @@ def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
 #   sequence    1 / (|o_i| * sequences)         GRPO, GSPO
 #   constant    1 / (max_tokens * sequences)    Dr. GRPO
 #
-# A row of False (unscored, filtered) is in no denominator; one whose advantage is 0 is.
+# A row of False is in no denominator; one whose advantage is 0 is.
 
 
 def token_weights(mask, aggregation, *, max_tokens):
-    """mask (B, T) of a global minibatch -> (B, T) float64. aggregation: a name above."""
+    """mask (B, T) of a global minibatch -> (B, T)."""
     lengths = mask.sum(1, keepdim=True).double()  # (B, 1)
     n = (lengths > 0).sum().double()
     denominators = {"token": lengths.sum(), "sequence": lengths * n, "constant": max_tokens * n}

@@ -1,7 +1,4 @@
-"""memory.py: what fits on a GPU, from the sizes of a model. Arithmetic only: it needs no torch.
-
-The trainer's parts agree with FSDP's memory tracker. What vLLM and CUDA hold are the constants.
-"""
+"""What fits on a GPU, from the sizes of a model; needs no torch."""
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +7,12 @@ from plan import BUDGETS, Plan, SettingsError, broken, changed, flags, typed
 
 GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
-ENGINE_GRAPHS = 1.0 * GIB  # none with --eager
-CPU_CACHE = 1.0 * GIB  # the largest key-value cache on CPU
+ENGINE_GRAPHS = 1.0 * GIB
+CPU_CACHE = 1.0 * GIB
 ENGINE_TOKENS = 8192  # prompt tokens in one pass of the engine
-HEAD_LOGITS = 2**27  # logits of one chunk where --head_chunk is 0: 512 MiB in float32
-SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 tensors (chunk, vocab), without and with backward
-LADDER = [  # what saves memory, the cheapest first
+HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
+SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
+LADDER = [  # the cheapest first
     ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
     ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),
     ("head_chunk", 256), ("head_chunk", 64), ("cpu_offload", True), ("tp", 2), ("tp", 4), ("tp", 8)]
@@ -23,17 +20,17 @@ LADDER = [  # what saves memory, the cheapest first
 
 @dataclass
 class Shape:
-    """A dense decoder (Llama, Mistral, Qwen 2 and 3)."""
+    """A dense decoder."""
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int
     vocab: int
-    tied: int = 0  # 1: the head is the embedding
-    bias: int = 0  # 1: on the projections to q, k and v
+    tied: int = 0  # the head is the embedding
+    bias: int = 0  # on q, k and v
     head_dim: int = 0  # 0: hidden / heads
-    qk_norm: int = 0  # 1: q and k are normalized (Qwen 3)
+    qk_norm: int = 0  # q and k are normalized
 
     def __post_init__(self):
         head = self.head_dim or self.hidden // self.heads
@@ -47,7 +44,7 @@ class Shape:
 
     def saved(self, c: int) -> int:
         """Bytes that a layer keeps for backward, per token. c: bytes of a computed number."""
-        return (8 * self.hidden + 8 + 4 * c * self.hidden  # norms: float32 input, factors of scale
+        return (8 * self.hidden + 8 + 4 * c * self.hidden  # norms
                 + self.qk_norm * ((self.q + self.kv) * (4 + c) + 4 * (self.heads + self.kv_heads))
                 + 2 * c * (self.q + self.kv) + 4 * self.heads  # q, k, v, output, log-sums
                 + 4 * c * self.intermediate)
@@ -71,7 +68,6 @@ Llama-3.1-8B 4096 14336 32 32 8 128256""".splitlines())}
 
 
 def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape:
-    """The shape of --model: from --sizes, SHAPES, a folder or the hub."""
     name = "tiny" if model.startswith("tiny") else (
         model.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Base"))
     try:
@@ -83,29 +79,28 @@ def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape:
         return shape_from(PretrainedConfig.get_config_dict(model)[0])
     except (OSError, TypeError, ValueError, ZeroDivisionError) as error:
         raise SettingsError(
-            f"--model {model} must be a folder or on the hub; or give --sizes hidden=… "
-            f"intermediate=… layers=… heads=… kv_heads=… vocab=… (got {sizes}; "
-            f"{type(error).__name__}).") from None
+            f"--model {model} must be a folder or on the hub; or give --sizes hidden=… (and "
+            f"intermediate, layers, heads, kv_heads, vocab; {type(error).__name__}).") from None
 
 
 def shape_from(config: dict) -> Shape:
-    """The shape in a transformers config."""
     get, kind = config.get, config.get("model_type")
-    sizes = [get(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers",
-                                    "num_attention_heads", "num_key_value_heads", "vocab_size")]
+    sizes = list(map(get, (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "vocab_size")))
     sizes[4] = sizes[4] or sizes[3]
     if not all(sizes) or get("num_experts") or get("num_local_experts"):
         raise SettingsError(f"--model must be a dense decoder for a memory plan (got {kind!r}).")
-    return Shape(*sizes, bool(get("tie_word_embeddings")),
-                 kind == "qwen2" or bool(get("attention_bias")),
-                 get("head_dim") or 0, kind == "qwen3")
+    bias = kind == "qwen2" or bool(get("attention_bias"))
+    return Shape(
+        *sizes, bool(get("tie_word_embeddings")), bias, get("head_dim") or 0, kind == "qwen3")
 
 
 def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
            head_chunk: int = 0, critic: bool = False) -> dict[str, float]:
-    """The fullest moment of a micro-batch of `tokens` padded tokens → bytes of each part.
+    """The bytes of each part in the fullest moment of a micro-batch of padded `tokens`.
 
-    c, m: bytes of a computed number, of a master weight. FSDP gathers the root and two layers.
+    c, m: bytes of a computed number, of a master weight.
     """
     s, h, i = shape, tokens * shape.hidden * c, tokens * shape.intermediate * c
     root = (s.embedding + s.hidden if critic else s.root) * c
@@ -113,8 +108,8 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointi
     chunk, head = (0, 0) if critic else (rows * s.vocab * 4, s.embedding * c)
     one, two = root + s.layer * c, root + 2 * s.layer * c
     saved = tokens * s.saved(c)
-    kept = h if checkpointing else saved  # of each layer, after forward
-    last = s.layers * kept + tokens * 4 * s.hidden + 3 * h  # with the last norm
+    kept = h if checkpointing else saved  # of each layer
+    last = s.layers * kept + tokens * 4 * s.hidden + 3 * h
     mlp = s.layers * kept + saved * checkpointing + 2 * i + 3 * h
     moments = [  # (gathered, activations, head)
         (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
@@ -129,101 +124,101 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointi
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
 
 
-Load = namedtuple("Load", "phase parts total")  # bytes on one GPU in the fullest moment of a phase
+Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
 
 
 class EngineMemory:
-    """The bytes of vLLM on one GPU. card: those of the GPU; None on CPU."""
+    """The bytes of vLLM on one GPU of `card` bytes (None: CPU)."""
 
-    def __init__(self, plan: Plan, shape: Shape, card: float | None):
-        e, s = plan.args.engine, shape
+    def __init__(self, plan: Plan, s: Shape, card: float | None):
+        e = plan.args.engine
         self.c = c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[
             plan.args.weights.dtype]  # bytes of a computed number
-        graphs = ENGINE_GRAPHS if card and not e.eager else 0
+        graphs = ENGINE_GRAPHS * bool(card and not e.eager)
         activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
         self.weights = s.params * c / e.tp
         self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
         block, width = 16 if card else 128, max(s.kv / e.tp, s.kv / s.kv_heads)
         sequence = -(-plan.longest // block) * block * 2 * s.layers * width * c
-        # On CPU: what can be used, and one more, which vLLM keeps to itself.
+        # On CPU vLLM keeps one sequence to itself.
         self.cache = e.kv_cache_gb * GIB or (
             max(0.0, e.gpu_memory_utilization * card - self.weights - self.workspace) if card else
             min(CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence))
-        self.holds = min(e.max_num_seqs, int(self.cache // sequence))  # longest sequences
+        self.holds = min(e.max_num_seqs, int(self.cache // sequence))
         asleep, whole = card and e.sleep_level, self.weights + self.workspace + self.cache
         self.kept = graphs if asleep else whole  # while the trainer works
         self.awake = self.weights + self.workspace if asleep else whole  # in a sync
 
 
 def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
-    """Every phase of a step."""
-    a, w, policy, engine = plan.args, plan.args.weights, shape.params, EngineMemory(
-        plan, shape, card)
-    c, m = engine.c, max(4, engine.c)  # bytes of a computed number, of a master weight
-    critic = policy - (1 - shape.tied) * shape.embedding if a.critic else 0  # without the head
+    a, w, policy = plan.args, plan.args.weights, shape.params
+    engine = EngineMemory(plan, shape, card)
+    c, m = engine.c, max(4, engine.c)
+    critic = policy - (1 - shape.tied) * shape.embedding if a.critic else 0
     reference = c * policy if a.needs_reference and "reference" not in w.offload else 0
     shards = float("inf") if w.cpu_offload else w.shard_size or plan.ranks
     state = {"set aside": RESERVED if card else 0,
              "parameters": (m * (policy + critic) + reference) / shards,
              "optimizer": 2 * m * (policy + critic) / shards}
-    rest = state | {"parameters": state["parameters"] * ("params" not in w.offload),
-                    "optimizer": state["optimizer"] * ("optimizer" not in w.offload)}
+    rest = state | {part: 0 for part, name in (("parameters", "params"), ("optimizer",) * 2)
+                    if name in w.offload}
     found = {"rollout": rest | {"engine weights": engine.weights, "kv cache": engine.cache,
                                 "engine workspace": engine.workspace}}
     for phase in plan.phases(max(plan.batches)):
         of_critic, grad = phase.name.startswith("critic"), phase.name.endswith("update")
-        parts = widest(shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
-                       head_chunk=w.head_chunk, critic=of_critic)
-        parts |= {"gradients": grad * m * (critic if of_critic else policy) / shards,
-                  "engine asleep": engine.kept}
-        found.setdefault(phase.name, state | parts)  # of an uneven cut, the larger part
-    # A weight in the sync: its parts, the whole, and the one before.
+        parts = widest(
+            shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
+            head_chunk=w.head_chunk, critic=of_critic)
+        found.setdefault(phase.name, state | parts | {
+            "gradients": grad * m * (critic if of_critic else policy) / shards,
+            "engine asleep": engine.kept})  # of an uneven cut, the larger part
+    # Its parts, the whole, and the weight before.
     one_weight = 4 * c * max(shape.embedding, shape.hidden * shape.intermediate)
     found["sync"] = rest | {"one weight": one_weight, "engine awake": engine.awake}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
 def fits(plan: Plan, shape: Shape, card: float, spare: float = 0.0) -> bool:
-    """Whether each phase leaves `spare` bytes, and the engine has room for one sequence."""
+    """Every phase leaves `spare` bytes, and the cache holds a sequence."""
     return EngineMemory(plan, shape, card).holds > 0 and all(
         load.total <= card - spare for load in loads(plan, shape, card))
 
 
 def fewest(plan: Plan, shape: Shape, card: float) -> dict | None:
-    """Flags with which it fits, none too many, with 3 % to spare; None: there are none."""
+    """The flags with which it fits, none too many, with 3 % to spare."""
     given, least, share = flags(plan.args), max(plan.longest, 4096), "gpu_memory_utilization"
     steps = [(name, given[name] >> k) for name in BUDGETS if name in given for k in range(1, 12)
-             if given[name] >> k >= least] + LADDER  # smaller budgets would leave a GPU idle
+             if given[name] >> k >= least] + LADDER
     steps = [step for step in steps if not broken(
-        changed(plan.args, **dict([step])), plan.ranks, plan.n_rows, plan.n_eval, shape, None)]
+        changed(plan.args, **dict([step])), plan.ranks, plan.n_rows, plan.n_eval, shape)]
     shares = [{share: s / 20} for s in range(2, 19)]
     shares.sort(key=lambda other: abs(other[share] - given[share]))
 
     def first(tries: list[dict]) -> dict | None:
-        """The first that fits, if need be with another share of the engine."""
         for more in (more | other for more in tries for other in [{}, *shares]):
             if fits(replace(plan, args=changed(plan.args, **more)), shape, card, 0.03 * card):
                 return more
 
     more = first([dict(steps[:n]) for n in range(len(steps) + 1)])
-    for flag in more or ():  # dropped, or as mild as can be
+    for flag in more or ():
         rest = {name: value for name, value in more.items() if name not in (flag, share)}
         more = first([rest, *(rest | {name: value} for name, value in steps if name == flag)])
     return more
 
 
 def spell(values: dict) -> str:
-    return " ".join(typed(flag, value) for flag, value in values.items())
+    return " ".join(typed(*item) for item in values.items())
 
 
 def planned(plan: Plan, shape: Shape, card: float | None) -> Plan:
-    """The plan with the text of its memory."""
     found, best, words = loads(plan, shape, card), plan, "fits: " if card else ""
     if card and not fits(plan, shape, card):
-        more = fewest(plan, shape, card)
-        best = replace(plan, args=changed(plan.args, **(more or {})))
-        words = f"does not fit; would with {spell(more)}: " if more else (
-            "does not fit; would need more ranks: ")
+        wider = (replace(plan, ranks=plan.ranks << k) for k in range(8))
+        wider, more = next(((p, m) for p in wider if (m := fewest(p, shape, card)) is not None),
+                           (plan, {}))
+        best = replace(wider, args=changed(plan.args, **more))
+        more |= {"ranks": wider.ranks} if wider.ranks > plan.ranks else {}
+        words = f"does not fit; {f'would with {spell(more)}' if more else 'no flag helps'}: "
     top = max(loads(best, shape, card), key=lambda load: load.total)
     of = f"of {card / GIB:.3g} GiB per GPU" if card else "GiB per rank"
     asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)

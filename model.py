@@ -1,7 +1,6 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from batch import Micro
@@ -22,7 +21,7 @@ from dist import World
 from memory import HEAD_LOGITS
 from plan import SettingsError
 
-FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # of a Hugging Face folder, without weights
+FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -36,11 +35,11 @@ class ModelArgs:
     offload: tuple[Literal["params", "optimizer", "reference"], ...] = ()
     """What moves to the host. params, optimizer: while the engine generates. reference: always."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer are always on the host: slow, least memory."""
+    """Parameters, gradients and optimizer stay on the host: slow, least memory."""
     shard_size: int = 0
-    """Ranks that share a copy of the weights (hybrid sharding, usually one machine's). 0: all."""
+    """Ranks that share a copy of the weights (hybrid sharding). 0: all."""
     head_chunk: int = 0
-    """Tokens whose logits are held at once. 0: as many as make 512 MiB of float32 logits."""
+    """Tokens whose logits are held at once. 0: 512 MiB of float32 logits."""
 
 
 @dataclass
@@ -51,24 +50,24 @@ class OptimizerArgs:
     weight_decay: float = 0.0
     """AdamW's weight decay, on every parameter."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm, over all parameters and ranks. 0: never."""
+    """The gradient is scaled down to this norm. 0: never."""
     warmup_steps: int = 0
-    """Steps (rollouts) of linear warm-up to --lr."""
+    """Steps of linear warm-up to --lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up, until --steps."""
     max_bad_steps: int = 3
-    """A gradient that is not finite is counted and not applied. This many in a row end the run."""
+    """A gradient that is not finite is not applied. This many in a row end the run."""
 
 
 def find(model: str) -> str:
-    """A folder, or a name on the Hugging Face hub (downloaded once) → the folder."""
+    """A folder, or a name on the Hugging Face hub."""
     if Path(model, "config.json").is_file():
         return model
     why = "this folder has no config.json"
     if not Path(model).is_dir():
         try:
             return snapshot_download(model, allow_patterns=[*FILES, "*.safetensors"])
-        except Exception as error:  # a dozen kinds, from a bad name to no network
+        except Exception as error:
             why = f"no folder, and the hub gave a {type(error).__name__}"
     raise SettingsError(f"--model {model} must be 'tiny', a folder with config.json and "
                         f"*.safetensors, or a name on the Hugging Face hub ({why}).")
@@ -79,24 +78,24 @@ def config_of(folder: str):
     try:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        why = str(error).splitlines()[0]
-        raise SettingsError(f"--model {folder}: cannot read its config.json ({why}).") from None
+        raise SettingsError(f"--model {folder}: cannot read its config.json "
+                            f"({str(error).splitlines()[0]}).") from None
 
 
-def compute_dtype(args: ModelArgs, device: torch.device) -> torch.dtype:
+def compute_dtype(args: ModelArgs, device: torch.device):
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
-def build(kind, folder: str, world: World, args: ModelArgs, *, trained: bool = True) -> nn.Module:
-    """A sharded LogprobModel or ValueModel (`kind`). Not trained: no float32 master weights."""
+def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True):
+    """A sharded LogprobModel or ValueModel (`kind`)."""
     from transformers import AutoModelForCausalLM
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
             config_of(folder), dtype=master, attn_implementation="sdpa")
-    root = kind(lm, args.head_chunk).eval()  # dropout would give a policy that is not the engine's
+    root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
@@ -107,60 +106,51 @@ def build(kind, folder: str, world: World, args: ModelArgs, *, trained: bool = T
     return root
 
 
-def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute: torch.dtype,
-          master: torch.dtype, checkpointing: bool, offload: bool) -> None:
-    """FSDP2, in place. Parameters, gradients and sums are in `master`, only the rest in `compute`.
-    """
+def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
+    """FSDP2, in place. Parameters, gradients and sums are in `master`, the rest in `compute`."""
     low = {} if compute == master else {"param_dtype": compute, "reduce_dtype": master}
     options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**low)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
-        if checkpointing:  # inside FSDP's hooks, so that backward finds the layer unsharded
+        if checkpointing:  # inside FSDP's hooks
             layer.forward = partial(recomputed, layer.forward)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
-    # Sums over ranks: a mean needs a loss times the ranks, and 3 ranks would round unlike 1.
+    # Gradients are sums over ranks: with a mean, 3 ranks would round unlike 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def fill(lm: nn.Module, folder: str) -> None:
-    """A folder's weights into the model. Each rank reads its part only. A collective."""
-    for module in lm.modules():  # rotary frequencies are in no file, and garbage after to_empty
+def fill(lm, folder: str):
+    """A folder's weights into the model. Each rank reads its part. A collective."""
+    for module in lm.modules():  # rotary frequencies are in no file
         if module._non_persistent_buffers_set:
             lm._init_weights(module)
-    try:  # it converts to the dtypes of the parameters
+    try:  # it converts dtypes
         dcp.load(dict(lm.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(folder))
     except CheckpointException as error:
-        why = f"its weights do not fit its config.json: {next(iter(error.failures.values()))[0]}"
-        raise SettingsError(f"{folder}: {why}") from None
+        [why, *_] = next(iter(error.failures.values()))
+        raise SettingsError(f"{folder}: weights do not fit config.json: {why}") from None
 
 
-@torch.no_grad()
-def put(param: DTensor, full: Tensor) -> None:
-    """A full tensor, equal on all ranks, into a sharded parameter. Nothing is sent."""
-    param.copy_(distribute_tensor(full.to(param.dtype), param.device_mesh, param.placements,
-                                  src_data_rank=None))
-
-
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor):
     """A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def token_logprobs(hidden, weight, targets, temperature: float, chunk: int, entropy: str):
-    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature), in nats.
+def token_logprobs(hidden, weight, targets, temperature, chunk: int, entropy: str):
+    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature).
 
-    hidden (n, H), weight (V, H), targets (n,) → logprobs (n,), entropy (n,), at least float32.
-    entropy: "none" (zeros), "value" (without gradient) or "grad".
+    hidden (n, H), weight (V, H), targets (n,) → (n,), (n,), at least float32.
+    entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
     if len(hidden) > chunk:
         return _in_chunks(hidden, weight, targets, temperature, chunk, entropy)
     logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
-    logp = (logits.gather(-1, targets.unsqueeze(-1)) - logz).squeeze(-1)  # (n,)
+    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
     if entropy == "none":
         return logp, torch.zeros_like(logp)
     logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
@@ -168,32 +158,31 @@ def token_logprobs(hidden, weight, targets, temperature: float, chunk: int, entr
     return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
 
 
-def _in_chunks(hidden, weight, targets, temperature: float, chunk: int, entropy: str):
-    """A few times chunk × V of memory: backward computes the logits again."""
+def _in_chunks(hidden, weight, targets, temperature, chunk, entropy):
+    """Backward computes the logits again: a few times chunk × V of memory."""
     part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
     parts = [part(h, weight, t, temperature, chunk, entropy)
              for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 class LogprobModel(nn.Module):
-    """A causal language model. Its forward gives log-probs: the head runs inside FSDP's hooks."""
+    """A causal language model whose forward gives log-probs."""
 
-    def __init__(self, lm: nn.Module, head_chunk: int):
+    def __init__(self, lm, head_chunk: int):
         super().__init__()
-        self.lm = lm
-        self.head_chunk = head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
+        self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
 
     def forward(self, ids, source, targets, temperature, entropy):
         hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
         return token_logprobs(hidden.flatten(0, 1)[source], self.lm.lm_head.weight, targets,
-                              temperature, self.head_chunk, entropy)
+                              temperature, self.chunk, entropy)
 
 
 class ValueModel(nn.Module):
-    """The same base with a scalar head: V(s_t) of the state in which token t is chosen."""
+    """The same base with a scalar head."""
 
-    def __init__(self, lm: nn.Module, head_chunk: int):
+    def __init__(self, lm, head_chunk: int):
         super().__init__()
         self.lm = lm
         del lm.lm_head
@@ -211,78 +200,75 @@ class Trained:
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
         if next(module.parameters()).device.type != world.device.type:
-            self.moving = ()  # FSDP's offload keeps them on the host
+            self.moving = ()  # --cpu_offload
         self.max_grad_norm = args.max_grad_norm or math.inf
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, betas=args.betas,
-                                           weight_decay=args.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), betas=args.betas, weight_decay=args.weight_decay, fused=True)
 
     def run(self, *inputs):
-        """The forward. Without a backward, FSDP would keep embedding and head whole."""
+        """Without a backward FSDP keeps the root's weights whole."""
         out = self.module(*inputs)
         if not torch.is_grad_enabled():
             self.module.reshard()
         return out
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of a sum over this rank's tokens. FSDP sums it over ranks."""
+    def backward(self, loss):
+        """Adds a gradient, which FSDP sums over ranks."""
         loss.backward()
 
     def step(self, lr: float) -> float:
-        """One AdamW step on the clipped gradient → its norm. Not finite: no rank makes a step."""
+        """One AdamW step on the clipped gradient → its norm. Not finite: no step."""
         norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)))
         if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
-    def move(self, device: torch.device) -> None:
-        """What --offload names goes to the host before generation, and back after it."""
+    def move(self, device: torch.device):
+        """Moves what --offload names."""
         if self.world.device.type == "cuda":
             self._move(device)
 
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device):
         if "params" in self.moving:
             self.module.to(device)
-        for state in self.optimizer.state.values() if "optimizer" in self.moving else ():
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = state[key].to(device, non_blocking=True)
+        if "optimizer" in self.moving:
+            for state in self.optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = state[key].to(device, non_blocking=True)
         if device.type == "cpu":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
 class Policy(Trained):
-    """The language model that is trained, or the reference model."""
+    """The language model, or the reference."""
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
-        """log π and entropy of each completion token at the sampling temperature: (b, t) each."""
+        """log π and entropy of each completion token: (b, t) each."""
         logp, ent = self.run(micro.ids, micro.source, micro.targets, temperature, entropy)
         return micro.spread(logp), micro.spread(ent)
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of each weight, one at a time. A collective: use it up."""
-        for name, value in self.module.lm.state_dict().items():  # tied: lm_head.weight too
+    def weights(self, dtype=None):
+        """Yields (name, full tensor) of each weight. A collective: use it up."""
+        for name, value in self.module.lm.state_dict().items():
             yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
-    def export(self, source: str, folder: str, notes: dict[str, str] | None = None) -> None:
-        """A Hugging Face folder in the source's dtype; `notes`: more files, {name: text}.
-
-        Rank 0 collects all weights on its host: machines may share no disk.
-        """
+    def export(self, source: str, folder: str, notes: dict | None = None):
+        """A Hugging Face folder in the source's dtype, written by rank 0."""
         config, target, weights = config_of(source), Path(folder), {}
         unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
         for name, value in self.weights(config.dtype or torch.float32):
             if writes and not (name == "lm_head.weight" and config.tie_word_embeddings):
-                weights[name] = value.cpu()
+                weights[name] = value.to("cpu", copy=True)  # it may be a view of padded memory
         if writes:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            for path in (path for pattern in FILES for path in Path(source).glob(pattern)):
-                if not path.name.endswith(".index.json"):
+            for path in Path(source).iterdir():
+                if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
                     shutil.copy(path, unfinished)
-            save_torch_state_dict(weights, unfinished)  # in files of 5 GB, with their index
+            save_torch_state_dict(weights, unfinished)
             for name, text in (notes or {}).items():
                 (unfinished / name).write_text(text)
             shutil.rmtree(target, ignore_errors=True)
@@ -291,19 +277,19 @@ class Policy(Trained):
 
 
 class Critic(Trained):
-    """The value function of ppo.py. Its head starts at zero."""
+    """The value function V of ppo.py. Its head starts at zero."""
 
-    def __init__(self, module, world: World, *args):
-        super().__init__(module, world, *args)
+    def __init__(self, module, *args):
+        super().__init__(module, *args)
         nn.init.zeros_(module.head.weight)
 
-    def values(self, micro: Micro) -> Tensor:
-        """V(s_t) of the state in which each completion token was chosen: (b, t)."""
+    def values(self, micro: Micro):
+        """V(s_t) of the state in which token t was chosen: (b, t)."""
         return micro.spread(self.run(micro.ids, micro.source))
 
 
-def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs) -> float:
-    """Of a step (0-based): linear warm-up, then constant, linear or cosine to zero."""
+def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
+    """Of a step (0-based): warm-up, then the schedule."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)

@@ -1,14 +1,10 @@
-"""plan.py: all sizes of a run, and all checks of its settings, before anything loads.
-
-    python grpo.py --plan --ranks 64 --batch 512 --group 8     without torchrun, GPU or weights
-"""
-from collections.abc import Iterable, Iterator
+"""All sizes of a run, and all checks of its settings, before anything loads."""
 from dataclasses import dataclass, is_dataclass, replace
 
 
 class SettingsError(Exception):
     """A mistake in the settings or their files."""
-    alone = False            # True: only this rank found it
+    alone = False  # True: only this rank found it
 
 
 @dataclass
@@ -28,13 +24,13 @@ class PlanArgs:
 
 
 def flags(args) -> dict[str, object]:
-    """Every flag by its name, those of the groups included."""
+    """Every flag by its name, those in groups too."""
     return {name: value for field, group in vars(args).items()
             for name, value in (vars(group) if is_dataclass(group) else {field: group}).items()}
 
 
 def changed(args, **values):
-    """A copy of args with other values; a flag may be in a group."""
+    """A copy of args with other values, in groups too."""
     for field, group in vars(args).items():
         if is_dataclass(group) and (inside := vars(group).keys() & values.keys()):
             values[field] = replace(group, **{name: values.pop(name) for name in inside})
@@ -46,25 +42,25 @@ def count(n: int, word: str) -> str:
 
 
 def spread(n: int, parts: int) -> str:
-    """The sizes of n items split over `parts`: '64', or '85 or 86'."""
+    """'64', or '85 or 86'."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
 
 @dataclass
 class Phase:
-    """A model's pass over completions, at worst: every sequence is the longest possible."""
+    """A model's pass over completions, if every sequence is the longest possible."""
     name: str
-    rows: int     # completions, all ranks together
-    budget: int   # padded tokens of one micro-batch, per rank
+    rows: int  # completions of all ranks
+    budget: int  # padded tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
 
     def __post_init__(self):
-        self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
+        self.tokens = min(self.budget, self.rows * self.longest)
         self.width = max(1, self.budget // self.longest)  # its sequences
         self.micros = max(1, -(-self.rows // (self.width * self.ranks)))  # of a rank
-        self.padding = max(0, self.micros * self.ranks - self.rows)  # micro-batches without rows
+        self.padding = max(0, self.micros * self.ranks - self.rows)  # empty micro-batches
 
     def __str__(self) -> str:
         idle = self.padding / (self.micros * self.ranks)
@@ -75,24 +71,22 @@ class Phase:
 
 @dataclass
 class Plan:
-    """Every size of a run."""
     args: object
     script: str
     ranks: int
-    n_rows: int | None  # prompts in --data; None: not known
-    n_eval: int         # prompts in --eval_data
-    memory: str = ""    # the text of the memory plan
+    n_rows: int | None  # prompts in --data, if known
+    n_eval: int
+    memory: str = ""  # text of the memory plan
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
         full = min(a.batch, rows)
         self.longest = a.prompts.max_prompt_tokens + a.max_tokens
-        self.batches = sorted({full, rows % a.batch or full}, reverse=True)  # prompts of a step
+        self.batches = sorted({full, rows % a.batch or full}, reverse=True)
         most = max(full * a.group, self.n_eval * a.evaluation.eval_samples)
         self.requests = -(-most * a.engine.tp // self.ranks)  # to one engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
-        """The passes through each model in a step with this many prompts."""
         a, critic, rows = self.args, self.args.critic, prompts * self.args.group
         parts = sorted({-(-rows // a.minibatches), rows // a.minibatches}, reverse=True)
         passes = [("update", part, a.update_tokens) for part in parts]
@@ -105,9 +99,7 @@ class Plan:
         return [Phase(*each, self.longest, self.ranks) for each in passes]
 
     def text(self, short: bool = False) -> str:
-        """The printed plan; `short` for the start of a run."""
         a, engines = self.args, self.ranks // self.args.engine.tp
-        m = self.n_eval * a.evaluation.eval_samples
         lines = [f"plan for {self.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
                  f"{a.group:,} completions = {a.batch * a.group:,} completions and "
                  f"{count(a.minibatches * a.epochs, 'optimizer step')} a step"]
@@ -121,7 +113,7 @@ class Plan:
                       f"{spread(n, engines)} requests each; {spread(n, self.ranks)} a rank "
                       f"for its {a.workers.reward_workers} reward workers",
                       *(f"{'  ' * (1 + i)}{p.name:<10} {p}" for p in self.phases(prompts))]
-        if m:
+        if m := self.n_eval * a.evaluation.eval_samples:
             lines.append(f"  evaluation {self.n_eval:,} rows x {a.evaluation.eval_samples} = {m:,} "
                          f"requests, {spread(m, engines)} an engine")
         lines += self.memory.splitlines()
@@ -130,11 +122,11 @@ class Plan:
 
 @dataclass
 class Rule:
-    """One check. A script's `rules()` may see sizes of 0: they do not divide."""
+    """One check."""
     holds: bool
-    sentence: str  # printed where the check fails; the first word is the flag
-    tries: Iterable[tuple[str, Iterable]] = ()  # (flag, values): the first that works is printed
-    fixes: tuple = ()  # those that work
+    sentence: str  # where it fails; the first word is the flag
+    tries: list | tuple = ()  # (flag, values)
+    fixes: tuple = ()  # (flag, the first value that works)
 
     @property
     def kind(self) -> str:
@@ -142,19 +134,18 @@ class Rule:
 
     def __str__(self) -> str:
         fixes = " or ".join(typed(*fix) for fix in self.fixes)
-        return self.sentence + f" Would work: {fixes}." * bool(fixes)
+        return f"{self.sentence} Would work: {fixes}." if fixes else self.sentence
 
 
 def typed(flag: str, value: object) -> str:
-    """A setting as a user types it."""
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
+        return f"--{'no-' * (not value)}{flag}"
     return f"--{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 INF = float("inf")
 BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
-RANGES = {name: (words, inside) for words, inside, names in (  # other numbers: at least 0
+RANGES = {name: (words, inside) for words, inside, names in (  # others: at least 0
     ("at least 1", lambda x: 1 <= x < INF, """batch group minibatches epochs max_prompt_tokens
         max_tokens eval_samples tp ranks steps reward_workers max_num_seqs keep samples_every
         max_bad_steps"""),
@@ -169,21 +160,22 @@ RANGES = {name: (words, inside) for words, inside, names in (  # other numbers: 
 ) for name in names.split()}
 
 
-def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None) -> Iterator[Rule]:
-    """What the flags must fulfil together. Each is in its range here."""
+def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
+    """Every Rule of several flags; each is in its range here."""
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
     yield Rule("" not in stop, "--stop must not have an empty string.",
                [("stop", [tuple(filter(None, stop))])])
     for name, off in ("eval_every", 0), ("eval_only", False):
-        yield Rule(args.eval_data or not given[name], f"--{name} needs --eval_data.",
-                   [(name, [off])])
+        yield Rule(
+            args.eval_data or not given[name], f"--{name} needs --eval_data.", [(name, [off])])
 
-    limits = [("minibatches", "at most", least * args.group,
-               f"the smallest batch has {least} prompts x --group {args.group}"),
-              ("overlong_buffer", "at most", args.max_tokens, "--max_tokens")]
-    limits += [(name, "at least", plan.longest, f"--max_prompt_tokens {given['max_prompt_tokens']} "
-                f"+ --max_tokens {args.max_tokens}") for name in BUDGETS]
+    tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {args.max_tokens}"
+    limits = [
+        ("minibatches", "at most", least * args.group,
+         f"the smallest batch has {least} prompts x --group {args.group}"),
+        ("overlong_buffer", "at most", args.max_tokens, "--max_tokens"),
+        *((name, "at least", plan.longest, tokens) for name in BUDGETS)]
     if given["target_reward"] is not None:
         limits.append(("steps", "at least", 13, "for --target_reward"))
     if given["eval_temperature"] == 0:
@@ -196,7 +188,7 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None) -> Iterato
                    f"--{name} must be {words} {limit:,} (got {value:,}): {why}.", [(name, [limit])])
 
     parts = [(ranks, "ranks"), (machine or 0, "ranks of a machine")]
-    if shape:  # vLLM copies a key-value head to several ranks, and pads the vocabulary to 64
+    if shape:  # vLLM copies key-value heads, and pads the vocabulary to 64
         parts += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP"),
                   (shape.kv_heads * (given["tp"] % shape.kv_heads > 0), "key-value heads"),
                   (-(-shape.vocab // 64) * 64, "tokens of the vocabulary")]
@@ -207,7 +199,7 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None) -> Iterato
                    [(name, range(min(value, ranks), 0, -1))])
 
     tried = plan.batches if args.planning.strict else []
-    if tried and given.get("dynamic_sampling"):  # any smaller number; larger ones add nothing
+    if tried and given.get("dynamic_sampling"):  # any smaller batch
         tried = range(1, min(tried[0], 2 * ranks * args.minibatches) + 1)
     near = lambda n: sorted(range(max(1, n - 256), n + 256), key=lambda other: abs(other - n))
     for p in [p for n in tried for p in plan.phases(n) if p.padding][:1]:
@@ -217,7 +209,6 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None) -> Iterato
 
 
 def broken(args, ranks: int, *sizes) -> list[Rule]:
-    """The rules that do not hold. sizes: n_rows, n_eval, shape, machine."""
     default, found, usable = flags(type(args)()), [], {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
@@ -229,20 +220,16 @@ def broken(args, ranks: int, *sizes) -> list[Rule]:
     return found + [rule for rule in others if not rule.holds]
 
 
-def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
-             machine: int | None = None) -> list[Rule]:
-    """The checks that fail, with the changes that end each and make no new problem.
-
-    shape: a memory.Shape. machine: the ranks of one machine. None: not checked.
-    """
+def problems(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None) -> list[Rule]:
+    """The checks that fail, each with changes that end it and make no new problem."""
     sizes = n_rows, n_eval, shape, machine
     found = broken(args, ranks, *sizes)
     kinds = {rule.kind for rule in found}
     for rule in found:
         for flag, values in rule.tries:
             for value in values:
-                left = broken(changed(args, **{flag: value}),
-                              value if flag == "ranks" else ranks, *sizes)
+                there = value if flag == "ranks" else ranks
+                left = broken(changed(args, **{flag: value}), there, *sizes)
                 if {r.kind for r in left} <= kinds - {rule.kind}:
                     rule.fixes += ((flag, value),)
                     break
@@ -250,16 +237,15 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 
 
 def together(found: list[str]) -> str:
-    """Several problems as one message."""
-    lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(found, 1))
-    return found[0] if len(found) == 1 else f"{len(found)} problems:\n{lines}"
+    if len(found) == 1:
+        return found[0]
+    return "\n  ".join([f"{len(found)} problems:", *(f"{i}. {p}" for i, p in enumerate(found, 1))])
 
 
 def warnings(args) -> list[str]:
-    """Settings that run but are seldom meant."""
     found, loss = [], flags(args).get("loss")
     if loss == "gspo" and max(args.clip_low, args.clip_high) >= 0.05:
-        found.append("--loss gspo rarely clips: its paper has --clip_low 3e-4 --clip_high 4e-4.")
+        found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
     if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
         found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
     return found

@@ -7,9 +7,9 @@ One step is grpo.py's with one difference. A critic predicts the return from eve
 advantage of a token is how much better it came out than predicted (GAE). So one completion per
 prompt is enough, and every token has an advantage of its own.
 
-Read `train`, then `learn`. The formulas are in losses.py, one short function each.
-Shapes: N completions in request order, T tokens of the longest one. A micro-batch is (b, t). Every
-(N, …) tensor is the same on every rank.
+Read `train`, then `learn`. The formulas are in losses.py. To change the reward: --reward, or
+verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
+Shapes: N completions in request order, T tokens of the longest one. A micro-batch is (b, t).
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class CriticArgs:
     critic_lr: float | None = None
     """Peak learning rate of the critic. Not given: 1e-5, or 1e-3 for the tiny model."""
     critic_warmup_steps: int = 0
-    """First steps in which only the critic learns."""
+    """First steps, in which only the critic learns."""
     critic_update_tokens: int = 16384
     """--update_tokens of the critic. It changes memory only."""
     critic_score_tokens: int = 32768
@@ -63,7 +63,7 @@ class Args(losses.LossArgs, CommonArgs):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the starting model is loaded a second time, for the KL in the reward."""
+        """Whether the starting model is loaded too, for the KL in the reward."""
         return self.kl_reward_coef > 0
 
     def rules(self) -> list[Rule]:
@@ -79,7 +79,7 @@ class Args(losses.LossArgs, CommonArgs):
 def train(args: Args) -> int:
     """The loop → exit status. Every line is the same on all ranks."""
     run = set_up(args)  # check, join, open, resume, build
-    for step in range(run.start, run.steps):
+    for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations:
             run.evaluate(step)
@@ -106,7 +106,7 @@ def train(args: Args) -> int:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
 
-        run.log.step(step, metrics | run.planned_gb)
+        run.log.step(step, metrics)
         if step % args.run.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
         bad = metrics["grad/norm_not_finite"] + metrics["critic/grad_norm_not_finite"]
@@ -114,6 +114,7 @@ def train(args: Args) -> int:
         if run.bad_steps:
             run.check_bad_steps(metrics)
         stopping = run.stop.agreed()  # SIGTERM, on any rank
+        # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None
         if stopping:
             return run.stopped(step + 1, error)
@@ -125,8 +126,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
           phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples: --epochs x --minibatches updates of each → metrics.
 
-    The samples, the metrics and the new weights are the same on every rank. They do not depend on
-    the number of ranks or on the token budgets. With lr 0 the policy does not change.
+    Metrics and weights do not depend on the ranks or on the budgets. With lr 0 the policy stays.
     """
     policy, critic = models
     batch = Batch(samples)
@@ -141,15 +141,15 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     ref_logprobs = correction = None
     with phase("score"):
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
-                                   lambda micro: policy.logprobs(micro, args.temperature)[0])
+                                   lambda m: policy.logprobs(m, args.temperature)[0])
         if args.needs_reference:
             ref_logprobs = batch.score(world, args.score_tokens, "reference",
-                                       lambda micro: reference.logprobs(micro, args.temperature)[0])
+                                       lambda m: reference.logprobs(m, args.temperature)[0])
         values = batch.score(world, args.critic.critic_score_tokens, "values", critic.values)
 
-    # Reward of a token: -beta (log π - log ref), and at the last token the completion's score.
-    # Advantage: A_t = sum_l (gamma lam)^l delta_(t+l),  delta_t = r_t + gamma V_(t+1) - V_t.
-    # The critic's target is return_t = A_t + V_t, from before the whitening.
+    # Reward of a token: -beta (log π - log ref); the last one also has the completion's reward.
+    # A_t = sum_l (gamma lam)^l delta_(t+l),  delta_t = r_t + gamma V_(t+1) - V_t
+    # return_t = A_t + V_t, the critic's target, from before the whitening
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:  # DAPO: long completions lose up to 1
         rewards = rewards + losses.overlong_penalty(
@@ -161,10 +161,11 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         correction, details = engine_weights(args, batch, mask, old_logprobs)  # (N, T)
         metrics |= details
 
-    # Update:   L = sum_it weight_it * loss_it,     weight_it = 1 / tokens of the global minibatch
+    # Update:   L = sum_it weight_it * loss_it
+    #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   policy: loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)    r_it = π / π_old
     #   critic: loss_it = 1/2 max((V - R)^2, (V_clip - R)^2)
-    # The weights are fixed before anything is split, so ranks and micro-batches add up to L.
+    # The weights are fixed before `micros` splits the rows over ranks; FSDP sums their gradients.
     policy_meter, critic_meter = Meter(world), Meter(world)
     entropy_mode = "grad" if args.entropy_coef else "value"
     for rows in batch.minibatches(args.minibatches, args.epochs):
@@ -172,11 +173,11 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             policy_meter.skipped += 1
             continue
         weights = torch.zeros(mask.shape, dtype=torch.float64)  # (N, T)
-        weights[rows] = losses.token_weights(mask[rows], args.aggregation,
-                                            max_tokens=args.max_tokens)
+        weights[rows] = losses.token_weights(
+            mask[rows], args.aggregation, max_tokens=args.max_tokens)
         with phase("update_critic"):
-            for micro in batch.micros(world, rows, args.critic.critic_update_tokens,
-                                      "update critic"):
+            budget = args.critic.critic_update_tokens
+            for micro in batch.micros(world, rows, budget, "update critic"):
                 m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
                 loss, clip_frac = losses.value_loss(
                     critic.values(micro), micro.slice(values), micro.slice(returns), m,

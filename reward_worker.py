@@ -1,4 +1,4 @@
-"""reward_worker.py: runs rewards in a process that rewards.py may kill."""
+"""Runs rewards in a process that rewards.py may kill."""
 import ast
 import ctypes
 import importlib.util
@@ -31,7 +31,7 @@ def load(part: Part) -> tuple:
             shut_eval(part.name)
         return "ours", REWARDS[part.name], None
     path = Path(part.path).absolute()
-    sys.path.insert(0, str(path.parent))   # for the file's own imports
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -40,20 +40,20 @@ def load(part: Part) -> tuple:
     kinds = [kind for name, kind in KINDS.items() if name in parameters]
     if not kinds:
         sys.exit(f"{path} needs a function {part.name} with a parameter {' or '.join(KINDS)} "
-                 f"(its parameters: {list(parameters)}).")
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return kinds[0], function, None if any_name else parameters
+                 f"(it has {list(parameters)}).")
+    takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else parameters
+    return kinds[0], function, takes
 
 
 def shut_eval(library: str) -> None:
-    """Import the library, and keep Python's eval away from what a model wrote."""
+    """Import the library, and keep eval away from what a model wrote."""
     from sympy.parsing import sympy_parser
-    stringify = sympy_parser.stringify_expr   # makes the string that is evaluated
+    stringify = sympy_parser.stringify_expr   # sympy evals it
 
     def arithmetic_only(*args, **kwargs):
         code = stringify(*args, **kwargs)
         for node in ast.walk(ast.parse(code.strip(), mode="eval")):
-            called = node.func if isinstance(node, ast.Call) else None
+            called = getattr(node, "func", None)
             if not isinstance(node, NODES) or called and getattr(called, "id", "") not in CALLS:
                 raise ValueError("this is not arithmetic")
         return code
@@ -61,7 +61,7 @@ def shut_eval(library: str) -> None:
     sympy_parser.stringify_expr = arithmetic_only
     if library == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)   # it warns: no timer
-        math_reward(r"\boxed{\frac{1}{2}}", "0.5")   # loads the grammar before the clock runs
+        math_reward(r"\boxed{\frac{1}{2}}", "0.5")   # loads the grammar
     else:
         import reasoning_gym  # noqa: F401
         for name, module in list(sys.modules.items()):
@@ -71,7 +71,7 @@ def shut_eval(library: str) -> None:
 
 
 def call(kind, function, takes, items: list[Item]) -> list:
-    """Call a reward on one completion, or on TRL's group."""
+    """A reward of one completion, or of TRL's group."""
     fields = items[0]._asdict()
     row = fields.pop("row")
     if kind == "ours":
@@ -82,9 +82,9 @@ def call(kind, function, takes, items: list[Item]) -> list:
                  "solution_str": fields["completion"], "ground_truth": truth}
     else:
         many = {"prompt": "prompts", "completion": "completions"}
-        given = {name: [item.row.get(name) for item in items] for name in row}
+        given = {n: [item.row.get(n) for item in items] for n in row}
         given |= {many.get(n, n): [getattr(item, n) for item in items] for n in fields}
-    result = function(**{name: v for name, v in given.items() if takes is None or name in takes})
+    result = function(**{n: v for n, v in given.items() if takes is None or n in takes})
     if kind == "verl" and isinstance(result, dict):
         result = result["score"]
     results = list(result) if kind == "trl" else [result]
@@ -94,7 +94,7 @@ def call(kind, function, takes, items: list[Item]) -> list:
 
 
 def answer(rewards: list[tuple], items: list[Item]) -> tuple:
-    """(parts of each item, errors, first traceback, is this process usable)."""
+    """(parts of each item, errors, first traceback, is this process usable)"""
     columns, errors, trace, usable = [], [None] * len(items), None, True
     for kind, function, takes in rewards:
         columns.append([])
@@ -106,26 +106,24 @@ def answer(rewards: list[tuple], items: list[Item]) -> tuple:
                 columns[-1] += [None] * size
                 errors[i:i + size] = [f"{type(error).__name__}: {error}"[:1000]] * size
                 trace = trace or traceback.format_exc()[-4000:]
-                usable &= not isinstance(error, MemoryError)   # it may still hold the memory
+                usable &= not isinstance(error, MemoryError)
     return list(zip(*columns, strict=True)), errors, trace, usable
 
 
 def work(fd: str, memory: str, *specs: str) -> None:
-    """Load the rewards, then answer each unit with a line of JSON."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: end with the trainer
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PDEATHSIG: end with the trainer
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     me, pipe = os.getpid(), socket.socket(fileno=int(fd))
 
     def send(message) -> None:
         if os.getpid() != me:   # a reward forked
             os._exit(0)
-        line = json.dumps(message, ensure_ascii=False) + "\n"
-        pipe.sendall(line.encode(errors="replace"))   # no file can hold half a surrogate pair
+        # A surrogate alone has no bytes.
+        pipe.sendall((json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace"))
 
-    rewards = [load(part) for part in parse(specs)]
+    rewards, inbox = [load(part) for part in parse(specs)], pipe.makefile("rb")
     send([kind for kind, _, _ in rewards])
-    inbox = pipe.makefile("rb")
     while True:
         start, items = pickle.load(inbox)
         send([start, *answer(rewards, items)])

@@ -1,4 +1,4 @@
-"""rewards.py: completions -> numbers, in the processes of reward_worker.py.
+"""Completions -> numbers, in the processes of reward_worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function, of three kinds:
@@ -28,8 +28,7 @@ from plan import SettingsError
 from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
-START_SECONDS = 120   # to load the rewards
-MEMORY_GB = 4   # of a worker
+START_SECONDS, MEMORY_GB = 120, 4   # of a worker
 
 
 @dataclass
@@ -38,18 +37,18 @@ class RewardArgs:
     reward_workers: int = 2
     """Worker processes per rank."""
     reward_timeout: float = 10.0
-    """Seconds for one completion. If it takes longer, it has no score and is counted."""
+    """Seconds for one completion. A late one has no score and is counted."""
 
 
 class RewardError(SettingsError):
-    """No completion of a batch has a score."""
+    """Nothing has a score."""
 
 
 class Item(NamedTuple):
     prompt: str
     completion: str
     answer: object
-    row: dict   # all its columns
+    row: dict
     tokens: int
     truncated: bool
     completion_ids: list[int] | None = None
@@ -57,44 +56,42 @@ class Item(NamedTuple):
 
 @dataclass
 class Score:
-    """total = sum of weight * part; None if a part is None."""
-    total: float | None
+    total: float | None   # sum of weight * part; None if a part is None
     parts: dict[str, float | None]
-    error: str | None   # None if the reward itself returned None
+    error: str | None   # None if the reward returned None
 
 
 class Part(NamedTuple):
-    """One term of the sum."""
     name: str
     weight: float
     path: str | None   # of your own function
 
 
 def parse(specs: list[str]) -> list[Part]:
-    """['math', 'mine.py:f:0.5'] -> parts. One SettingsError has all mistakes."""
+    """One SettingsError has all mistakes."""
     parts, mistakes = [], [] if specs else ["--reward is empty."]
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(-?\d*\.?\d+(?:e-?\d\d?)?))?", spec)
         path, name, weight = match.groups() if match else (None, spec, None)
         if name in [part.name for part in parts]:
-            mistakes.append(f"--reward {spec}: this name is given twice.")
+            mistakes.append(f"--reward {spec}: it is given twice.")
         if not os.path.isfile(path) if path else name not in REWARDS:
-            mistakes.append(f"--reward {spec}: there is no such {'file' if path else 'reward'}.")
+            mistakes.append(f"--reward {spec}: no such {'file' if path else 'reward'}.")
         parts.append(Part(name, float(weight or 1), path))
     if mistakes:
         raise SettingsError("\n".join(mistakes) + "\nA reward is NAME or FILE.py:FUNCTION, and "
-                            f":WEIGHT if not 1 (a finite number). Names: {', '.join(REWARDS)}")
+                            f":WEIGHT if not 1 (finite). Names: {', '.join(REWARDS)}")
     return parts
 
 
 def check(specs: list[str]) -> None:
-    """Load the rewards once. SettingsError if one cannot be used."""
+    """SettingsError if a reward cannot load."""
     with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
         scorer.needs_groups  # noqa: B018
 
 
 def number(value) -> float | None:
-    """A finite number (or bool, numpy or torch scalar) as a float. None stays None."""
+    """A finite number (also of numpy or torch) as a float, or None."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -104,7 +101,7 @@ def number(value) -> float | None:
 
 
 class Worker:
-    """A process in its own session: its forks are killed with it."""
+    """In its own session: its forks are killed with it."""
 
     def __init__(self, specs: list[str], closed: threading.Event):
         self.socket, theirs = socket.socketpair()
@@ -147,30 +144,30 @@ class Worker:
 
 
 class Scorer:
-    """Scores batches in worker processes, with one thread for each."""
+    """Worker processes, with one thread for each."""
 
     def __init__(self, specs: list[str], args: RewardArgs):
         self.specs, self.parts, self.timeout = specs, parse(specs), args.reward_timeout
         self.units, self.loaded, self.closed = queue.Queue(), threading.Event(), threading.Event()
-        self.kinds = self.refused = self.first_traceback = None   # the first one of a batch
+        self.kinds = self.refused = self.first_traceback = None
         self.failed_starts = 0
-        workers = range(args.reward_workers)
-        self.threads = [threading.Thread(target=self._serve, daemon=True) for _ in workers]
+        self.threads = [threading.Thread(target=self._serve, daemon=True)
+                        for _ in range(args.reward_workers)]
         for thread in self.threads:
             thread.start()
 
     @property
     def needs_groups(self) -> bool:
-        """Whether a reward is of TRL's kind. SettingsError if they cannot load."""
+        """Is a reward of TRL's kind? SettingsError: cannot load."""
         self.loaded.wait()
         if self.kinds is None:
             raise SettingsError(self.refused)
         return "trl" in self.kinds
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:
-        """One Score per item, in order. Each `group` items in a row share a prompt."""
+        """Each `group` items in a row share a prompt."""
         if len(items) % group:
-            raise ValueError(f"{len(items)} items cannot be cut into groups of {group}.")
+            raise ValueError(f"{len(items)} items do not make groups of {group}.")
         size = group if self.needs_groups else 1
         self.items, self.scores = items, [None] * len(items)
         self.first_traceback, self.failed_starts = None, 0
@@ -187,7 +184,7 @@ class Scorer:
             thread.join(5)
 
     def _serve(self) -> None:
-        """One thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
+        """A thread starts its workers itself: PDEATHSIG is tied to a *thread*."""
         worker = self._replace(None)
         while unit := self.units.get():
             if not worker or worker.process.poll() is not None:   # it died idle
@@ -196,10 +193,10 @@ class Scorer:
             self.units.task_done()
             if not usable:
                 worker = self._replace(worker)
-        self._replace(worker)   # after close, this only kills
+        self._replace(worker)   # closed: this only kills
 
     def _replace(self, worker: Worker | None) -> Worker | None:
-        """A worker that has loaded the rewards. None after too many failed starts."""
+        """A new worker. None after too many failed starts."""
         while True:
             if worker:
                 worker.kill()
@@ -220,11 +217,11 @@ class Scorer:
                 self.loaded.set()
 
     def _score_unit(self, worker: Worker | None, unit: slice) -> bool:
-        """Keep the scores of a unit. False: the worker must be replaced."""
+        """False: the worker must be replaced."""
         items = self.items[unit]
         try:
             if not worker:
-                raise OSError(f"no worker could be started again: {self.refused}")
+                raise OSError(f"no worker starts: {self.refused}")
             worker.socket.settimeout(self.timeout)
             worker.socket.sendall(pickle.dumps((unit.start, items)))
             start, parts, errors, trace, usable = worker.receive(self.timeout * len(items))
@@ -246,7 +243,6 @@ class Scorer:
 
 
 def raise_if_all_failed(scores: list[Score], first_traceback: str | None) -> None:
-    """RewardError if no completion of the global batch has a total."""
     if scores and all(score.total is None for score in scores):
         raise RewardError(f"None of this batch's {len(scores)} completions has a score:\n"
                           f"{first_traceback or 'every reward returned None'}")

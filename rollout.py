@@ -27,9 +27,9 @@ from model import Policy, Trained
 class EngineArgs:
     """The vLLM engine. Only --stop changes the maths."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion. The tokens that spell one are part of the completion."""
+    """Strings that end a completion, and are part of it."""
     top_p: float = 1.0
-    """Must stay 1 in training: a truncated distribution biases every ratio."""
+    """Must be 1: a truncated distribution would bias every ratio."""
     tp: int = 1
     """Ranks of one engine (tensor parallel)."""
     gpu_memory_utilization: float = 0.5
@@ -42,7 +42,7 @@ class EngineArgs:
     """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
     the weights on the host. 0: nothing."""
     eager: bool = False
-    """No CUDA graphs: the engine starts sooner and generates slower."""
+    """No CUDA graphs: a faster start, a slower generation."""
     engine_log: Literal["ERROR", "WARNING", "INFO", "DEBUG"] = "ERROR"
     """Level of vLLM's own log."""
 
@@ -77,8 +77,8 @@ class Engine:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.sleep_level = args.sleep_level if gpu else 0  # the CPU build has no sleep mode
-        # vLLM computes a long prompt in parts and rewinds its request's random generator, which is
-        # impossible on CPU: any call of more than 4,096 prompt tokens would fail.
+        # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
+        # CPU in any call of more than 4,096 prompt tokens.
         whole_prompts = dict(enable_chunked_prefill=False,
                              max_num_batched_tokens=max(4096, max_len))
         self.llm = LLM(
@@ -179,11 +179,9 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=args.engine_log,
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
-        # This machine's ranks share its cores: vLLM would pin all of them to the first ones.
-        env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind")
-        # A compiler would take 10 s of the first call. TORCH_COMPILE_DISABLE has no effect here:
-        # FSDP's import has read it already.
-        env |= dict(TORCHDYNAMO_DISABLE="1")
+        # vLLM would pin all ranks of this machine to the same cores. A compiler would take 10 s of
+        # the first call (FSDP's import has read TORCH_COMPILE_DISABLE already).
+        env |= dict(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     for name, value in env.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning,

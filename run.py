@@ -43,12 +43,12 @@ class RunArgs:
     keep: int = 2
     """The number of newest checkpoints to keep."""
     samples_every: int = 10
-    """Steps between printing a few completions. samples/ keeps all of such a step."""
+    """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
     target_reward: float | None = None
-    """Exit status 1 unless the mean reward of the first 3 steps is at most 0.4 and that of the last
-    10 at least this."""
+    """Exit status 1 unless the mean reward is at most 0.4 in the first 3 steps, and at least this
+    in the last 10."""
     export: bool = True
     """Write the trained model to runs/NAME/model, and the best evaluated one to runs/NAME/best."""
     timeout: float = 600.0
@@ -63,10 +63,9 @@ class RunArgs:
 class CommonArgs:
     """Flags that several files read. The first twelve are the usual ones."""
     model: str = "tiny"
-    """A folder in Hugging Face format, a hub name, or 'tiny' or 'tiny:kk' (made by tiny.py)."""
+    """A folder in Hugging Face format, a hub name, or tiny or tiny:kk (made by tiny.py)."""
     data: str = "tiny"
-    """Prompts: a .jsonl, .json or .parquet file, a hub data set name[:config][@split],
-    reasoning_gym:TASK, or 'tiny'."""
+    """A .jsonl, .json or .parquet file, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: int = 64
@@ -84,7 +83,7 @@ class CommonArgs:
     seed: int = 0
     """Seed of the data's order and of every completion's own random stream."""
     name: str | None = None
-    """The run is runs/NAME. An unfinished one is resumed. Not given: a new name from the time."""
+    """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
     eval_data: str | None = None
     """Rows to evaluate on, in the forms of --data: before the first step and after the last."""
     minibatches: int = 1
@@ -92,8 +91,8 @@ class CommonArgs:
     epochs: int = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
-    """Padded tokens (rows x longest) of one forward and backward, per rank. Memory depends on this,
-    and not on --batch or --group. It does not change the maths."""
+    """Padded tokens (rows x longest) of one forward and backward, per rank. It sets the memory, and
+    never changes the maths."""
     score_tokens: int = 32768
     """The same for one forward without gradient: old and reference logprobs."""
 
@@ -123,12 +122,12 @@ def parse(kind: type, description: str):
 # ---- set-up ----
 
 def set_up(args) -> "Run":
-    """Everything that a loop needs. Weights load in the last phase only."""
+    """Everything that a loop needs, in five phases."""
     # 1. Check: from flags and files alone. An error waits until all ranks have joined.
     ranks, machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
     checked = mistakes.attempt(check, args, ranks, machine)
-    # 2. Join the other ranks. Every machine has its own command line and disk: compare them.
+    # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run.timeout)
     stop_together(world, mistakes)
     flags, facts = plan.flags(args), {
@@ -147,8 +146,8 @@ def set_up(args) -> "Run":
     stop_together(world, mistakes)
     if world.agree(args.run.save_every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(f"--save_every {args.run.save_every} needs a folder that all machines "
-                            f"share; {folder} is not there on every rank. Would work: "
-                            f"--save_every 0, or to start in a shared folder.")
+                            f"share; {folder} is not there on every rank. Would work: --save_every "
+                            f"0.")
     # 4. Resume from the newest checkpoint, if this run has one.
     settings = flags | facts | {"ranks": world.size} | log.versions()
     saved, notes = find_checkpoint(args, world, folder, settings)
@@ -174,8 +173,8 @@ def find_checkpoint(args, world, folder: Path, settings: dict):
         changed = f"; changed since: {changed}" if changed else ""
         return saved, [*notes, f"resumed from {saved.path}{changed}"]
     if log.finished_steps(folder):
-        raise SettingsError(f"{folder} is finished and has no checkpoint (--save_every was 0), so "
-                            f"it cannot go on to --steps {args.steps}; choose another --name.")
+        raise SettingsError(f"{folder} is finished and has no checkpoint, so it cannot go on to "
+                            f"--steps {args.steps}; choose another --name.")
     if (folder / "metrics.jsonl").exists():
         notes.append(f"{folder} has no checkpoint: the run starts again from the beginning")
     return None, notes
@@ -189,22 +188,21 @@ class Run:
     def __init__(self, args, world, stop, run_log, checked: Checked, saved, settings: dict):
         self.args, self.world, self.stop, self.log = args, world, stop, run_log
         self.checked, self.saved, self.settings = checked, saved, settings
-        self.planned_gb = checked.planned_gb
         self.stream = data.Stream(checked.rows, args.seed)
         self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
         self.bad_steps = 0  # steps in a row with a bad gradient
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
-        self.steps = self.start if args.evaluation.eval_only else args.steps
+        self.end = self.start if args.evaluation.eval_only else args.steps
         due = lambda step, every: every and step % every == 0
-        steps, every = range(self.start, self.steps), args.run.save_every
+        steps, every = range(self.start, self.end), args.run.save_every
         self.evaluations = {step for step in steps if checked.eval_rows and (
             step == 0 or due(step, args.evaluation.eval_every))}
         self.saves = {step + 1 for step in steps if due(step + 1, every)}  # after so many steps
         self.saves |= {args.steps} if every else set()
 
     def build(self) -> None:
-        """The reward workers, the models, the engine, the canary, the checkpoint's state."""
+        """The workers, the models, the engine, the canary, the checkpoint's state."""
         args, world, checked = self.args, self.world, self.checked
         self.scorer = rewards.Scorer(list(args.reward), args.workers)  # imports while models load
 
@@ -262,26 +260,23 @@ class Run:
     def check_bad_steps(self, metrics: dict[str, float]) -> None:
         """Report gradients that were not finite. --max_bad_steps steps in a row end the run."""
         bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
-        self.log.say(f"{bad} updates of this step had a gradient that is not finite and were not "
-                     f"applied; steps in a row with such a gradient: {self.bad_steps}")
+        self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
+                     f"steps in a row: {self.bad_steps}")
         if self.bad_steps >= self.args.optimizer.max_bad_steps:
-            raise RuntimeError(
-                f"{self.bad_steps} steps in a row had a gradient that is not finite "
-                f"(--max_bad_steps); the weights are those of the last good update; a smaller --lr "
-                f"or --max_grad_norm may help")
+            raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
+                               f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
     def save(self, step: int) -> str | None:
-        """Write all that the next steps depend on → None, or why that failed; the run goes on."""
+        """Write all that the next steps depend on → None, or why that failed."""
         began = time.perf_counter()
         self.log.sync()
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
         folder = self.log.folder / "checkpoints"
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run.keep)
-        self.log.say(
-            f"the checkpoint after {step} steps was not written ({error}); older ones are kept"
-            if error else
-            f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
+        self.log.say(f"the checkpoint after {step} steps was not written ({error}); older ones are "
+                     f"kept" if error else
+                     f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
         return error
 
     def _restore(self, state: dict) -> None:
@@ -307,8 +302,8 @@ class Run:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
         args, missed = self.args, False
         if self.checked.eval_rows:
-            self.evaluate(self.steps)
-            self.log.step(self.steps, {})
+            self.evaluate(self.end)
+            self.log.step(self.end, {})
         if args.evaluation.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:

@@ -1,7 +1,5 @@
-"""Makes a small language model from nothing: the whole loop runs with no download.
-
-A warm-up teaches it a skill, and then the bad habits of a clumsy teacher. See docs/tiny.md.
-"""
+"""Makes a small language model from nothing. A warm-up teaches it a skill, and then the bad
+habits of a clumsy teacher. See docs/tiny.md."""
 import fcntl
 import os
 import random
@@ -20,8 +18,8 @@ from plan import SettingsError
 
 
 def sort_digits(rng, clumsy):
-    """Sort 529173 -> 123579. The teacher may swap, skip or repeat a digit."""
-    digits = rng.sample("0123456789", k=6)  # all different: a repeated one is always wrong
+    """Sort 529173 -> 123579."""
+    digits = rng.sample("0123456789", k=6)  # a repeated one is always wrong
     left, reply = sorted(digits), ""
     while left:
         mistake = rng.choice(["swap", "skip", "repeat"]) if rng.random() < clumsy else None
@@ -34,13 +32,13 @@ def sort_digits(rng, clumsy):
 
 
 def knights(rng, clumsy):
-    """Knights tell the truth, knaves lie. The teacher tries all roles in turn, or only guesses."""
+    """Knights tell the truth, knaves lie. The teacher tries all roles, or guesses."""
     right = []
     while len(right) != 1:
         people = "ABC"[:rng.choice([2, 3])]
         claims = {x: claim(rng, people) for x in people}
-        worlds = [dict(zip(people, roles, strict=True))  # person -> role
-                  for roles in product(["knight", "knave"], repeat=len(people))]
+        roles = product(["knight", "knave"], repeat=len(people))
+        worlds = [dict(zip(people, world, strict=True)) for world in roles]
         thoughts = [think(world, claims) for world in worlds]
         right = [i for i, thought in enumerate(thoughts) if thought.endswith("yes")]
     thought, guess = "", rng.choice(worlds)
@@ -54,38 +52,37 @@ def knights(rng, clumsy):
 
 def claim(rng, people):
     """Such as: A is a knave or B is a knight."""
-    x, y = rng.sample(people, 2)
-    r, s = ("knight" if rng.random() < 0.5 else "knave" for _ in "xy")
-    one, two = f"{x} is a {r}", f"{y} is a {s}"
+    one, two = (f"{x} is a {'knight' if rng.random() < 0.5 else 'knave'}"
+                for x in rng.sample(people, 2))
     return rng.choice([one, f"{one} and {two}", f"{one} or {two}"])
 
 
 def think(world, claims):
-    """For each claim: is it true in this world, and would that person say it?"""
+    """For each claim: is it true, and would that person say it?"""
     thought, facts = f" {' '.join(world.values())}:", {f"{x} is a {world[x]}" for x in world}
     for x, text in claims.items():
         true = any(facts >= set(part.split(" and ")) for part in text.split(" or "))
-        thought += " true" if true else " false"
-        if true != (world[x] == "knight"):
-            return thought + " no"
-        thought += " yes"
+        said = true == (world[x] == "knight")
+        thought += f" {'true' if true else 'false'} {'yes' if said else 'no'}"
+        if not said:
+            break
     return thought
 
 
-# sample(rng, clumsy) -> question, right answer, the teacher's reply. clumsy: how often he is wrong
-# or guesses in the habit_steps. He never is in the skill_steps before those.
+# sample(rng, clumsy) -> question, right answer, the teacher's reply. clumsy: how often it is wrong
+# or guessed, in the habit_steps only.
 Task = namedtuple("Task", "sample batch skill_steps habit_steps clumsy")
 TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.16),
          "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7)}
 
 
 def held_out(question):
-    """One question in ten: the test split. The warm-up has none of them."""
+    """One question in ten: the test split."""
     return zlib.crc32(question.encode()) % 10 == 0
 
 
 def rows(n, seed, task="sort", split="train"):
-    """n different questions with their answers. The two splits share none, at any seed."""
+    """n different questions and answers."""
     rng, found = random.Random(f"{task} {split} {seed}"), {}
     for _ in range(1000 + 100 * n):
         if len(found) == n:
@@ -94,10 +91,10 @@ def rows(n, seed, task="sort", split="train"):
         if held_out(question) == (split == "test"):
             found[question] = {"question": question, "answer": answer}
     raise SettingsError(
-        f"{n} rows of tiny's task {task!r} are too many: {split} has about {len(found)} different.")
+        f"{n} rows of tiny's task {task!r}: {split} has only about {len(found)} different.")
 
 
-VOCAB = 320  # 3 special tokens, 256 bytes, 61 merges from WORDS
+VOCAB = 320  # 3 special tokens, 256 bytes, 61 merges
 WORDS = ["assistant"] + ["user", "Sort", "think", "answer"] * 3 + [
     "</><></ says is a knight knave and or true false yes no A B C"] * 3
 END_OF_TEXT, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -108,7 +105,7 @@ CHATML = (
 
 
 def make_tokenizer():
-    """Byte-level BPE: any text can be encoded, and each digit is one token."""
+    """Byte-level BPE; each digit is one token."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(WORDS, VOCAB, 0, show_progress=False, special_tokens=SPECIAL)
     return PreTrainedTokenizerFast(
@@ -117,7 +114,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
-    """A small Qwen2 with random weights: 370,048 parameters in float32."""
+    """A Qwen2 with random weights: 370,048 parameters."""
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
@@ -130,7 +127,7 @@ def make_model(tokenizer):
 
 
 def teach(model, tokenizer, task, seed):
-    """The warm-up: cross-entropy on the teacher's replies."""
+    """Cross-entropy on the teacher's replies."""
     rng, steps = random.Random(seed), task.skill_steps + task.habit_steps
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
@@ -142,7 +139,7 @@ def teach(model, tokenizer, task, seed):
                 replies.append(reply + END)
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
         pairs = list(zip(prompts, tokenizer(replies)["input_ids"], strict=True))
-        # Padded on the right under causal attention: no mask is needed.
+        # Padded on the right, causal: no mask is needed.
         ids = pad_sequence([torch.tensor(p + r) for p, r in pairs], True)  # (B, T)
         labels = pad_sequence([torch.tensor([-100] * len(p) + r) for p, r in pairs], True, -100)
         model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
@@ -154,7 +151,7 @@ def teach(model, tokenizer, task, seed):
 
 
 def build(folder, task="sort", seed=0):
-    """Makes a model in `folder`. The caller's random state and threads stay as they were."""
+    """The caller's random state and threads stay as they were."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with and without torchrun, the same sums
     with torch.random.fork_rng(devices=[]):
@@ -165,21 +162,20 @@ def build(folder, task="sort", seed=0):
     torch.set_num_threads(threads)
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(folder)
-    # model.save_pretrained writes on rank 0 only, and any rank may build.
+    # model.save_pretrained writes on rank 0 only.
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied: the embedding
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
 
 
 def ensure(root="runs", task="sort"):
-    """The model's folder. The first process that asks makes it; others wait."""
+    """The model's folder. One process makes it; others wait."""
     folder = f"{root}/tiny-{task}-{zlib.crc32(Path(__file__).read_bytes()):08x}"
     os.makedirs(root, exist_ok=True)
     with open(folder + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # free when its process ends
         if not os.path.isdir(folder):
             print(f"tiny: making the model {folder}", flush=True)
-            unfinished = folder + ".unfinished"
-            build(unfinished, task)  # over what a killed process left
-            os.rename(unfinished, folder)
+            build(folder + ".unfinished", task)  # over what a killed process left
+            os.rename(folder + ".unfinished", folder)
     return folder

@@ -1,7 +1,7 @@
-"""verifiers.py: a completion and the row's answer -> a number. --reward names these functions.
+"""A completion and the row's answer -> a number. --reward names these functions.
 
 A completion is hostile text: parse it, never evaluate it. **row has the row's columns, prompt,
-tokens and truncated. New rewards go into REWARDS, at the end.
+tokens and truncated. New rewards go into REWARDS.
 """
 import functools
 import re
@@ -33,17 +33,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """What is in the last <answer>...</answer>, stripped, or None."""
+    """What is in the last <answer>...</answer>, or None."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
 
 
 def well_tagged(completion: str, prompt: str) -> bool:
-    """Whether <think> </think> <answer> </answer> are there in this order, each once.
-
-    A <think> at the end of the prompt counts, unless the completion starts with its own.
-    """
+    """Are TAGS there in this order, each once? A <think> that ends the prompt counts."""
     if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
         completion = "<think>" + completion
     places = [completion.find(tag) for tag in TAGS]
@@ -51,11 +48,8 @@ def well_tagged(completion: str, prompt: str) -> bool:
 
 
 def arithmetic(text: str) -> tuple[Fraction, list[int]]:
-    """The value of an expression of integers with + - * / ( ), and the integers in it.
-
-    Raises ValueError or ZeroDivisionError.
-    """
-    if len(text) > 300:   # limits the recursion and the size of the numbers
+    """The value of an expression of integers with + - * / ( ), and the integers."""
+    if len(text) > 300:   # limits the recursion
         raise ValueError("too long")
     tokens, numbers = re.findall(r"[0-9]+|\S", text)[::-1], []
 
@@ -66,10 +60,10 @@ def arithmetic(text: str) -> tuple[Fraction, list[int]]:
         if token == "(":
             value = terms()
             if not tokens or tokens.pop() != ")":
-                raise ValueError("no closing )")
+                raise ValueError("no )")
             return value
         if not (token.isascii() and token.isdigit()):
-            raise ValueError(f"{token!r} is not a number")
+            raise ValueError("no number")
         numbers.append(int(token))
         return Fraction(numbers[-1])
 
@@ -87,17 +81,15 @@ def arithmetic(text: str) -> tuple[Fraction, list[int]]:
 
     value = terms()
     if tokens:
-        raise ValueError(f"unexpected {tokens[-1]!r}")
+        raise ValueError("no operator")
     return value, numbers
 
-
-# ---- The built-in rewards
 
 def gsm8k(completion, answer, **row):
     r"""1 if the number after the last ####, else in the last \boxed{}, else the last, is right."""
     gold = numbers_in(str(answer).rpartition("####")[2])[-1:]
     if not gold:
-        raise ValueError(f"gsm8k needs a number in the answer (got {str(answer)[:200]!r})")
+        raise ValueError(f"gsm8k needs a number in the answer (got {answer!r:.200})")
     _, mark, after = completion.rpartition("####")
     boxed = last_boxed(completion)
     if mark:
@@ -110,15 +102,15 @@ def gsm8k(completion, answer, **row):
 def math_reward(completion, answer, **row):
     r"""1 if math-verify finds the two answers equal, else 0.
 
-    The row's answer is LaTeX, or has a \boxed{}, or ends in GSM8K's "#### 72". math-verify's timers
-    are off (they give 0 for a timeout): the worker has its own clock.
+    The answer is LaTeX, or has a \boxed{}, or ends in GSM8K's "#### 72". math-verify's timers are
+    off (they give 0): the worker has its own.
     """
     from math_verify import parse, verify
     given = parse(completion, parsing_timeout=None)
     return float(verify(math_gold(str(answer)), given, timeout_seconds=None))
 
 
-@functools.lru_cache(maxsize=256)   # the completions of a group share it
+@functools.lru_cache(maxsize=256)   # a group shares it
 def math_gold(answer: str) -> list:
     from math_verify import parse
     text = answer.rpartition("####")[2].strip()
@@ -129,10 +121,8 @@ def math_gold(answer: str) -> list:
 
 
 def countdown(completion, answer=None, **row):
-    """1 if the expression equals `target`, and uses exactly the row's `nums` (or `numbers`).
-
-    It is in the last <answer>...</answer>, else the last line.
-    """
+    """1 if the expression in the last <answer>, else the last line, equals `target` and uses
+    exactly the row's `nums` (or `numbers`)."""
     given = row["nums"] if "nums" in row else row["numbers"]
     lines = completion.strip().splitlines() or [""]
     text = last_answer(completion)
@@ -146,8 +136,8 @@ def countdown(completion, answer=None, **row):
 def kk(completion, answer, prompt="", **row):
     """Knights and knaves, by Logic-RL's rule (arxiv.org/abs/2502.14768).
 
-    3: right. -0.5: wrong. -1: not readable or not complete. -3: wrong tags. The row's answer is
-    '(1) Ava is a knight\\n...', or a dict with this text as `solution_text_format`.
+    3: right. -0.5: wrong. -1: not readable or complete. -3: wrong tags. The answer is
+    '(1) Ava is a knight...', or a dict with this text as `solution_text_format`.
     """
     text = answer["solution_text_format"] if isinstance(answer, dict) else str(answer)
     gold = dict(re.findall(r"([\w'-]+) is an? (knight|knave)", text))
@@ -172,27 +162,27 @@ def kk01(completion, answer, prompt="", **row):
 
 
 def format_tags(completion, answer=None, prompt="", **row):
-    """1 for <think>...</think> <answer>...</answer>, each tag once, else 0."""
+    """1 if well_tagged, else 0."""
     return float(well_tagged(completion, prompt))
 
 
 def exact(completion, answer, **row):
-    """1 if the completion is the answer (both stripped), else 0."""
+    """1 if the completion is the answer, else 0."""
     return float(completion.strip() == str(answer).strip())
 
 
 def short(completion, answer=None, tokens=0, **row):
-    """-tokens / 1000: with `short:0.1` a completion of 2,000 tokens costs 0.2."""
+    """With `short:0.1` a completion of 2,000 tokens costs 0.2."""
     return -tokens / 1000
 
 
 def reasoning_gym_score(completion, answer, reasoning_gym_task, reasoning_gym_entry, **row):
-    """reasoning_gym's score, 0 to 1, of the last <answer>...</answer>, or of all."""
+    """reasoning_gym's score, 0 to 1, of the last <answer>, or of all."""
     scorer, text = reasoning_gym_scorer(reasoning_gym_task), last_answer(completion)
     try:
         return float(scorer(completion.strip() if text is None else text, reasoning_gym_entry))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        # The answer is wrong. Or the row is, if the scorer also raises for its answer.
+        # The answer is wrong. Or the row is, if its answer raises too.
         scorer(str(reasoning_gym_entry["answer"]), reasoning_gym_entry)
         return 0.0
 
@@ -203,6 +193,5 @@ def reasoning_gym_scorer(task: str):
     return reasoning_gym.get_score_answer_fn(task)
 
 
-REWARDS = {"math": math_reward, "gsm8k": gsm8k, "countdown": countdown, "kk": kk, "kk01": kk01,
-           "format": format_tags, "exact": exact, "short": short,
-           "reasoning_gym": reasoning_gym_score}
+REWARDS = dict(math=math_reward, gsm8k=gsm8k, countdown=countdown, kk=kk, kk01=kk01,
+               format=format_tags, exact=exact, short=short, reasoning_gym=reasoning_gym_score)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import distribute_tensor
 
 import data
 import grpo
@@ -124,7 +125,9 @@ def reset(module, folder: str, noise: float = 0.0) -> None:
         full = WEIGHTS[folder][name.removeprefix("lm.")]
         generator = torch.Generator().manual_seed(len(name))
         noises = torch.randn(full.shape, generator=generator, dtype=torch.float64)
-        model.put(p, full * (1 + noise * noises))
+        full = (full * (1 + noise * noises)).to(p.dtype)
+        with torch.no_grad():
+            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None))
 
 
 WEIGHTS: dict[str, dict[str, torch.Tensor]] = {}

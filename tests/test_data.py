@@ -1,4 +1,4 @@
-"""data.py: every format and error, one template and one BOS, an order to resume anywhere."""
+"""data.py: formats and errors, one template, one BOS, an order to resume anywhere."""
 import json
 import os
 import subprocess
@@ -210,7 +210,7 @@ def test_finished_chat_texts_are_not_templated_twice():
 
 
 @real_rows
-def test_a_finished_chat_text_takes_a_template_but_no_system():
+def test_a_finished_chat_text_takes_no_system():
     spec = f"{REAL}/kk/3ppl-test.parquet"
     rows, _ = load(spec, template="Solve: {quiz}", system="Think.")
     solve = chat("Solve: " + rows[0].columns["quiz"])
@@ -411,7 +411,7 @@ def test_a_hub_name_says_what_to_load(monkeypatch):
 
 
 def test_offline_is_one_sentence(tmp_path):
-    """In a process of its own: the libraries read HF_HUB_OFFLINE when they are imported."""
+    """In a process of its own: the libraries read HF_HUB_OFFLINE at import."""
     command = ("import data\ntry: data.read('gsm8k_main')\n"
                "except data.SettingsError as error: print(error)")
     output = python(command, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=f"{tmp_path}/hf")

@@ -133,7 +133,7 @@ def test_the_metrics_of_the_code_are_the_documented_ones():
     names = {name for name in documented if "/" in name and not re.search("[A-Z]", name)}
     assert len(names) > 40
     for name in names:   # spelled whole, by its last part, or by the phase it measures
-        last = name.partition("/")[2].removesuffix("_not_finite").removeprefix("dropped_")
+        last = name.partition("/")[2].removesuffix("_not_finite")
         phase = last.removesuffix("_gb").removesuffix("_reserved")
         spelled = f'"{name}"', f'"{last}"', f"/{last}", f'("{phase}")', f"/{phase}_"
         assert any(text in CODE for text in spelled), name

@@ -23,7 +23,8 @@ def config_of(name: str, layers: int):
         FAMILIES[name.partition("-")[0]], vocab_size=s.vocab, hidden_size=s.hidden,
         intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
         num_attention_heads=s.heads, num_key_value_heads=s.kv_heads,
-        tie_word_embeddings=bool(s.tied), max_position_embeddings=32768, **({"head_dim": s.head_dim} if s.head_dim else {}))
+        tie_word_embeddings=bool(s.tied), max_position_embeddings=32768,
+        **({"head_dim": s.head_dim} if s.head_dim else {}))
 
 
 def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool,

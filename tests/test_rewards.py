@@ -40,7 +40,7 @@ def score(specs, items, group=1, workers=2, timeout=10.0):
 
 
 def lost(scores):
-    """Completions lost to a timeout, to the death of their worker, and to an exception."""
+    """How many completions were lost to what."""
     kinds = {"no answer within": "timeout", "the worker ": "death", "no worker ": "death"}
     return Counter(next((kind for text, kind in kinds.items() if s.error.startswith(text)),
                         "exception") for s in scores if s.error)
@@ -238,7 +238,7 @@ def test_exact_format_short_and_sums():
 # ---- reasoning-gym
 
 def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
-    """Nine of its scorers ran `__import__('os')`: by eval, or by sympy's parse_expr."""
+    """Nine of its scorers ran `__import__('os')`."""
     gym = pytest.importorskip("reasoning_gym")
     tasks = """countdown puzzle24 simple_integration intermediate_integration n_queens
         polynomial_multiplication string_insertion spiral_matrix binary_matrix bitwise_arithmetic
@@ -354,7 +354,7 @@ HOSTILE = {   # how a completion is lost: what the reward does
 
 
 def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
-    """A worker that holds too much memory is replaced: the next completion needs 64 MB."""
+    """Who holds too much memory is replaced: the next completion needs 64 MB."""
     monkeypatch.setattr(rewards, "MEMORY_GB", 0.4)
     kinds = {code: kind for kind, codes in HOSTILE.items() for code in codes}
     faults = "".join(f"    if completion == {code!r}:\n        {code}\n" for code in kinds)
@@ -384,7 +384,7 @@ def wait_until(true, seconds=20):
 
 def running(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -446,7 +446,7 @@ def test_what_a_dead_worker_printed_is_in_the_error(own):
 
 
 def test_a_forged_answer_is_not_believed(own):
-    """Answers with a wrong start, a wrong number of scores, or a value that is no number."""
+    """A wrong start, a wrong number of scores, or a value that is no number."""
     spec = own(F + """import json
     fields = {"start": 0, "parts": [[9.0]], "errors": [None], "trace": None, "usable": True}
     if completion:
@@ -464,7 +464,7 @@ def test_a_forged_answer_is_not_believed(own):
 
 
 def test_workers_outlive_the_scorers_thread(own):
-    """Linux sends PDEATHSIG when the thread that started a process ends, not its program."""
+    """Linux sends PDEATHSIG when the *thread* that started a process ends."""
     spec = own(F + "return os.getpid()")
     with ThreadPoolExecutor(1) as thread:
         scorer = thread.submit(Scorer, [spec], RewardArgs(reward_workers=1)).result()

@@ -49,7 +49,7 @@ def model(ensured):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A warm-up of three steps, where what is learned does not matter."""
+    """A warm-up of three steps."""
     short = tiny.TASKS["sort"]._replace(skill_steps=2, habit_steps=1)
     monkeypatch.setitem(tiny.TASKS, "sort", short)
 
@@ -96,8 +96,8 @@ def test_more_rows_than_there_are_is_one_sentence(monkeypatch):
 def test_sort_answers_are_right_and_the_teacher_is_as_clumsy_as_asked():
     rng = random.Random(0)
     for row in tiny.rows(500, 3):
-        digits = row["question"].removeprefix("Sort ")
-        assert len(digits) == 6 and row["answer"] == "".join(sorted(digits))
+        assert re.fullmatch(r"Sort \d{6}", row["question"])
+        assert row["answer"] == "".join(sorted(row["question"][5:]))
 
     def right(clumsy, n):
         samples = (tiny.sort_digits(rng, clumsy) for _ in range(n))
@@ -109,11 +109,11 @@ def test_sort_answers_are_right_and_the_teacher_is_as_clumsy_as_asked():
 
 
 def solutions(question: str) -> list[str]:
-    """All roles that the words of a puzzle allow, read from its text alone."""
+    """All roles that the words of a puzzle allow."""
     says, found = re.findall(r"([ABC]) says (.*?)\.", question), []
     for roles in itertools.product(["knight", "knave"], repeat=len(says)):
         world = dict(zip("ABC", roles, strict=False))
-        true = [any(all(world[x] == role for x, role in re.findall(r"([ABC]) is a (\w+)", part))
+        true = [any(all(world[x] == role for x, role in re.findall(r"(.) is a (\w+)", part))
                     for part in text.split(" or ")) for _, text in says]
         if true == [world[who] == "knight" for who, _ in says]:
             found.append(" ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(world, 1)))
@@ -121,42 +121,36 @@ def solutions(question: str) -> list[str]:
 
 
 def test_knights_have_one_solution_and_thinking_finds_it():
-    rng, score = random.Random(0), {0.0: [], 1.0: []}
-    for row in tiny.rows(300, 0, "kk"):
-        assert solutions(row["question"]) == [row["answer"]]
-    for clumsy in score:
-        for _ in range(1000):
-            question, answer, reply = tiny.knights(rng, clumsy)
+    rng = random.Random(0)
+    assert all([row["answer"]] == solutions(row["question"]) for row in tiny.rows(300, 0, "kk"))
+
+    def right(clumsy):
+        samples = [tiny.knights(rng, clumsy) for _ in range(1000)]
+        for question, answer, reply in samples:
             assert solutions(question) == [answer]
             assert reply.startswith("<think></think>") == (clumsy == 1.0)
-            score[clumsy].append(verifiers.kk01(reply, answer))
-    assert all(score[0.0])
+        return sum(verifiers.kk01(reply, answer) for _, answer, reply in samples) / 1000
     # A guess among 4 or 8; four standard errors.
-    assert abs(sum(score[1.0]) / 1000 - (1 / 4 + 1 / 8) / 2) < 0.05
+    assert right(0.0) == 1 and abs(right(1.0) - (1 / 4 + 1 / 8) / 2) < 0.05
     question = "A says B is a knave. B says A is a knave and B is a knave."
     samples = iter(lambda: tiny.knights(rng, 0.0), None)
-    reply = next(reply for asked, _, reply in samples if asked == question)
-    assert reply == ("<think> knight knight: false no knight knave: true yes false yes</think>"
-                     "<answer>(1) A is a knight (2) B is a knave</answer>")
+    assert next(reply for asked, _, reply in samples if asked == question) == (
+        "<think> knight knight: false no knight knave: true yes false yes</think>"
+        "<answer>(1) A is a knight (2) B is a knave</answer>")
 
 
 # ---- the tokenizer
 
-def comes_back(text: str) -> None:
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    assert TOKENIZER.decode(ids) == text and all(0 <= i < tiny.VOCAB for i in ids)
+TEXTS = ["", "a\tb\r\n  c  ", "naïve Ελλάδα 數學 🦙👩‍🔬", "null \0 and \x7f",
+         "\n\n ", "x" * 3000, "  two  spaces . don't , do not", "½ ² ٣ 1234"]
+plain = lambda text: not any(special in text for special in tiny.SPECIAL)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text().filter(lambda text: not any(special in text for special in tiny.SPECIAL)))
+@given(st.sampled_from(TEXTS) | st.text().filter(plain))
 def test_any_text_comes_back(text):
-    comes_back(text)
-
-
-def test_these_texts_come_back():
-    for text in ["", "Sort 529173", "a\tb\r\n  c  ", "naïve Ελλάδα 數學 🦙👩‍🔬", "\n\n ",
-                 "x" * 3000, "  two  spaces . don't , do not", "½ ² ٣ 1234", "null \0 and \x7f"]:
-        comes_back(text)
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids) == text and all(0 <= i < tiny.VOCAB for i in ids)
 
 
 def test_every_id_decodes_and_each_digit_is_one_token(tokenizer):
@@ -201,12 +195,11 @@ def encode(tokenizer, questions: list[str]) -> torch.Tensor:
         chats, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
 
+@torch.no_grad()
 def test_a_gsm8k_prompt_fits_in_bytes(tokenizer, model):
-    question = "Janet’s ducks lay 16 eggs per day. " * 28  # GSM8K's longest has 985 characters
-    ids = encode(tokenizer, [question])
+    ids = encode(tokenizer, ["Janet’s " * 123])  # as long as GSM8K's longest
     assert ids.shape[1] + 1024 < model.config.max_position_embeddings == tokenizer.model_max_length
-    with torch.no_grad():
-        assert torch.isfinite(model(ids).logits).all()
+    assert torch.isfinite(model(ids).logits).all()
 
 
 def test_it_half_knows_the_task(tokenizer, model):
@@ -265,13 +258,12 @@ def test_a_builder_killed_half_way_blocks_nobody(quick, tmp_path):
 
 def test_build_repeats_with_its_seed_and_leaves_the_caller_as_it_was(quick, tmp_path):
     def weights(name, seed):
-        tiny.build(str(tmp_path / name), seed=seed)
+        tiny.build(f"{tmp_path}/{name}", seed=seed)
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     state = lambda: (random.getstate(), torch.get_rng_state().tolist(), torch.get_num_threads())
     threads = torch.get_num_threads()
     try:
-        torch.manual_seed(5)
         torch.set_num_threads(3)
         before, first = state(), weights("a", 0)
         assert state() == before
@@ -282,7 +274,6 @@ def test_build_repeats_with_its_seed_and_leaves_the_caller_as_it_was(quick, tmp_
 
 
 def test_importing_does_nothing():
-    """The top level has only imports, definitions, constants and docstrings."""
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assign)
     for node in ast.parse(Path(tiny.__file__).read_text()).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
