@@ -110,7 +110,7 @@ def find_model(name: str) -> str:
     """--model → a folder. Makes a tiny model on first use."""
     if not is_tiny(name):
         return model.find(name)
-    import tiny
+    from examples import tiny
     task = name.partition(":")[2]
     if task and task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)

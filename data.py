@@ -119,7 +119,7 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     spec = os.path.expanduser(spec)
     name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", spec, re.DOTALL).groups()
     if name == "tiny":
-        import tiny
+        from examples import tiny
         task, split = config or "sort", split or "train"
         if task not in tiny.TASKS or split not in ("train", "test"):
             raise SettingsError(

@@ -88,7 +88,11 @@ def compute_dtype(args: ModelArgs, device: torch.device):
 
 
 def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True):
-    """A sharded LogprobModel or ValueModel (`kind`)."""
+    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights.
+
+    Master weights are at least float32; a model that is not trained has none. SettingsError if the
+    files do not fit config.json.
+    """
     from transformers import AutoModelForCausalLM
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
@@ -117,7 +121,8 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
             layer.forward = partial(recomputed, layer.forward)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
-    # Gradients are sums over ranks: with a mean, 3 ranks would round unlike 1.
+    # Gradients are summed over ranks. FSDP's mean needs a loss scaled by their number, and 3 ranks
+    # would then round unlike 1: 1e-6 where 1e-16 is possible.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -226,7 +231,7 @@ class Trained:
         return norm
 
     def move(self, device: torch.device):
-        """Moves what --offload names."""
+        """What --offload names goes to the host before generation, and back after it."""
         if self.world.device.type == "cuda":
             self._move(device)
 
@@ -243,7 +248,7 @@ class Trained:
 
 
 class Policy(Trained):
-    """The language model, or the reference."""
+    """The language model that is trained, or the reference model."""
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
         """log π and entropy of each completion token: (b, t) each."""
@@ -251,12 +256,13 @@ class Policy(Trained):
         return micro.spread(logp), micro.spread(ent)
 
     def weights(self, dtype=None):
-        """Yields (name, full tensor) of each weight. A collective: use it up."""
+        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
+        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too.
         for name, value in self.module.lm.state_dict().items():
             yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def export(self, source: str, folder: str, notes: dict | None = None):
-        """A Hugging Face folder in the source's dtype, written by rank 0."""
+        """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
         config, target, weights = config_of(source), Path(folder), {}
         unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
         for name, value in self.weights(config.dtype or torch.float32):

@@ -45,9 +45,9 @@ import memory
 import model
 import plan
 import rollout
-import tiny
 from batch import Batch, Completion, Sample
 from data import DataArgs, Prompt, Row
+from examples import tiny
 from rewards import Score
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 import grpo
-import tiny
 from batch import Batch, Completion, Sample, score_samples
 from data import DataArgs
+from examples import tiny
 from rewards import Score
 from run import Run, RunArgs, set_up
 

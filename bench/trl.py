@@ -53,7 +53,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import data
-import tiny
+from examples import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL, PYTHON, RUNS = "1.16.0", ROOT / ".venv-trl/bin/python", ROOT / "runs"

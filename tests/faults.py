@@ -30,7 +30,7 @@ FLAGS = ("--batch 4 --group 4 --minibatches 2 --max_tokens 12 --max_prompt_token
 def model() -> str:
     """The tiny model's folder, made once for all runs of this checkout."""
     sys.path.insert(0, str(ROOT))
-    import tiny
+    from examples import tiny
     return tiny.ensure(str(ROOT / "runs"))
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 import data
-import tiny
 from data import DataArgs, Row, Stream, read
+from examples import tiny
+from examples.tiny import CHATML
 from plan import SettingsError
-from tiny import CHATML
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_rows = pytest.mark.skipif(not REAL.is_dir(), reason="no real rows beside this checkout")

@@ -15,7 +15,7 @@ def make(folder: Path, tied: bool) -> None:
     """A random Qwen2 with tiny.py's tokenizer. Its logits are spread: a wrong weight shows."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    import tiny
+    from examples import tiny
     torch.manual_seed(0)
     lm = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,

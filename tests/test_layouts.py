@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
-import tiny
+from examples import tiny
 from learning import difference
 
 ROOT = Path(__file__).parent.parent

@@ -150,7 +150,7 @@ def test_sizes_come_from_flags_a_folder_or_a_sentence(tmp_path):
 
 
 def test_the_table_has_the_tiny_model():
-    import tiny
+    from examples import tiny
     lm = tiny.make_model(tiny.make_tokenizer())
     assert memory.SHAPES["tiny"].params == sum(p.numel() for p in lm.parameters()) == 370048
 

@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """An empty folder to run in, with the tiny model there already."""
-    import tiny
+    from examples import tiny
     here = tmp_path_factory.mktemp("place")
     (here / "runs").mkdir()
     cached = Path(tiny.ensure(str(ROOT / "runs")))

@@ -10,7 +10,7 @@ FILES = {path.name: path.stat().st_size for path in ROOT.glob("*.py")}
 
 def widths() -> dict[str, int]:
     """The width of every line of Python here, by place: "tiny.py:7"."""
-    files = sorted(path for folder in (".", "tests", "bench")
+    files = sorted(path for folder in (".", "tests", "bench", "examples")
                    for path in (ROOT / folder).glob("*.py"))
     return {f"{path.relative_to(ROOT)}:{number}": len(line) for path in files
             for number, line in enumerate(path.read_text().splitlines(), 1)}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ranks
-import tiny
 import verifiers
+from examples import tiny
 from plan import SettingsError
 
 
@@ -29,7 +29,7 @@ def python(code: str) -> subprocess.Popen:
 def ensured(tmp_path_factory):
     """Two processes ask for the model at the same time -> (the folder, what each printed)."""
     root = tmp_path_factory.mktemp("runs")
-    code = f"import tiny; print('folder', tiny.ensure({str(root)!r}))"
+    code = f"from examples import tiny; print('folder', tiny.ensure({str(root)!r}))"
     pair = [python(code), python(code)]
     prints = [process.communicate()[0] for process in pair]
     assert [process.returncode for process in pair] == [0, 0], prints
@@ -239,7 +239,8 @@ def test_the_name_changes_with_the_code(tmp_path, monkeypatch):
 
 def test_a_builder_killed_half_way_blocks_nobody(quick, tmp_path):
     stuck = python(f"""if 1:
-        import os, time, tiny
+        import os, time
+        from examples import tiny
         def build(folder, task):
             os.makedirs(folder); open(folder + '/config.json', 'w').write('half of')
             print('in the middle', flush=True); time.sleep(600)

@@ -1,0 +1,1 @@
+"""Tasks to learn, and the small model that is made for them."""
