@@ -3,9 +3,8 @@
     python tests/faults.py                    20 kills of grpo.py on 2 ranks: 6 minutes on 2 cores
     python tests/faults.py --kills 5 --script ppo --seed 1
 
-A kill is KILL or TERM of one rank or of all, or TERM of torchrun. Half of them come a random moment
-after some steps, a quarter in a save, a quarter at a random moment of the start. The unkilled run
-shows how long these take. The exit status is 1 if anything but the times differs.
+A kill is KILL or TERM of one rank or of all, or TERM of torchrun: half of them after some steps, a
+quarter in a save, a quarter in the start. The exit status is 1 if anything but the times differs.
 """
 import argparse
 import json
@@ -37,8 +36,8 @@ def model() -> str:
 class Attempt:
     """One start of the real script in its own session, its output in a file."""
 
-    def __init__(self, cwd: Path, *flags: str, script: str = "grpo", ranks: int = 2,
-                 faults: str = "", torchrun: bool = True, **env: str):
+    def __init__(self, cwd: Path, *flags: str, script="grpo", ranks=2, faults="", torchrun=True,
+                 **env: str):
         self.out = open(Path(cwd) / f"out-{time.time_ns()}.txt", "w+")
         python, env = Path(sys.executable), {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
         launch = [python.with_name("torchrun"), "--nproc_per_node", str(ranks)]
@@ -61,7 +60,6 @@ class Attempt:
         return [found[r] for r in sorted(found)]
 
     def text(self) -> str:
-        """What was printed so far."""
         return Path(self.out.name).read_text()
 
     def until(self, condition, seconds: float = 300.0) -> bool:
@@ -75,7 +73,6 @@ class Attempt:
         return True
 
     def printed(self, words: str, seconds: float = 300.0) -> bool:
-        """Waits until the words were printed."""
         return self.until(lambda: words in self.text(), seconds)
 
     def end(self, seconds: float = 400.0) -> tuple[int, str]:
@@ -87,7 +84,6 @@ class Attempt:
         return self.process.returncode, self.text()
 
     def kill(self) -> None:
-        """Kills whatever is left of this attempt."""
         for pid in [*self.ranks(), self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -97,13 +93,12 @@ class Attempt:
 def metrics(run: Path) -> list[dict]:
     """The run's metrics without what a clock or the machine decides."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items()
-             if not k.startswith(("time/", "memory/")) and not k.endswith("per_s")} for row in rows]
+    clocked = lambda name: name.startswith(("time/", "memory/")) or name.endswith("per_s")
+    return [{k: v for k, v in row.items() if not clocked(k)} for row in rows]
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs, bit for bit, between two finished runs: metrics, samples, exported weights and
-    the last checkpoint's tensors."""
+    """What differs, bit for bit, between two runs: metrics, samples, weights, the last tensors."""
     ours, theirs = metrics(one), metrics(other)
     found = [] if len(ours) == len(theirs) else [f"{len(ours)} and {len(theirs)} steps"]
     steps = [r["step"] for r in ours]
@@ -152,8 +147,8 @@ def main() -> None:
     status, text = alone.end()
     assert status == 0, text[-3000:]
     stepping = (time.monotonic() - stepped) / steps
-    print(f"  not killed: {starting:.1f} s to the first step, then {stepping:.2f} s a step with "
-          "its saves", flush=True)
+    print(f"  not killed: {starting:.1f} s to the first step, then {stepping:.2f} s a step",
+          flush=True)
     run, latest = cwd / "runs" / "killed", 0
     for kill in range(a.kills):
         attempt, when = start("killed"), rng.choice(["step", "step", "save", "start"])
