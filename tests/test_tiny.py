@@ -21,8 +21,9 @@ from plan import SettingsError
 
 
 def python(code: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code], text=True, cwd=Path(tiny.__file__).parent,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(tiny.__file__).parent.parent, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture(scope="module")
