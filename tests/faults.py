@@ -127,7 +127,7 @@ def progress(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command ----
 
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter

@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> str:
     return str(path / "tied")
 
 
-# ---- what the ranks do --------------------------------------------------------------------------
+# ---- what the ranks do ----
 
 def make(world, folder):
     import model
@@ -131,7 +131,7 @@ def found(world, folders):
     return answers
 
 
-# ---- tests --------------------------------------------------------------------------------------
+# ---- tests ----
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder, tmp_path_factory):

@@ -15,7 +15,7 @@ from plan import SettingsError
 lengths = st.lists(st.integers(1, 60), max_size=80)
 
 
-# ---- share, pad, divide --------------------------------------------------------------------------
+# ---- share, pad, divide ----
 
 @given(st.integers(0, 500), st.integers(1, 70))
 def test_share_gives_every_item_once_in_order_and_evenly(n, ranks):
@@ -52,7 +52,7 @@ def test_assert_divisible_names_the_numbers_and_values_that_work(n, by):
         assert not any(n % d == 0 for d in between if d != by), "there is a nearer one"
 
 
-# ---- balance -------------------------------------------------------------------------------------
+# ---- balance ----
 
 def padded(micro, lengths):
     return len(micro) * max((lengths[i] for i in micro), default=0)
@@ -111,7 +111,7 @@ def test_minibatches_are_fixed_by_request_order(n, count):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-# ---- collectives: real processes -----------------------------------------------------------------
+# ---- collectives: real processes ----
 
 def everything(world):
     """Every collective once, on any number of ranks."""

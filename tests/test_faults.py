@@ -46,7 +46,7 @@ def rows(path: Path, numbers: range, never: int = 0) -> None:
         + "\n" for n in numbers))
 
 
-# ---- in a few minutes ----------------------------------------------------------------------------
+# ---- in a few minutes ----
 
 @pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_run_killed_in_a_save_stopped_and_damaged_ends_like_another(start, tmp_path, script):

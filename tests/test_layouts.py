@@ -136,7 +136,7 @@ def test_any_ranks_draw_what_one_draws(tmp_path, seed, steps):
     same(ran[3], ran[1])
 
 
-# ---- what several machines can get wrong ---------------------------------------------------------
+# ---- what several machines can get wrong ----
 
 def differing(world) -> list[str]:
     return world.differences({"--lr": [1e-3, 1e-3, 2e-3][world.rank], "--batch": 8,

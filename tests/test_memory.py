@@ -41,7 +41,7 @@ def flags_in(line: str) -> dict:
     return {name: words for name, *words in map(str.split, found.split(" --"))}
 
 
-# ---- the plan ------------------------------------------------------------------------------------
+# ---- the plan ----
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_situation_4_fits_with_the_flags_it_names(group):
@@ -141,7 +141,7 @@ def test_the_table_has_the_tiny_model():
     assert memory.SHAPES["tiny"].params == sum(p.numel() for p in lm.parameters()) == 370048
 
 
-# ---- never all logits ----------------------------------------------------------------------------
+# ---- never all logits ----
 
 def plain(hidden, weight, targets, temperature):
     logp = (hidden @ weight.T / temperature).log_softmax(-1)
@@ -186,7 +186,7 @@ def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
     assert live.peak <= chunks(memory.SCORE_HEAD) + 1024 * (hidden + 8) * 4
 
 
-# ---- what the trainer holds ----------------------------------------------------------------------
+# ---- what the trainer holds ----
 
 def all_on_two(world, folder: str) -> dict:
     return {
@@ -266,7 +266,7 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
     assert abs(slope / theirs - 1) < 0.1 and abs(at32 / plans(32 * L) - 1) < 0.1
 
 
-# ---- no knob changes the maths -------------------------------------------------------------------
+# ---- no knob changes the maths ----
 
 KNOBS = {
     "none": {}, "checkpointing": dict(checkpointing=True), "cpu_offload": dict(cpu_offload=True),
@@ -325,7 +325,7 @@ def test_a_reference_in_bf16_computes_the_same_bits(two_ranks):
     assert ours.abs().sum() > 0 and torch.equal(ours, theirs)
 
 
-# ---- the canary ----------------------------------------------------------------------------------
+# ---- the canary ----
 
 def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
     """(its peaks, are weights and optimizer untouched, are gradients gone)."""

@@ -53,7 +53,7 @@ def said(text: str, *parts: str) -> None:
         assert part in text, f"{part!r} is not in\n{text}"
 
 
-# ---- flags in groups -----------------------------------------------------------------------------
+# ---- flags in groups ----
 
 def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
     args = ppo.Args()
@@ -72,7 +72,7 @@ def test_every_range_is_of_a_flag():
     assert set(plan.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- what is printed ----
 
 def test_printed_plan():
     args = Args(batch=8, group=8, minibatches=3, kl_loss_coef=0.1, eval_samples=2)
@@ -131,7 +131,7 @@ def test_notes():
     assert plan.warnings(Args(epochs=2)) == plan.warnings(ppo.Args()) == []
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is refused ----
 
 @pytest.mark.parametrize("script, names", [(grpo, plan.BUDGETS[:2]), (ppo, plan.BUDGETS)])
 def test_a_budget_below_the_longest_sequence(script, names):
@@ -249,7 +249,7 @@ def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) ->
             assert left <= {p.kind for p in found} - {problem.kind}, (flag, value, problem, left)
 
 
-# ---- what is accepted runs: a property over random settings --------------------------------------
+# ---- what is accepted runs: a property over random settings ----
 
 def draw(rng: random.Random):
     """Args, ranks, rows of the data and of the evaluation. One in four has nonsense in it."""
