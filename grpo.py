@@ -131,7 +131,7 @@ def train(args: Args) -> int:
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None
         if stopping:
             return run.stopped(step + 1, error)
-    return run.finish()
+    return run.finish()  # the last evaluation, the export, the grade
 
 
 def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr: float,
@@ -163,7 +163,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
-    # The weights are fixed before `micros` splits the rows over ranks; FSDP sums their gradients.
+    # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     for rows in batch.minibatches(args.minibatches, args.epochs):
         if not mask[rows].any():  # momentum alone must not move the weights

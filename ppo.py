@@ -118,7 +118,7 @@ def train(args: Args) -> int:
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None
         if stopping:
             return run.stopped(step + 1, error)
-    return run.finish()
+    return run.finish()  # the last evaluation, the export, the grade
 
 
 def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list[Sample], *,
@@ -165,7 +165,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   policy: loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)    r_it = π / π_old
     #   critic: loss_it = 1/2 max((V - R)^2, (V_clip - R)^2)
-    # The weights are fixed before `micros` splits the rows over ranks; FSDP sums their gradients.
+    # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
     policy_meter, critic_meter = Meter(world), Meter(world)
     entropy_mode = "grad" if args.entropy_coef else "value"
     for rows in batch.minibatches(args.minibatches, args.epochs):
