@@ -4,7 +4,7 @@
     minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
 """
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
-from dist import World, balance, share
+from dist import World, balance, share, tokens
+from packing import pack
 from rewards import Item, Score, Scorer, raise_if_all_failed
 
 
@@ -63,10 +64,16 @@ def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
 
 
-class Batch:
-    """N samples in request order. (N, T) tensors are right-padded and begin with the completion."""
+WORTH = 1.25  # packing costs as much as this factor on the tokens (bench/RESULTS.md)
 
-    def __init__(self, samples: list[Sample]):
+
+class Batch:
+    """N samples in request order. (N, T) tensors are right-padded and begin with the completion.
+
+    packs: whether the model can take packed micro-batches (canary.packs).
+    """
+
+    def __init__(self, samples: list[Sample], packs: bool = False):
         completions = [s.completion for s in samples]
         self.sequences = [torch.cat([torch.tensor(s.prompt.row.prompt_ids),
                                      torch.from_numpy(s.completion.ids).long()]) for s in samples]
@@ -80,16 +87,49 @@ class Batch:
         at = torch.arange(self.engine_logprobs.shape[1])
         self.present = at < self.lengths.view(-1, 1)  # (N, T)
 
+        prompts = [s.prompt.row.prompt_ids for s in samples]
+        owner, self.sizes = -1, []  # of each row: see dist.cut
+        for i, prompt in enumerate(prompts):
+            owner += not i or prompt != prompts[i - 1]
+            self.sizes.append((owner, len(prompt), len(completions[i].ids)))
+        self.tokens = sum(map(len, self.sequences))
+        once = tokens(list(range(len(samples))), self.sizes, packed=True)
+        self.packed = packs and self.tokens > WORTH * once
+        self.work: dict[str, Counter] = defaultdict(Counter)  # of each phase, on all ranks
+
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step: contiguous and as even as possible."""
         rows = list(range(len(self.sequences)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
-    def micros(self, world: World, rows: list[int], budget: int, phase: str) -> list["Micro"]:
-        """My micro-batches of `rows`, each at most `budget` padded tokens, as many on all ranks."""
-        mine = balance([len(self.sequences[r]) for r in rows], world.size, budget)[world.rank]
-        world.same_phase(phase, len(mine))
-        return [Micro(self, [rows[i] for i in micro], world.device) for micro in mine]
+    def micros(self, world: World, rows: list[int], budget: int, phase: str,
+               learns=None) -> list["Micro"]:
+        """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks.
+
+        learns (N,) bool: which rows have a gradient. The others come last, in micro-batches that
+        are computed without one.
+        """
+        parts, made, work = {True: rows}, [], self.work[phase]
+        if learns is not None:
+            parts = {flag: [r for r in rows if learns[r] == flag] for flag in (True, False)}
+        for flag, part in parts.items():
+            sizes = [self.sizes[r] for r in part]
+            if part or flag:  # the optimizer needs a gradient, even if it is 0
+                lanes = balance(sizes, world.size, budget, self.packed)
+                work["computed"] += sum(
+                    tokens(micro, sizes, self.packed) for lane in lanes for micro in lane)
+                work["needed"] += tokens(list(range(len(part))), sizes, packed=True)
+                work[flag] += len(part)
+                made += [Micro(self, [part[i] for i in micro], world.device, flag)
+                         for micro in lanes[world.rank]]
+        world.same_phase(phase, len(made))
+        return made
+
+    def work_metrics(self, phase: str) -> dict[str, float]:
+        """The rows that a phase computed with and without a gradient, and its wasted tokens."""
+        work = self.work[phase]
+        return {"batch/with_grad": work[True], "batch/without_grad": work[False],
+                "batch/pad_frac": 1 - work["needed"] / (work["computed"] or 1)}
 
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
         """forward(micro) → (b, t), without gradient, over all rows → (N, T) on every rank."""
@@ -104,23 +144,35 @@ class Batch:
 
 
 class Micro:
-    """Some rows of the batch as one right-padded input. Without rows: one dummy row of weight 0.
+    """Some rows of the batch as one input. Without rows: one dummy row of weight 0.
 
-    Causal attention never looks to the right, where the padding is: no mask is needed. The logits
-    at position t-1 predict token t: `source` makes that shift, here and nowhere else.
+    The output at a token predicts the next one: `source` makes that shift, here and nowhere else.
+    A padded input is (b, L). Causal attention never looks to the right, where the padding is: no
+    mask is needed. A packed input is (1, S): see packing.py.
     """
 
-    def __init__(self, batch: Batch, rows: list[int], device: torch.device):
-        self.batch, self.rows, self.device = batch, rows, device
+    def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
+        self.batch, self.rows, self.device, self.learns = batch, rows, device, learns
         sequences = [batch.sequences[r] for r in rows] or [torch.zeros(2, dtype=torch.long)]
         lengths = batch.lengths[rows] if rows else torch.ones(1, dtype=torch.long)
-        ids, at = pad(sequences), torch.arange(int(lengths.max()))
-        ends = torch.arange(len(ids)) * ids.shape[1] + torch.tensor([len(s) for s in sequences])
+        prompts = [len(s) - n for s, n in zip(sequences, lengths.tolist(), strict=True)]
+        if batch.packed:
+            owners = [batch.sizes[r][0] for r in rows] or [0]
+            parts = [s.split([p, len(s) - p]) for s, p in zip(sequences, prompts, strict=True)]
+            ids, positions, packed, last, start = pack(owners, parts, device)
+            self.inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device),
+                           "packed": packed}
+        else:
+            ids = pad(sequences)  # (b, L)
+            start = torch.arange(len(ids)) * ids.shape[1] + torch.tensor(prompts)
+            last, self.inputs = start - 1, {"input_ids": ids.to(device)}
+        at = torch.arange(int(lengths.max()))
         present = at < lengths.view(-1, 1)  # (b, t)
-        source = ((ends - lengths - 1).view(-1, 1) + at)[present]  # (n,) into b·L
-        self.ids, self.present = ids.to(device), present.to(device)  # (b, L), (b, t)
-        self.source = source.to(device)  # the logits that predict
-        self.targets = ids.flatten()[source + 1].to(device)  # (n,) these ids
+        # A completion's first token is predicted by the prompt's last, the others by their left.
+        source = torch.where(at == 0, last.view(-1, 1), start.view(-1, 1) + at - 1)[present]
+        targets = torch.cat([s[p:] for s, p in zip(sequences, prompts, strict=True)])
+        self.tokens, self.present = ids.numel(), present.to(device)  # (b, t)
+        self.source, self.targets = source.to(device), targets.to(device)  # (n,), (n,) their ids
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
         """(N, T) of the batch → (b, t) of this micro-batch; zeros for the dummy row."""
@@ -145,8 +197,7 @@ class Meter:
         """One micro-batch: {name: (b, t)} to average over mask (b, t) with weights (b, t)."""
         sums = {f"mean {name}": (weights * torch.where(mask, value.detach().double(), 0)).sum()
                 for name, value in metrics.items()}
-        sums |= {"weight": weights.sum(), "padded": micro.ids.numel(),
-                 "real": sum(len(micro.batch.sequences[r]) for r in micro.rows)}
+        sums["weight"] = weights.sum()
         if old_logprobs is not None:  # |trainer - engine|: is the engine the policy?
             gap = old_logprobs.detach().double() - micro.slice(micro.batch.engine_logprobs)
             gap = torch.where(mask, gap.abs(), 0)
@@ -161,8 +212,7 @@ class Meter:
         total = dict(zip(self.sums, self.world.sum(sums).tolist(), strict=True))
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
-               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped,
-               "batch/pad_frac": 1 - total["real"] / total["padded"] if total else 0.0}
+               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
         for name in [name for name in total if name.startswith("mean ")]:
             mean, name = total[name] / (total["weight"] or 1.0), name.removeprefix("mean ")
             out[name if "/" in name else prefix + name] = mean

@@ -19,6 +19,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it 
 import torch
 import torch.distributed as td
 
+from memory import KEYS
 from plan import SettingsError
 
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
@@ -51,61 +52,64 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
                         f"Would work: {what} {values}, or {per} {near}.")
 
 
-def cut(lengths: list[int], budget: int) -> list[list[int]]:
-    """Rows → micro-batches of row numbers, longest first; rows × longest is at most `budget`."""
-    micros: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[row] > budget:
-            raise ValueError(f"row {row} has {lengths[row]} tokens; the budget is {budget}")
-        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= budget:
-            micros[-1].append(row)
-        else:
-            micros.append([row])
+# A row is a prompt's number, the prompt's tokens p and the completion's tokens c. A padded
+# micro-batch is a matrix of rows. A packed one has each of its prompts once, and completions
+# without their last token, which predicts nothing.
+Size = tuple[int, int, int]
+
+
+def tokens(rows: list[int], sizes: list[Size], packed: bool) -> int:
+    """What a micro-batch computes, padding included."""
+    if not packed:
+        return len(rows) * max((sum(sizes[r][1:]) for r in rows), default=0)
+    return sum({sizes[r][0]: sizes[r][1] for r in rows}.values()) + sum(
+        sizes[r][2] - 1 for r in rows)
+
+
+def cut(sizes: list[Size], budget: int, packed: bool) -> list[list[int]]:
+    """Rows → micro-batches of row numbers, each of at most `budget` tokens.
+
+    Padded: longest first. Packed: in order, so a prompt's rows are neighbours. ValueError if a row
+    alone has more tokens.
+    """
+    order, micros, last = range(len(sizes)), [], None
+    room = keys = width = 0
+    if not packed:
+        order = sorted(order, key=lambda row: (-sum(sizes[row][1:]), row))
+    for row in order:
+        prompt, p, c = sizes[row]
+        if p + c > budget:
+            raise ValueError(f"row {row} has {p + c} tokens; the budget is {budget}")
+        new = c - 1 + p * (prompt != last) if packed else width
+        if new > room or p + c > keys or not micros:
+            micros.append([])
+            new = width = p + c
+            room, keys = budget, KEYS * budget
+        micros[-1].append(row)
+        room, keys, last = room - new, keys - p - c, prompt
     return micros
 
 
-ROUND = 512  # what one more round costs, in padded tokens: its collectives and its launches
-
-
-def balance(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` padded tokens.
+def balance(sizes: list[Size], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:
+    """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` tokens.
 
     Every rank has the same number of them, because FSDP counts collectives; [] is padding alone.
-    Those of one round cost about the same, because ranks wait for each other. More rounds than
-    needed are taken while they save more padding than a round costs.
+    There are as few rounds as the budget allows. The micro-batches of a round cost about the same,
+    because ranks wait for each other.
     """
-    rounds = max(1, -(-len(cut(lengths, budget)) // ranks))
-    most = -(-len(cut([max(lengths)] * len(lengths), budget)) // ranks) if lengths else 1
-    lanes = deal(lengths, ranks, budget, rounds)
-    for more in range(rounds + 1, most + 1):
-        finer = deal(lengths, ranks, budget, more)
-        if padded_tokens(finer, lengths) >= padded_tokens(lanes, lengths):
-            break
-        lanes = finer
-    return lanes
-
-
-def padded_tokens(lanes: list[list[list[int]]], lengths: list[int]) -> int:
-    """The cost of these lanes: the largest micro-batch of each round, and ROUND for the round."""
-    return sum(max(len(m) * max((lengths[r] for r in m), default=0) for m in micros) + ROUND
-               for micros in zip(*lanes, strict=True))
-
-
-def deal(lengths: list[int], ranks: int, budget: int, rounds: int) -> list[list[list[int]]]:
-    """The rows in `rounds` micro-batches a rank, as even as possible (see `balance`)."""
-    cost = lambda micro: len(micro) * lengths[micro[0]] if micro else 0  # longest row is first
-    few_enough = lambda budget: len(cut(lengths, budget)) <= rounds * ranks
-    least = max(lengths, default=1)  # the smallest budget that needs no more rounds
-    even = least + bisect_left(range(least, budget), True, key=few_enough)
-    micros = cut(lengths, even)
+    cost = lambda micro: tokens(micro, sizes, packed)
+    rounds = max(1, -(-len(cut(sizes, budget, packed)) // ranks))
+    least = max((p + c for _, p, c in sizes), default=1)
+    # The smallest budget that needs no more rounds makes the largest micro-batch small.
+    even = least + bisect_left(range(least, budget), True, key=lambda smaller: len(
+        cut(sizes, smaller, packed)) <= rounds * ranks)
+    micros = cut(sizes, even, packed)
     while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):
         largest = max((m for m in micros if len(m) > 1), key=cost)  # idle ranks: halve it
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
     micros = pad_to_multiple(sorted(micros, key=cost, reverse=True) or [[]], rounds * ranks, [])
-    hands = [micros[i:i + ranks] for i in range(0, len(micros), ranks)]
-    hands[1::2] = [hand[::-1] for hand in hands[1::2]]  # no rank gets all the large
-    return [list(lane) for lane in zip(*hands, strict=True)]
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 # ---- the collectives ----

@@ -140,7 +140,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
     Metrics and new weights are the same on every rank, on any number of ranks, with any budgets.
     """
-    batch = Batch(samples)
+    batch = Batch(samples, policy.packs)
     mask, metrics = bears_loss(args, batch)  # (N, T) bool
 
     # Log-probs from before the update, if something needs them. With one update per rollout the
@@ -164,7 +164,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
+    # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
+    acts = bool(args.kl_loss_coef or args.entropy_coef)  # on every token
+    learns = (mask & (advantages != 0)).any(1) | acts  # (N,)
     for rows in batch.minibatches(args.minibatches, args.epochs):
         if not mask[rows].any():  # momentum alone must not move the weights
             meter.skipped += 1
@@ -172,8 +175,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         weights = torch.zeros(mask.shape, dtype=torch.float64)  # (N, T)
         weights[rows] = losses.token_weights(
             mask[rows], args.aggregation, max_tokens=args.max_tokens)
+        rows = [r for r in rows if mask[r].any()]  # the others weigh nothing
         with phase("update"):
-            for micro in batch.micros(world, rows, args.update_tokens, "update"):
+            for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
                 m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
                 old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()
@@ -192,7 +196,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * torch.where(m, loss, 0)).sum())
                 meter.add(micro, m, w, details, old)
             meter.norms.append(policy.step(lr))
-    return metrics | meter.metrics() | {"lr": lr}
+    return metrics | batch.work_metrics("update") | meter.metrics() | {"lr": lr}
 
 
 def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
@@ -204,7 +208,7 @@ def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
               "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
     return batch.present & keep.view(-1, 1), {
-        "batch/prompts": len(scored) // args.group, "batch/tokens": sum(map(len, batch.sequences)),
+        "batch/prompts": len(scored) // args.group, "batch/tokens": batch.tokens,
         **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
 
 

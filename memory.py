@@ -11,6 +11,8 @@ ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
 ENGINE_TOKENS = 8192  # prompt tokens in one pass of the engine
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
+KEYS = 4  # a packed micro-batch gathers at most so many keys for each token of its budget,
+EVEN = 0.7  # and pads queries to a length of which each completion has at least this share
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
 LADDER = [  # the cheapest first
     ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
@@ -42,11 +44,13 @@ class Shape:
         self.root = self.embedding * (2 - self.tied) + self.hidden  # embedding, head, last norm
         self.params = self.layers * self.layer + self.root
 
-    def saved(self, c: int) -> int:
+    def saved(self, c: int, packed: bool = False) -> float:
         """Bytes that a layer keeps for backward, per token. c: bytes of a computed number."""
+        queries, keys = (1 / EVEN, KEYS) if packed else (1, 1)  # of attention, per token
         return (8 * self.hidden + 8 + 4 * c * self.hidden  # norms
                 + self.qk_norm * ((self.q + self.kv) * (4 + c) + 4 * (self.heads + self.kv_heads))
-                + 2 * c * (self.q + self.kv) + 4 * self.heads  # q, k, v, output, log-sums
+                + 2 * c * (self.q * queries + self.kv * keys)  # q, output, k, v
+                + packed * c * self.q + 4 * self.heads * queries  # output in order, log-sums
                 + 4 * c * self.intermediate)
 
 
@@ -97,8 +101,8 @@ def shape_from(config: dict) -> Shape:
 
 
 def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
-           head_chunk: int = 0, critic: bool = False) -> dict[str, float]:
-    """The bytes of each part in the fullest moment of a micro-batch of padded `tokens`.
+           head_chunk: int = 0, critic: bool = False, packed: bool = False) -> dict[str, float]:
+    """The bytes of each part in the fullest moment of a micro-batch of `tokens`.
 
     c, m: bytes of a computed number, of a master weight.
     """
@@ -107,7 +111,7 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointi
     rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // s.vocab))
     chunk, head = (0, 0) if critic else (rows * s.vocab * 4, s.embedding * c)
     one, two = root + s.layer * c, root + 2 * s.layer * c
-    saved = tokens * s.saved(c)
+    saved = tokens * s.saved(c, packed)
     kept = h if checkpointing else saved  # of each layer
     last = s.layers * kept + tokens * 4 * s.hidden + 3 * h
     mlp = s.layers * kept + saved * checkpointing + 2 * i + 3 * h
@@ -120,7 +124,7 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointi
         (root * (1 + m / c), 0, 0)]  # its gradient is reduced
     if not grad:
         moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk),
-                   (two, 4 * h + max(3 * i, tokens * 12 * s.hidden), 0)]
+                   (two, 4 * h + max(3 * i, tokens * 12 * s.hidden, packed * (saved - 4 * i)), 0)]
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
 
 
@@ -168,7 +172,7 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
         of_critic, grad = phase.name.startswith("critic"), phase.name.endswith("update")
         parts = widest(
             shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
-            head_chunk=w.head_chunk, critic=of_critic)
+            head_chunk=w.head_chunk, critic=of_critic, packed=a.group > 1)
         found.setdefault(phase.name, state | parts | {
             "gradients": grad * m * (critic if of_critic else policy) / shards,
             "engine asleep": engine.kept})  # of an uneven cut, the larger part

@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import packing
 from batch import Micro
 from dist import World
 from memory import HEAD_LOGITS
@@ -93,12 +95,15 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     Master weights are at least float32; a model that is not trained has none. SettingsError if the
     files do not fit config.json.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    AttentionInterface.register("packed", packing.attention)
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
             config_of(folder), dtype=master, attn_implementation="sdpa")
+    if master == torch.float64:
+        widen(lm)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
@@ -140,6 +145,28 @@ def fill(lm, folder: str):
         raise SettingsError(f"{folder}: weights do not fit config.json: {why}") from None
 
 
+class Float64(TorchFunctionMode):
+    """Inside, nothing rounds float64 to float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        rounds = function is torch.Tensor.to and torch.float32 in args
+        if rounds and args[0].dtype == torch.float64:
+            return args[0]
+        return function(*args, **kwargs or {})
+
+
+def widen(lm):
+    """Norms of transformers compute in float32, also in a float64 model. Their gradient rounds to
+    1e-7, and a shared prompt's token has the sum of its completions' gradients: it would show."""
+    def wide(forward, *args):
+        with Float64():
+            return forward(*args)
+
+    for module in lm.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = partial(wide, module.forward)
+
+
 def whole(tensor):
     """A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -171,6 +198,12 @@ def _in_chunks(hidden, weight, targets, temperature, chunk, entropy):
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
+def pick(hidden, source):
+    """(b, L, H) → (n, H). The prompt's end may be there more than once: x[i] has then a gradient
+    that depends on the threads."""
+    return hidden.flatten(0, 1).index_select(0, source)
+
+
 class LogprobModel(nn.Module):
     """A causal language model whose forward gives log-probs."""
 
@@ -178,10 +211,10 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
 
-    def forward(self, ids, source, targets, temperature, entropy):
-        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
-        return token_logprobs(hidden.flatten(0, 1)[source], self.lm.lm_head.weight, targets,
-                              temperature, self.chunk, entropy)
+    def forward(self, inputs, source, targets, temperature, entropy):
+        hidden = self.lm.model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
+        return token_logprobs(pick(hidden, source), self.lm.lm_head.weight, targets, temperature,
+                              self.chunk, entropy)
 
 
 class ValueModel(nn.Module):
@@ -193,14 +226,15 @@ class ValueModel(nn.Module):
         del lm.lm_head
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
 
-    def forward(self, ids, source):
-        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
-        values = self.head(hidden.flatten(0, 1)[source]).sum(-1)  # no squeeze: hooks need no view
+    def forward(self, inputs, source):
+        hidden = self.lm.model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
+        values = self.head(pick(hidden, source)).sum(-1)  # no squeeze: hooks need no view
         return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
 
 
 class Trained:
     """A model with its optimizer."""
+    packs = False  # whether it takes packed micro-batches
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
@@ -210,16 +244,17 @@ class Trained:
         self.optimizer = torch.optim.AdamW(
             module.parameters(), betas=args.betas, weight_decay=args.weight_decay, fused=True)
 
-    def run(self, *inputs):
-        """Without a backward FSDP keeps the root's weights whole."""
-        out = self.module(*inputs)
-        if not torch.is_grad_enabled():
-            self.module.reshard()
+    def run(self, micro: Micro, *inputs):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
+            out = self.module(micro.inputs, micro.source, *inputs)
+            if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
+                self.module.reshard()
         return out
 
     def backward(self, loss):
-        """Adds a gradient, which FSDP sums over ranks."""
-        loss.backward()
+        """Adds a gradient, which FSDP sums over ranks; nothing where the micro-batch has none."""
+        if loss.requires_grad:
+            loss.backward()
 
     def step(self, lr: float) -> float:
         """One AdamW step on the clipped gradient → its norm. Not finite: no step."""
@@ -229,6 +264,11 @@ class Trained:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def pack(self, packs: bool):
+        """From now on, take packed micro-batches (see packing.py), or padded ones only."""
+        self.packs = packs
+        self.module.lm.set_attn_implementation("packed" if packs else "sdpa")
 
     def move(self, device: torch.device):
         """What --offload names goes to the host before generation, and back after it."""
@@ -252,7 +292,7 @@ class Policy(Trained):
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
         """log π and entropy of each completion token: (b, t) each."""
-        logp, ent = self.run(micro.ids, micro.source, micro.targets, temperature, entropy)
+        logp, ent = self.run(micro, micro.targets, temperature, entropy)
         return micro.spread(logp), micro.spread(ent)
 
     def weights(self, dtype=None):
@@ -291,7 +331,7 @@ class Critic(Trained):
 
     def values(self, micro: Micro):
         """V(s_t) of the state in which token t was chosen: (b, t)."""
-        return micro.spread(self.run(micro.ids, micro.source))
+        return micro.spread(self.run(micro))
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):

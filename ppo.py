@@ -129,10 +129,10 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     Metrics and weights do not depend on the ranks or on the budgets. With lr 0 the policy stays.
     """
     policy, critic = models
-    batch = Batch(samples)
+    batch = Batch(samples, policy.packs)
     mask = batch.present & batch.scored.view(-1, 1)  # (N, T) bool
     metrics = {"batch/prompts": len(samples) // args.group,
-               "batch/tokens": sum(map(len, batch.sequences)),
+               "batch/tokens": batch.tokens,
                "batch/trained": int(batch.scored.sum()),
                "batch/dropped": int((~batch.scored).sum()),
                "batch/dropped_unscored": int((~batch.scored).sum())}
@@ -175,6 +175,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         weights = torch.zeros(mask.shape, dtype=torch.float64)  # (N, T)
         weights[rows] = losses.token_weights(
             mask[rows], args.aggregation, max_tokens=args.max_tokens)
+        rows = [r for r in rows if mask[r].any()]  # the others weigh nothing
         with phase("update_critic"):
             budget = args.critic.critic_update_tokens
             for micro in batch.micros(world, rows, budget, "update critic"):
@@ -208,7 +209,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind="k1")
         metrics |= {"policy/kl": float(losses.masked_mean(kl, mask)), "policy/kl_coef": kl_coef}
     return (metrics | critic_meter.metrics("critic/", "critic/grad_norm") | policy_meter.metrics()
-            | critic_quality(values, returns, mask) | {"lr": lr, "critic/lr": critic_lr})
+            | critic_quality(values, returns, mask) | batch.work_metrics("update critic")
+            | {"lr": lr, "critic/lr": critic_lr})
 
 
 def engine_weights(args: Args, batch: Batch, mask, old_logprobs):

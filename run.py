@@ -216,9 +216,11 @@ class Run:
             if args.needs_reference else None  # the starting model
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
+        bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
+        self.log.say("  packing    " + canary.choose_packing(
+            sharing, world, checked.config, checked.plan.longest, bfloat16))
         for shared in sharing:
             shared.move(torch.device("cpu"))  # the engine measures what is free
-        bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,

@@ -30,6 +30,7 @@ class Case:
     dtype: str = "float64"
     steps: int = 1
     shard_size: int = 0
+    packs: bool = True
 
     @property
     def options(self) -> dict:
@@ -70,7 +71,7 @@ def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> lis
     """`prompts` groups of samples of very different lengths, some cut at the limit.
 
     kind: "mixed" has groups of equal rewards and unscored completions too, "plain" none,
-    "unscored" nothing else; in "long" all are LONGEST.
+    "unscored" nothing else; in "equal" all have one reward; in "long" all are LONGEST.
     """
     rng, samples = random.Random(f"{kind} {prompts} {seed}"), []
     for p in range(prompts):
@@ -85,8 +86,8 @@ def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> lis
                     reward = 0.5                        # a group without any difference
                 if p % 4 == 2 and g > 0 or (p, g) == (0, 3):
                     reward = None                       # a group with one scored; one unscored
-            elif kind == "unscored":
-                reward = None
+            elif kind in ("unscored", "equal"):
+                reward = None if kind == "unscored" else 1.0
             ids = np.array([rng.randrange(VOCAB) for _ in range(length)], np.int32)
             logprobs = np.array([-4.2 + 0.3 * rng.gauss(0, 1) for _ in range(length)], np.float32)
             samples.append(Sample(data.Prompt(p, row), Completion(ids, logprobs, longest), "t",
@@ -151,12 +152,14 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
         start, reference = time.monotonic(), None
         policy = Spy(module("policy", 0.0), world, args.weights, args.optimizer)
         policy.gradients = outcome.gradients
+        policy.pack(case.packs)
         if args.needs_reference:
             reference = model.Policy(module("reference", 0.05), world, args.weights, args.optimizer)
+            reference.pack(case.packs)
 
-        def micros(self, world, rows, budget, phase, outcome=outcome):
-            made = real_micros(self, world, rows, budget, phase)
-            sizes = [(tuple(m.rows), m.ids.numel()) for m in made]
+        def micros(self, world, rows, budget, phase, learns=None, outcome=outcome):
+            made = real_micros(self, world, rows, budget, phase, learns)
+            sizes = [(tuple(m.rows), m.tokens) for m in made]
             outcome.micros.append((phase, budget, sizes))
             return made
 

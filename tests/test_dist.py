@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 import ranks
 from batch import Batch
-from dist import assert_divisible, balance, cut, pad_to_multiple, share
+from dist import assert_divisible, balance, cut, pad_to_multiple, share, tokens
 from learning import fabricate
+from memory import KEYS
 from plan import SettingsError
-
-lengths = st.lists(st.integers(1, 60), max_size=80)
-
 
 # ---- share, pad, divide ----
 
@@ -54,51 +52,71 @@ def test_assert_divisible_names_the_numbers_and_values_that_work(n, by):
 
 # ---- balance ----
 
-def padded(micro, lengths):
-    return len(micro) * max((lengths[i] for i in micro), default=0)
+# Groups of a prompt's length and its completions' lengths → (prompt's number, prompt, completion).
+groups = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), min_size=1,
+                                                         max_size=9)), max_size=20)
+
+
+def rows_of(groups) -> list[tuple[int, int, int]]:
+    return [(g, p, c) for g, (p, completions) in enumerate(groups) for c in completions]
+
+
+def computed(micro, sizes, packed) -> int:
+    """The tokens of a micro-batch, by its definition."""
+    if packed:
+        return (sum(p for _, p in {sizes[r][:2] for r in micro})
+                + sum(sizes[r][2] - 1 for r in micro))
+    return len(micro) * max((sizes[r][1] + sizes[r][2] for r in micro), default=0)
 
 
 @settings(max_examples=400)
-@given(lengths, st.integers(60, 400))
-def test_cut_keeps_the_budget_and_every_row(lengths, budget):
-    micros = cut(lengths, budget)
-    assert sorted(i for micro in micros for i in micro) == list(range(len(lengths)))
-    assert all(micro and padded(micro, lengths) <= budget for micro in micros)
-    assert len(cut(lengths, budget + 1)) <= len(micros)         # the search in `deal` relies on it
+@given(groups, st.integers(60, 400), st.booleans())
+def test_cut_keeps_the_budget_and_every_row(groups, budget, packed):
+    sizes = rows_of(groups)
+    micros = cut(sizes, budget, packed)
+    assert sorted(i for micro in micros for i in micro) == list(range(len(sizes)))
+    for micro in micros:
+        assert micro and tokens(micro, sizes, packed) == computed(micro, sizes, packed) <= budget
+        assert sum(sum(sizes[r][1:]) for r in micro) <= KEYS * budget
+    assert len(cut(sizes, budget + 1, packed)) <= len(micros)   # the search in balance needs it
 
 
 @settings(max_examples=600)
-@given(lengths, st.integers(1, 9), st.integers(60, 400))
-def test_balance(lengths, ranks, budget):
-    lanes = balance(lengths, ranks, budget)
+@given(groups, st.integers(1, 9), st.integers(60, 400), st.booleans())
+def test_balance(groups, ranks, budget, packed):
+    sizes = rows_of(groups)
+    lanes = balance(sizes, ranks, budget, packed)
     rows = [i for lane in lanes for micro in lane for i in micro]
-    assert sorted(rows) == list(range(len(lengths)))            # every row exactly once
+    assert sorted(rows) == list(range(len(sizes)))              # every row exactly once
     # As many micro-batches on every rank.
     assert len(lanes) == ranks and len({len(lane) for lane in lanes}) == 1 and lanes[0]
-    assert all(padded(micro, lengths) <= budget for lane in lanes for micro in lane)
+    assert all(computed(micro, sizes, packed) <= budget for lane in lanes for micro in lane)
     empty = sum(not micro for lane in lanes for micro in lane)
     # Padding only where there are fewer rows than micro-batches.
-    assert empty == max(0, len(lanes[0]) * ranks - len(lengths))
-    if len(lengths) and len(lengths) % ranks == 0:
-        assert empty == 0
+    assert empty == max(0, len(lanes[0]) * ranks - len(sizes))
     # And no more micro-batches than the budget asks for.
-    assert len(lanes[0]) == max(1, -(-len(cut(lengths, budget)) // ranks))
-    assert balance(lengths, ranks, budget) == lanes
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 60), min_size=40, max_size=80), st.integers(1, 8))
-def test_balance_evens_out_the_ranks(lengths, ranks):
-    """The busiest rank has at most its even share of padded tokens and one micro-batch."""
-    work = [sum(padded(m, lengths) for m in lane) for lane in balance(lengths, ranks, 240)]
-    assert max(work) <= sum(work) / ranks + 240
+    assert len(lanes[0]) == max(1, -(-len(cut(sizes, budget, packed)) // ranks))
+    assert balance(sizes, ranks, budget, packed) == lanes
+    # In a round the largest comes first: no rank has all of them only by its number.
+    for micros in zip(*lanes, strict=True):
+        costs = [computed(micro, sizes, packed) for micro in micros]
+        assert costs == sorted(costs, reverse=True)
 
 
 def test_balance_of_nothing_and_of_less_than_one_row_a_rank():
-    assert balance([], 3, 10) == [[[]], [[]], [[]]]
-    assert sorted(balance([5, 7], 4, 7)) == [[[]], [[]], [[0]], [[1]]]
-    with pytest.raises(ValueError, match="row 1 has 11 tokens; the budget is 10"):
-        cut([3, 11], 10)
+    for packed in True, False:
+        assert balance([], 3, 10, packed) == [[[]], [[]], [[]]]
+        two = [(0, 4, 1), (1, 5, 2)]
+        assert sorted(balance(two, 4, 7, packed)) == [[[]], [[]], [[0]], [[1]]]
+        with pytest.raises(ValueError, match="row 1 has 11 tokens; the budget is 10"):
+            cut([(0, 2, 1), (1, 3, 8)], 10, packed)
+
+
+def test_a_group_that_exceeds_the_budget_repeats_its_prompt():
+    group = [(0, 10, 6)] * 4                        # 10 + 4 x 5 tokens
+    assert [len(m) for m in cut(group, 31, True)] == [4]
+    assert [len(m) for m in cut(group, 21, True)] == [2, 2]
+    assert tokens([0, 1], group, True) == 20
 
 
 @given(st.integers(0, 60), st.integers(1, 9))

@@ -22,6 +22,7 @@ import ppo
 from batch import Batch
 from learning import difference, fabricate
 from live import Live
+from memory import KEYS
 from ranks import results
 
 ROOT = Path(__file__).parent.parent
@@ -352,10 +353,15 @@ def test_the_canary_leaves_everything_as_it_was(two_ranks):
 
 @pytest.mark.parametrize("tokens", [1024, 1000, 33, 32, 16, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens):
-    micro = canary.worst_micro(tokens, 32, 64, torch.device("cpu"))
-    rows, length = micro.ids.shape
+    micro = canary.worst_micro(tokens, 32, 64, torch.device("cpu"), packs=False)
+    rows, length = micro.inputs["input_ids"].shape
     assert length <= 32 and tokens - rows < rows * length <= tokens
     assert len(micro.targets) == rows * (length - 1)
+    micro = canary.worst_micro(tokens, 32, 64, torch.device("cpu"), packs=True)
+    assert tokens - 8 <= micro.tokens <= max(tokens, 2)
+    if tokens > 64:     # and attention gathers nearly as many keys as it may
+        keys = sum(len(s) for s in map(micro.batch.sequences.__getitem__, micro.rows))
+        assert 0.9 * KEYS * tokens <= keys <= KEYS * tokens
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -1,0 +1,192 @@
+"""packing.py: a packed group is its rows, to the last digits."""
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import canary
+import learning
+import model
+import packing
+import ranks
+from batch import Batch, Micro
+from learning import Case, difference, learn_all, whole
+
+AttentionInterface.register("packed", packing.attention)
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+             initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+          "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
+# (prompt, completions): lengths. One completion of one token; one alone; equal ones; a long prompt.
+GROUPS = [(3, (1, 5, 9, 2)), (1, (4,)), (7, (6, 6, 6)), (3, (1,)), (14, (12, 2, 20))]
+
+
+def small(kind: str):
+    torch.manual_seed(3)
+    made, config = MODELS[kind]
+    lm = made(config(**SIZES, head_dim=8, attn_implementation="sdpa")).double().eval()
+    model.widen(lm)
+    return lm
+
+
+def samples_of(groups, seed: int = 0) -> list:
+    rng, samples = random.Random(seed), []
+    ids = lambda n: [rng.randrange(64) for _ in range(n)]
+    for prompt, completions in groups:
+        prompt = ids(prompt)
+        samples += [canary.sample(prompt, np.array(ids(c))) for c in completions]
+    return samples
+
+
+def packed_logprobs(lm, samples: list) -> torch.Tensor:
+    """(N, T) from one packed micro-batch, with gradient."""
+    lm.set_attn_implementation("packed")
+    micro = Micro(batch := Batch(samples, True), list(range(len(samples))), torch.device("cpu"))
+    assert batch.packed and micro.tokens < batch.tokens
+    module = model.LogprobModel(lm, 0)
+    return micro.spread(module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0])
+
+
+def one_by_one(lm, samples: list) -> torch.Tensor:
+    """The same, one sequence at a time through plain transformers."""
+    lm.set_attn_implementation("sdpa")
+    rows = []
+    for s in samples:
+        prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
+        logps = lm(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+        rows.append(torch.stack([logps[len(prompt) - 1 + t, i] for t, i in enumerate(ids)]))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_packed_input_is_its_rows(kind):
+    lm, samples = small(kind), samples_of(GROUPS)
+    weights = torch.randn(len(samples), 20, dtype=torch.float64)
+    found = {}
+    for way in packed_logprobs, one_by_one:
+        lm.zero_grad()
+        logprobs = way(lm, samples)
+        (logprobs * weights).sum().backward()
+        found[way] = logprobs.detach(), torch.cat([p.grad.flatten() for p in lm.parameters()])
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert theirs.norm() > 1 and difference(ours, theirs) < 1e-14
+
+
+def test_a_completion_sees_no_other():
+    lm = small("qwen2").float()
+    with torch.no_grad():
+        before = packed_logprobs(lm, samples_of(GROUPS))
+        for row in range(len(before)):
+            samples = samples_of(GROUPS)
+            ids = samples[row].completion.ids
+            ids[:] = (ids + 1) % 64
+            changed = (packed_logprobs(lm, samples) != before).any(1)
+            assert changed[row] and changed.sum() == 1, row
+
+
+def test_two_threads_give_one_gradient():
+    lm, samples, threads = small("qwen2").float(), samples_of(GROUPS * 8), torch.get_num_threads()
+    torch.set_num_threads(2)
+    gradients = set()
+    for _ in range(5):
+        lm.zero_grad()
+        packed_logprobs(lm, samples).sum().backward()
+        gradients.add(lm.model.embed_tokens.weight.grad.numpy().tobytes())
+    torch.set_num_threads(threads)
+    assert len(gradients) == 1
+
+
+def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, one segment at a time."""
+    assert window_size == (-1, 0) and ends_q.dtype == ends_k.dtype == torch.int32
+    out, lengths = torch.empty_like(q), [e.diff().tolist() for e in (ends_q, ends_k)]
+    assert (longest_q, longest_k) == tuple(map(max, lengths))
+    for (a, n), (b, m) in zip(*(zip(e.tolist(), L, strict=False) for e, L in zip(
+            (ends_q, ends_k), lengths, strict=True)), strict=True):
+        mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        q_, k_, v_ = (x.transpose(0, 1) for x in (q[a:a + n], k[b:b + m], v[b:b + m]))
+        out[a:a + n] = F.scaled_dot_product_attention(
+            q_, k_, v_, attn_mask=mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
+    return out
+
+
+def test_the_gpu_kernel_gets_the_same_attention(monkeypatch):
+    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
+    samples = samples_of(GROUPS)
+    micro = Micro(Batch(samples, True), list(range(len(samples))), torch.device("cpu"))
+    q, k, v = (torch.randn(micro.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    ours, theirs = (way(q, k, v, micro.inputs["packed"], 0.3)
+                    for way in (packing.blocks, packing.varlen))
+    assert difference(ours, theirs) < 1e-14
+
+
+# ---- rows without a gradient ----
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("models"))
+    ranks.results(1, learning.make_models, folder)
+    return folder
+
+
+def all_learn(world, folder: str, cases: list[Case]) -> list:
+    """learn_all in which every row of the batch has a gradient."""
+    shipped = Batch.micros
+    Batch.micros = lambda self, world, rows, budget, phase, learns=None: shipped(
+        self, world, rows, budget, phase, None if learns is None else learns | True)
+    return learn_all(world, folder, cases)
+
+
+def test_rows_without_a_gradient_change_nothing(models):
+    cases = [Case(7, (("minibatches", 2), ("update_tokens", 77)), steps=3),
+             Case(6, (("loss", "gspo"),), packs=False, steps=2),
+             Case(5, samples="equal", steps=2), Case(4, (("kl_loss_coef", 0.1),))]
+    for size in 1, 2:
+        ours, theirs = (list(zip(*ranks.results(size, function, models, cases), strict=True))
+                        for function in (learn_all, all_learn))
+        for case, some, every in zip(cases, ours, theirs, strict=True):
+            gap = difference(whole([o.after for o in some]), whole([o.after for o in every]))
+            assert gap < 1e-14, case
+            for a, b in zip(some[0].metrics, every[0].metrics, strict=True):
+                still = a["batch/without_grad"]
+                assert (still > 0) == (not case.options.get("kl_loss_coef")) and a["update/steps"]
+                assert a["batch/with_grad"] + still == b["batch/with_grad"]
+                changed = {k for k in a if a[k] != pytest.approx(b[k], rel=1e-9, abs=1e-12)}
+                assert changed <= {"batch/with_grad", "batch/without_grad", "batch/pad_frac"}
+
+
+# ---- which models ----
+
+def choose(world, folder: str) -> list[str]:
+    """What a good model, one whose attention mixes the packed rows, and a window give."""
+    args = learning.arguments(dtype="float32")
+    policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.weights),
+                          world, args.weights, args.optimizer)
+    config, told = model.config_of(f"{folder}/tied"), []
+    try_it = lambda: told.append(canary.choose_packing([policy], world, config, 32, False)) or (
+        policy.packs)
+    chosen = [try_it()]
+    AttentionInterface.register("packed", lambda *a, packed=None, **k: packing.attention(*a, **k))
+    chosen.append(try_it())
+    config.sliding_window, config.use_sliding_window = 16, True
+    chosen.append(try_it())
+    return [*zip(chosen, told, strict=True), policy.module.lm.config._attn_implementation]
+
+
+def test_a_model_that_cannot_be_packed_gets_padded_rows(models):
+    [good, mixed, window, kind], = ranks.results(1, choose, models)
+    assert good[0] and good[1].startswith("each prompt once")
+    assert not mixed[0] and "packed ones differ by" in mixed[1] and kind == "sdpa"
+    assert not window[0] and "window of 16 tokens, fewer than 32" in window[1]
