@@ -52,7 +52,7 @@ class Phase:
     """A model's pass over completions, if every sequence is the longest possible."""
     name: str
     rows: int  # completions of all ranks
-    budget: int  # padded tokens of a micro-batch
+    budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
 
