@@ -160,9 +160,10 @@ def read_file(path: str) -> list[dict]:
         return pyarrow.parquet.read_table(path).to_pylist()
     if path.endswith(".csv"):
         with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
-        if wrong := [i for i, row in enumerate(rows) if None in row]:
-            raise ValueError(f"row {wrong[0]} (counted from 0) has more cells than the first line")
+            rows = list(reader := csv.DictReader(file, strict=True))
+        if wrong := [i for i, row in enumerate(rows) if len(row) != len(reader.fieldnames)]:
+            raise ValueError(f"row {wrong[0]} (counted from 0): the first line must name each of "
+                             f"its cells once")
         return [{name: cell or None for name, cell in row.items()} for row in rows]
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.endswith(".json") and text.lstrip().startswith(b"[")
@@ -207,7 +208,7 @@ pickle.dump([*reasoning_gym.create_dataset({task!r}, size={GENERATED_ROWS}, seed
 
 def parse(columns: dict, template: str | None) -> tuple[list[dict], object]:
     """The messages of a row ([]: it asks nothing), and the answer."""
-    there = {name: value for name, value in columns.items() if value is not None}
+    there = {name: value for name, value in columns.items() if value is not None and value == value}
     countdown = {"nums", "target"} <= there.keys()
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")

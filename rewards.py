@@ -86,7 +86,7 @@ def check_rows(needs: list, rows: list) -> None:
     """SettingsError if a row lacks what a reward needs."""
     for name, column in needs:
         lack = [row for row in rows if (
-            row.answer is None if column == "answer" else column not in row.columns)]
+            row.answer in (None, "") if column == "answer" else column not in row.columns)]
         if lack:
             raise SettingsError(f"--reward {name} needs {column!r}; {len(lack)} of {len(rows)} "
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
@@ -113,7 +113,8 @@ class Worker:
                  *specs],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})  # order of sets
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
+                     "PYTHONHASHSEED": "0"})   # order of sets
         self.closed, self.received, self.printed = closed, b"", b""
 
     def receive(self, seconds: float):
@@ -135,6 +136,9 @@ class Worker:
 
     def kill(self) -> None:
         self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        self.process.kill()   # it was stopped
         self.process.wait()
         self.process.stdout.close()
         self.socket.close()

@@ -362,7 +362,7 @@ def test_rewards_of_others_unchanged(own):
 
 @pytest.mark.parametrize("spec, answer, sentence", [
     ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
-    ("math", None, "needs 'answer'"), ("countdown", 3, "needs 'target'"),
+    ("math", "", "needs 'answer'"), ("countdown", 3, "needs 'target'"),
     ("reasoning_gym", 3, "needs 'reasoning_gym_task'"), ("own.py:f", 3, "needs 'trainer_state'"),
     ("own.py:g", None, "needs 'level'"), ("own.py:h", None, None), ("format", None, None)])
 def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
@@ -404,12 +404,13 @@ HOSTILE = {   # how a completion is lost: what the reward does
         "return '1.0'", r"raise RuntimeError('\ud800')"],
     "exception or timeout": [
         "while True: hoard.append(bytearray(1 << 26))", "return 9**9**9**9"],
-    "timeout": ["time.sleep(1e9)", "while True: pass",
+    "timeout": ["time.sleep(1e9)", "os.kill(os.getppid(), 19); time.sleep(1e9)", "while True: pass",
                 "while True: print('x' * 100_000, file=sys.stderr)"],
     "death": ["os._exit(3)", "sys.exit(0)", "os.kill(os.getpid(), 11)", "os.closerange(3, 99)",
-              "time.sleep(1e9) if os.fork() == 0 else os._exit(0)"],
+              "time.sleep(1e9) if os.fork() == 0 else os._exit(0)",
+              "os.killpg(0, 9)"],
     "": ["os.fork()", "if os.fork() == 0: time.sleep(1e9)", "return True",
-         "print('x' * 30_000_000)", "os.close(1), os.close(2)"]}
+         "print('x' * 30_000_000)", r"print('\ud800')", "os.close(1), os.close(2)"]}
 
 
 def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
