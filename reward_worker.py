@@ -29,7 +29,7 @@ NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.
 
 
 def load(part: Part) -> tuple:
-    """(kind, what it needs of a row, function, its parameters or None: any)."""
+    """(kind, function, its parameters or None: any, columns that it needs)."""
     function = REWARDS.get(part.name)
     if part.path:
         path = Path(part.path).absolute()
@@ -51,7 +51,7 @@ def load(part: Part) -> tuple:
     needs = [(part.name, name) for name, default in named.items() if default is inspect._empty
              and (name not in given or name == "answer" and not part.path)]
     takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else named
-    return kind, needs, function, takes
+    return kind, function, takes, needs
 
 
 def shut_eval(library: str) -> None:
@@ -89,18 +89,18 @@ def arguments(kind: str, items: list[Item]) -> dict:
         truth = (row.get("reward_model") or {}).get("ground_truth", fields["answer"])
         return {"data_source": None, "extra_info": None, **row,
                 "solution_str": fields["completion"], "ground_truth": truth}
-    if kind == "openrlhf":   # it calls with lists of one
+    if kind == "openrlhf":   # lists of one
         prompt = fields["prompt"]
         return {"queries": [prompt + fields["completion"]], "prompts": [prompt],
                 "labels": [fields["answer"]]}
-    given = {n: [getattr(item, n) for item in items] for n in fields}
-    prompts, completions = given.pop("prompt"), given.pop("completion")
-    given = {n: [item.row.get(n) for item in items] for n in row} | given
+    given = {n: [item.row.get(n) for item in items] for n in row}
+    given |= {n: [getattr(item, n) for item in items] for n in fields}
+    prompts, completions = given["prompt"], given["completion"]
     if isinstance(row.get("prompt"), list):   # TRL's conversational form
         prompts = [item.row["prompt"] for item in items]
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    return given | {"prompts": prompts, "completions": completions,
-                    "log_extra": print, "log_metric": print}
+    return given | dict(
+        prompts=prompts, completions=completions, log_extra=print, log_metric=print)
 
 
 def call(kind, function, takes, items: list[Item]) -> list:
@@ -109,8 +109,8 @@ def call(kind, function, takes, items: list[Item]) -> list:
     result = function(**{n: v for n, v in given.items() if takes is None or n in takes})
     if inspect.iscoroutine(result):
         result = LOOP.run(result)
-    key = {"verl": "score", "openrlhf": "rewards"}.get(kind)
-    result = result[key] if key and isinstance(result, dict) else result
+    if isinstance(result, dict) and kind in ("verl", "openrlhf"):
+        result = result["score" if kind == "verl" else "rewards"]
     results = list(result) if kind in ("trl", "openrlhf") else [result]
     if len(results) != len(items):
         raise ValueError(f"{len(results)} values for {len(items)} completions")
@@ -120,7 +120,7 @@ def call(kind, function, takes, items: list[Item]) -> list:
 def answer(rewards: list[tuple], items: list[Item]) -> tuple:
     """(parts of each item, errors, first traceback, is this process usable)"""
     columns, errors, trace, usable = [], [None] * len(items), None, True
-    for kind, _, function, takes in rewards:
+    for kind, function, takes, _ in rewards:
         columns.append([])
         size = len(items) if kind == "trl" else 1
         for i in range(0, len(items), size):
@@ -135,26 +135,27 @@ def answer(rewards: list[tuple], items: list[Item]) -> tuple:
 
 
 def guard() -> None:
-    """Fork, and go on in the child. When it ends, the parent kills all that it started."""
-    prctl, me = ctypes.CDLL(None).prctl, os.getpid()
-    prctl(36, 1)   # CHILD_SUBREAPER: a process that loses its parent becomes our child
+    """Go on in a fork. When it ends, this process kills all that it started."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(36, 1)   # CHILD_SUBREAPER: orphans become children of this process
     prctl(1, signal.SIGTERM)   # PDEATHSIG: end with the trainer
-    worker, code = os.fork(), None
+    worker = os.fork()
     if not worker:
         prctl(1, signal.SIGKILL)
         return
 
     def kill_children(*_):
-        for pid in Path(f"/proc/self/task/{me}/children").read_text().split():
+        for pid in Path("/proc/thread-self/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, kill_children)
-    with suppress(ChildProcessError):   # until none is left
+    while (ended := os.wait())[0] != worker:
+        pass   # an orphan
+    with suppress(ChildProcessError):   # none is left
         while True:
-            pid, status = os.wait()
-            code = os.waitstatus_to_exitcode(status) if pid == worker else code
-            if code is not None:
-                kill_children()
+            kill_children()
+            os.wait()
+    code = os.waitstatus_to_exitcode(ended[1])
     os._exit(code if code >= 0 else 128 - code)
 
 
@@ -171,7 +172,8 @@ def work(fd: str, memory: str, *specs: str) -> None:
         pipe.sendall((json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace"))
 
     rewards, inbox = [load(part) for part in parse(specs)], pipe.makefile("rb")
-    send([reward[:2] for reward in rewards])
+    kinds, _, _, needs = zip(*rewards, strict=True)
+    send(["trl" in kinds, sum(needs, [])])
     while True:
         start, items = pickle.load(inbox)
         send([start, *answer(rewards, items)])

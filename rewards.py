@@ -23,7 +23,7 @@ from plan import SettingsError
 from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
-SLOW_SECONDS, START_SECONDS, MEMORY_GB = 10, 120, 4   # of a worker
+START_SECONDS, MEMORY_GB = 120, 4   # of a worker
 
 
 @dataclass
@@ -79,7 +79,7 @@ def check(specs: list[str]) -> list:
     """[(reward, column that it needs), …]. SettingsError if one cannot load."""
     with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
         scorer.needs_groups  # noqa: B018
-        return [need for _, needs in scorer.kinds for need in needs]
+        return scorer.loads[1]
 
 
 def check_rows(needs: list, rows: list) -> None:
@@ -150,7 +150,7 @@ class Scorer:
     def __init__(self, specs: list[str], args: RewardArgs):
         self.specs, self.parts, self.timeout = specs, parse(specs), args.reward_timeout
         self.units, self.loaded, self.closed = queue.Queue(), threading.Event(), threading.Event()
-        self.kinds = self.refused = self.first_traceback = None
+        self.loads = self.refused = self.first_traceback = None
         self.failed_starts = self.unscored = 0
         self.printed = []   # in the last batch
         self.threads = [threading.Thread(target=self._serve, daemon=True)
@@ -161,13 +161,13 @@ class Scorer:
     @property
     def needs_groups(self) -> bool:
         """Is a reward of TRL's kind? SettingsError: cannot load."""
-        if not self.loaded.wait(SLOW_SECONDS) and os.environ.get("RANK", "0") == "0":
-            print(f"--reward {' '.join(self.specs)} is still loading after {SLOW_SECONDS} s "
-                  f"(limit: {START_SECONDS} s)", flush=True)
+        if not self.loaded.wait(START_SECONDS / 12) and os.environ.get("RANK", "0") == "0":
+            print(f"--reward {' '.join(self.specs)} is still loading (limit: {START_SECONDS} s)",
+                  flush=True)
         self.loaded.wait()
-        if self.kinds is None:
+        if not self.loads:
             raise SettingsError(self.refused)
-        return any(kind == "trl" for kind, _ in self.kinds)
+        return self.loads[0]
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:
         """Each `group` items in a row share a prompt."""
@@ -205,13 +205,13 @@ class Scorer:
         while True:
             if worker:
                 worker.kill()
-            tries = 3 * len(self.threads) if self.kinds else 1
+            tries = 3 * len(self.threads) if self.loads else 1
             if self.failed_starts >= tries or self.closed.is_set():
                 return None
             worker = None
             try:
                 worker = Worker(self.specs, self.closed)
-                self.kinds = worker.receive(START_SECONDS)
+                self.loads = worker.receive(START_SECONDS)
                 self.failed_starts = 0
                 return worker
             except Exception as error:

@@ -327,7 +327,7 @@ import asyncio, torch
 async def trl(completions, prompts, level, log_extra=None, log_metric=None, **columns):
     await asyncio.sleep(0)
     assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [7, 7]
-    assert sorted(columns) == ["answer", "completion_ids", "prompt", "tokens", "truncated"]
+    assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
     log_metric("seen", len(completions))
     return [len(message["content"]) for (message,) in completions]
 def openrlhf(queries, prompts, labels, **kwargs):
@@ -452,9 +452,9 @@ def test_what_a_reward_started_dies_with_its_worker(own):
 
 
 def test_a_slow_import_says_so(own, capsys, monkeypatch):
-    monkeypatch.setattr(rewards, "SLOW_SECONDS", 0.01)
-    rewards.check([own("time.sleep(0.3)\n" + F + "return 1")])
-    assert "own.py:f is still loading after 0.01 s (limit: 120 s)" in capsys.readouterr().out
+    monkeypatch.setattr(rewards, "START_SECONDS", 6)
+    rewards.check([own("time.sleep(0.7)\n" + F + "return 1")])
+    assert "own.py:f is still loading (limit: 6 s)" in capsys.readouterr().out
 
 
 def wait_until(true, seconds=20):
