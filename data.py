@@ -162,8 +162,7 @@ def read_file(path: str) -> list[dict]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = list(reader := csv.DictReader(file, strict=True))
         if wrong := [i for i, row in enumerate(rows) if len(row) != len(reader.fieldnames)]:
-            raise ValueError(f"row {wrong[0]} (counted from 0): the first line must name each of "
-                             f"its cells once")
+            raise ValueError(f"row {wrong[0]} (counted from 0) does not fit the first line")
         return [{name: cell or None for name, cell in row.items()} for row in rows]
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.endswith(".json") and text.lstrip().startswith(b"[")

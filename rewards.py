@@ -171,8 +171,6 @@ class Scorer:
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:
         """Each `group` items in a row share a prompt."""
-        if len(items) % group:
-            raise ValueError(f"{len(items)} items do not make groups of {group}.")
         size = group if self.needs_groups else 1
         self.items, self.scores = items, [None] * len(items)
         self.first_traceback, self.failed_starts, self.printed = None, 0, []
