@@ -65,7 +65,7 @@ class CommonArgs:
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny or tiny:kk (made by tiny.py)."""
     data: str = "tiny"
-    """A .jsonl, .json or .parquet file, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
+    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: int = 64
