@@ -126,9 +126,8 @@ class Worker:
             self.received += read.get(self.socket, b"")
             self.printed = (self.printed + read.get(self.process.stdout, b""))[-4000:]
             if ready and not any(read.values()):   # all processes that held the pipes are gone
-                text = self.printed.decode(errors="replace").strip()
-                raise OSError(
-                    f"the worker ended with code {self.process.wait()}; it printed: {text}")
+                raise OSError(f"the worker ended with code {self.process.wait()}; it printed: "
+                              f"{self.printed.decode(errors='replace').strip()}")
             if self.closed.is_set() or time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
         line, _, self.received = self.received.partition(b"\n")

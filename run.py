@@ -321,7 +321,7 @@ class Run:
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
         seconds = sum(row.get("time/step", 0.0) for row in rows)
         tokens = sum(row.get("rollout/tokens", 0) for row in rows)
-        before, after = np.mean(means[:3]), np.mean(means[-10:])
+        before, after = np.mean(means[:3] or np.nan), np.mean(means[-10:] or np.nan)
         self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
                      f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
                      f"{tokens / seconds:,.0f} tokens/s, all phases")
