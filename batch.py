@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from data import Prompt
 from dist import World, balance, share, tokens
 from packing import pack
-from rewards import Item, Score, Scorer, raise_if_all_failed
+from plan import SettingsError
+from rewards import Item, Score, Scorer
 
 
 @dataclass
@@ -44,19 +45,26 @@ def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: Worl
         size = group if scorer.needs_groups else 1  # a reward that compares gets whole groups
         units = [items[i:i + size] for i in range(0, len(items), size)]
         scores = world.gather(scorer.score(sum(world.mine(units), []), size))
-        failures = [text for text in world.gather([scorer.first_traceback]) if text]
+        told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
     for sample, score in zip(samples, scores, strict=True):
         sample.score = score
-    if failures or not any(s.total is not None for s in scores):
-        report_unscored(scores, next(iter(failures), None), log)
+    report(scores, told, len(units), scorer, log)
 
 
-def report_unscored(scores: list[Score], failure: str | None, log) -> None:
-    """Print the first failure of a run. RewardError if no completion at all was scored."""
-    raise_if_all_failed(scores, failure)
-    if not log.warned:
+def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log) -> None:
+    """Print what rewards printed, and a run's first failure. SettingsError if nothing has a score
+    in this batch and in the last 8 calls: fewer may be an accident."""
+    if printed := "".join(text for _, text in told):
+        log.say(f"rewards printed (the last 1,000 characters):\n{printed[-1000:]}")
+    none = all(score.total is None for score in scores)
+    failure = next((trace for trace, _ in told if trace), none and "every reward returned None")
+    scorer.unscored = scorer.unscored + calls if none else 0
+    if scorer.unscored >= 8:
+        raise SettingsError(
+            f"None of this batch's {len(scores)} completions has a score:\n{failure}")
+    if failure and not log.warned:
         log.say(f"a completion was not scored; it is counted (printed once):\n{failure}")
-    log.warned = True
+        log.warned = True
 
 
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:

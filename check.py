@@ -64,7 +64,7 @@ def count_rows(spec: str | None) -> int:
 def check(args, ranks: int, machine: int) -> Checked:
     """Read and check everything but the weights. `machine`: the ranks of one machine."""
     mistakes = Mistakes()
-    mistakes.attempt(rewards.check, list(args.reward))
+    needs = mistakes.attempt(rewards.check, list(args.reward))
     if is_tiny(args.model) and not any(Path("runs").glob("tiny-*/config.json")):
         flaws = map(str, plan.problems(args, ranks, machine=machine))
         Mistakes([*mistakes, *flaws]).stop()  # before it takes time to make the model
@@ -77,6 +77,7 @@ def check(args, ranks: int, machine: int) -> Checked:
             found = mistakes.attempt(data.load, spec, tokenizer, args.prompts, seed=seed)
             loaded[name] = found or loaded[name]
     (rows, report), (eval_rows, eval_report) = loaded.values()
+    mistakes.attempt(rewards.check_rows, needs or [], rows + eval_rows)
     shape = None
     with suppress(SettingsError):  # there is no memory plan for some models
         shape = memory.shape_from(config.to_dict()) if config else None

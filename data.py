@@ -1,4 +1,5 @@
 """From rows to prompts (docs/data.md)."""
+import csv
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ from jinja2 import TemplateError
 from plan import SettingsError
 from verifiers import last_boxed
 
-FILES = (".jsonl", ".json", ".parquet")
+FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
@@ -78,8 +79,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
     """The prompts of `spec` in order, and a sentence with their counts."""
     raw, name = read(spec, seed)
     tokens = tokenizer.added_tokens_decoder.values()
-    markers = ("<|im_start|>", *(t.content for t in tokens if t.special and t.content))
-    rows = []
+    controls = [t.content for t in tokens if t.special and t.content]
+    markers = ("<|im_start|>", *controls)
+    rows, control = [], []
     for index, columns in enumerate(raw):
         try:
             messages, answer = parse(columns, args.prompt_template)
@@ -87,7 +89,8 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
                 continue
             finished = any(m["content"].lstrip().startswith(markers) for m in messages)
             text = render(messages, tokenizer, args.system, finished)
-            text.encode()  # fails at half a surrogate pair
+            source = str(columns.get("data_source") or name)
+            f"{text}{answer}{source}".encode()  # fails at half a surrogate pair
         except (SettingsError, TemplateError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {' '.join(str(error).split())}") from error
@@ -98,7 +101,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         if isinstance(meta, dict) and "source_dataset" in meta:
             columns = columns | dict(
                 reasoning_gym_task=meta["source_dataset"], reasoning_gym_entry=columns)
-        rows.append(Row(index, text, ids, answer, columns, str(columns.get("data_source") or name)))
+        if not finished and any(c in m["content"] for m in messages for c in controls):
+            control.append(index)
+        rows.append(Row(index, text, ids, answer, columns, source))
     if not rows:
         raise SettingsError(f"{spec}: all {len(raw)} prompts are empty.")
     limit, lengths = args.max_prompt_tokens, sorted(len(row.prompt_ids) for row in rows)
@@ -111,7 +116,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
         f"{len(raw) - len(rows)} empty; duplicates (kept): "
-        f"{len(kept) - len({row.prompt for row in kept})}")
+        f"{len(kept) - len({row.prompt for row in kept})}"
+        + (f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
+           if control else ""))
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
@@ -129,8 +136,12 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         return read_reasoning_gym(config, split or "train", seed), f"{name}/{config}"
     is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
     path = spec if is_file else name
+    if "://" in spec:
+        raise SettingsError(f"{spec} is a URL; download it.")
     if not is_file and os.path.isfile(name):
-        raise SettingsError(f"{name} is a file, but not one of {', '.join(FILES)}.")
+        raise SettingsError(f"{spec} is a file; it must end in {', '.join(FILES)}.")
+    if os.path.lexists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise SettingsError(f"{path} is a pipe or a broken link.")
     try:
         rows = read_file(path) if is_file else read_datasets(path, config or None, split)
     except Exception as error:
@@ -147,6 +158,12 @@ def read_file(path: str) -> list[dict]:
     if path.endswith(".parquet"):
         import pyarrow.parquet  # `datasets` refuses empty tables and map columns
         return pyarrow.parquet.read_table(path).to_pylist()
+    if path.endswith(".csv"):
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(reader := csv.DictReader(file, strict=True))
+        if wrong := [i for i, row in enumerate(rows) if len(row) != len(reader.fieldnames)]:
+            raise ValueError(f"row {wrong[0]} (counted from 0) does not fit the first line")
+        return [{name: cell or None for name, cell in row.items()} for row in rows]
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.endswith(".json") and text.lstrip().startswith(b"[")
     rows = []
@@ -190,7 +207,7 @@ pickle.dump([*reasoning_gym.create_dataset({task!r}, size={GENERATED_ROWS}, seed
 
 def parse(columns: dict, template: str | None) -> tuple[list[dict], object]:
     """The messages of a row ([]: it asks nothing), and the answer."""
-    there = {name: value for name, value in columns.items() if value is not None}
+    there = {name: value for name, value in columns.items() if value is not None and value == value}
     countdown = {"nums", "target"} <= there.keys()
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")

@@ -1,5 +1,6 @@
 """Runs rewards in a process that rewards.py may kill."""
 import ast
+import asyncio
 import ctypes
 import importlib.util
 import inspect
@@ -12,12 +13,15 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from rewards import Item, Part, number, parse
 from verifiers import REWARDS, math_reward
 
-KINDS = {"completions": "trl", "solution_str": "verl", "completion": "ours"}   # by parameter
+KINDS = {"completions": "trl", "queries": "openrlhf", "solution_str": "verl",
+         "completion": "ours"}   # by parameter
+LOOP = asyncio.Runner()   # one loop for all calls: a client may outlive its call
 CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos tan cot sec csc "
             "asin acos atan sinh cosh tanh".split())
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
@@ -25,24 +29,29 @@ NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.
 
 
 def load(part: Part) -> tuple:
-    """(kind, function, its parameters or None: any)."""
-    if part.path is None:
-        if part.name in ("math", "reasoning_gym"):
-            shut_eval(part.name)
-        return "ours", REWARDS[part.name], None
-    path = Path(part.path).absolute()
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, part.name, None)
-    parameters = inspect.signature(function).parameters if callable(function) else {}
-    kinds = [kind for name, kind in KINDS.items() if name in parameters]
-    if not kinds:
-        sys.exit(f"{path} needs a function {part.name} with a parameter {' or '.join(KINDS)} "
-                 f"(it has {list(parameters)}).")
-    takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else parameters
-    return kinds[0], function, takes
+    """(kind, function, its parameters or None: any, columns that it needs)."""
+    function = REWARDS.get(part.name)
+    if part.path:
+        path = Path(part.path).absolute()
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        function = getattr(module, part.name, None)
+    elif part.name in ("math", "reasoning_gym"):
+        shut_eval(part.name)
+    parameters = inspect.signature(function).parameters.values() if callable(function) else []
+    named = {p.name: p.default for p in parameters
+             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    kind = next((kind for name, kind in KINDS.items() if name in named), None)
+    if not kind:
+        sys.exit(f"{part.path} needs a function {part.name} with a parameter "
+                 f"{' or '.join(KINDS)} (it has {[*named]}).")
+    given = arguments(kind, [Item("", "", None, {}, 0, False)])
+    needs = [(part.name, name) for name, default in named.items() if default is inspect._empty
+             and (name not in given or name == "answer" and not part.path)]
+    takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else named
+    return kind, function, takes, needs
 
 
 def shut_eval(library: str) -> None:
@@ -70,24 +79,39 @@ def shut_eval(library: str) -> None:
                 module.eval = ast.literal_eval
 
 
-def call(kind, function, takes, items: list[Item]) -> list:
-    """A reward of one completion, or of TRL's group."""
+def arguments(kind: str, items: list[Item]) -> dict:
+    """All that a reward of this kind may take."""
     fields = items[0]._asdict()
     row = fields.pop("row")
     if kind == "ours":
-        given = row | fields
-    elif kind == "verl":
+        return row | fields
+    if kind == "verl":
         truth = (row.get("reward_model") or {}).get("ground_truth", fields["answer"])
-        given = {"data_source": None, "extra_info": None, **row,
-                 "solution_str": fields["completion"], "ground_truth": truth}
-    else:
-        many = {"prompt": "prompts", "completion": "completions"}
-        given = {n: [item.row.get(n) for item in items] for n in row}
-        given |= {many.get(n, n): [getattr(item, n) for item in items] for n in fields}
+        return {"data_source": None, "extra_info": None, **row,
+                "solution_str": fields["completion"], "ground_truth": truth}
+    if kind == "openrlhf":   # lists of one
+        prompt = fields["prompt"]
+        return {"queries": [prompt + fields["completion"]], "prompts": [prompt],
+                "labels": [fields["answer"]]}
+    given = {n: [item.row.get(n) for item in items] for n in row}
+    given |= {n: [getattr(item, n) for item in items] for n in fields}
+    prompts, completions = given["prompt"], given["completion"]
+    if isinstance(row.get("prompt"), list):   # TRL's conversational form
+        prompts = [item.row["prompt"] for item in items]
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    return given | dict(
+        prompts=prompts, completions=completions, log_extra=print, log_metric=print)
+
+
+def call(kind, function, takes, items: list[Item]) -> list:
+    """A reward of one completion, or of TRL's group."""
+    given = arguments(kind, items)
     result = function(**{n: v for n, v in given.items() if takes is None or n in takes})
-    if kind == "verl" and isinstance(result, dict):
-        result = result["score"]
-    results = list(result) if kind == "trl" else [result]
+    if inspect.iscoroutine(result):
+        result = LOOP.run(result)
+    if isinstance(result, dict) and kind in ("verl", "openrlhf"):
+        result = result["score" if kind == "verl" else "rewards"]
+    results = list(result) if kind in ("trl", "openrlhf") else [result]
     if len(results) != len(items):
         raise ValueError(f"{len(results)} values for {len(items)} completions")
     return [number(value) for value in results]
@@ -96,7 +120,7 @@ def call(kind, function, takes, items: list[Item]) -> list:
 def answer(rewards: list[tuple], items: list[Item]) -> tuple:
     """(parts of each item, errors, first traceback, is this process usable)"""
     columns, errors, trace, usable = [], [None] * len(items), None, True
-    for kind, function, takes in rewards:
+    for kind, function, takes, _ in rewards:
         columns.append([])
         size = len(items) if kind == "trl" else 1
         for i in range(0, len(items), size):
@@ -110,8 +134,33 @@ def answer(rewards: list[tuple], items: list[Item]) -> tuple:
     return list(zip(*columns, strict=True)), errors, trace, usable
 
 
+def guard() -> None:
+    """Go on in a fork. When it ends, this process kills all that it started."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(36, 1)   # CHILD_SUBREAPER: orphans become children of this process
+    prctl(1, signal.SIGTERM)   # PDEATHSIG: end with the trainer
+    worker = os.fork()
+    if not worker:
+        prctl(1, signal.SIGKILL)
+        return
+
+    def kill_children(*_):
+        for pid in Path("/proc/thread-self/children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, kill_children)
+    while (ended := os.wait())[0] != worker:
+        pass   # an orphan
+    with suppress(ChildProcessError):   # none is left
+        while True:
+            kill_children()
+            os.wait()
+    code = os.waitstatus_to_exitcode(ended[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
 def work(fd: str, memory: str, *specs: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PDEATHSIG: end with the trainer
+    guard()
     resource.setrlimit(resource.RLIMIT_AS, (int(memory),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     me, pipe = os.getpid(), socket.socket(fileno=int(fd))
@@ -123,7 +172,8 @@ def work(fd: str, memory: str, *specs: str) -> None:
         pipe.sendall((json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace"))
 
     rewards, inbox = [load(part) for part in parse(specs)], pipe.makefile("rb")
-    send([kind for kind, _, _ in rewards])
+    kinds, _, _, needs = zip(*rewards, strict=True)
+    send(["trl" in kinds, sum(needs, [])])
     while True:
         start, items = pickle.load(inbox)
         send([start, *answer(rewards, items)])

@@ -1,11 +1,7 @@
 """Completions -> numbers, in the processes of reward_worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
-    --reward mine.py:tidy:0.5     your own function, of three kinds:
-
-        def tidy(completion, answer, **row) -> float | None                      # ours
-        def tidy(data_source, solution_str, ground_truth, extra_info) -> float   # verl's
-        def tidy(prompts, completions, **columns) -> list    # TRL's, for a whole group
+    --reward mine.py:tidy:0.5     your own function: reward_worker.KINDS, docs/rewards.md
 """
 import contextlib
 import json
@@ -15,7 +11,6 @@ import pickle
 import queue
 import re
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -38,10 +33,6 @@ class RewardArgs:
     """Worker processes per rank."""
     reward_timeout: float = 10.0
     """Seconds for one completion. A late one has no score and is counted."""
-
-
-class RewardError(SettingsError):
-    """Nothing has a score."""
 
 
 class Item(NamedTuple):
@@ -84,10 +75,21 @@ def parse(specs: list[str]) -> list[Part]:
     return parts
 
 
-def check(specs: list[str]) -> None:
-    """SettingsError if a reward cannot load."""
+def check(specs: list[str]) -> list:
+    """[(reward, column that it needs), …]. SettingsError if one cannot load."""
     with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
         scorer.needs_groups  # noqa: B018
+        return scorer.loads[1]
+
+
+def check_rows(needs: list, rows: list) -> None:
+    """SettingsError if a row lacks what a reward needs."""
+    for name, column in needs:
+        lack = [row for row in rows if (
+            row.answer in (None, "") if column == "answer" else column not in row.columns)]
+        if lack:
+            raise SettingsError(f"--reward {name} needs {column!r}; {len(lack)} of {len(rows)} "
+                                f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
 
 
 def number(value) -> float | None:
@@ -101,43 +103,41 @@ def number(value) -> float | None:
 
 
 class Worker:
-    """In its own session: its forks are killed with it."""
+    """A process that kills all that its rewards started when it ends."""
 
     def __init__(self, specs: list[str], closed: threading.Event):
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, WORKER, str(theirs.fileno()), str(int(MEMORY_GB * 2**30)), *specs],
+                [sys.executable, "-u", WORKER, str(theirs.fileno()), str(int(MEMORY_GB * 2**30)),
+                 *specs],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})  # order of sets
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
+                     "PYTHONHASHSEED": "0"})   # order of sets
         self.closed, self.received, self.printed = closed, b"", b""
-        self.open = {self.socket.fileno(), self.process.stdout.fileno()}
 
     def receive(self, seconds: float):
         """Its next message, or an OSError."""
-        deadline = time.monotonic() + seconds
+        deadline, pipes = time.monotonic() + seconds, [self.socket, self.process.stdout]
         while b"\n" not in self.received:
-            code = self.process.poll()   # a fork may keep the pipes open
-            for fd in (ready := select.select(self.open, [], [], 0.1)[0]):
-                data = os.read(fd, 1 << 16)
-                if not data:
-                    self.open.remove(fd)
-                elif fd == self.socket.fileno():
-                    self.received += data
-                else:
-                    self.printed = (self.printed + data)[-4000:]
-            if code is not None and not ready:
-                text = self.printed.decode(errors="replace").strip()
-                raise OSError(f"the worker ended with code {code}; it printed: {text}")
+            ready = select.select(pipes, [], [], 0.1)[0]
+            read = {pipe: os.read(pipe.fileno(), 1 << 16) for pipe in ready}
+            self.received += read.get(self.socket, b"")
+            self.printed = (self.printed + read.get(self.process.stdout, b""))[-4000:]
+            if ready and not any(read.values()):   # all processes that held the pipes are gone
+                raise OSError(f"the worker ended with code {self.process.wait()}; it printed: "
+                              f"{self.printed.decode(errors='replace').strip()}")
             if self.closed.is_set() or time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
         line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        self.process.kill()   # it was stopped
         self.process.wait()
         self.process.stdout.close()
         self.socket.close()
@@ -149,8 +149,9 @@ class Scorer:
     def __init__(self, specs: list[str], args: RewardArgs):
         self.specs, self.parts, self.timeout = specs, parse(specs), args.reward_timeout
         self.units, self.loaded, self.closed = queue.Queue(), threading.Event(), threading.Event()
-        self.kinds = self.refused = self.first_traceback = None
-        self.failed_starts = 0
+        self.loads = self.refused = self.first_traceback = None
+        self.failed_starts = self.unscored = 0
+        self.printed = []   # in the last batch
         self.threads = [threading.Thread(target=self._serve, daemon=True)
                         for _ in range(args.reward_workers)]
         for thread in self.threads:
@@ -159,18 +160,19 @@ class Scorer:
     @property
     def needs_groups(self) -> bool:
         """Is a reward of TRL's kind? SettingsError: cannot load."""
+        if not self.loaded.wait(START_SECONDS / 12) and os.environ.get("RANK", "0") == "0":
+            print(f"--reward {' '.join(self.specs)} is still loading (limit: {START_SECONDS} s)",
+                  flush=True)
         self.loaded.wait()
-        if self.kinds is None:
+        if not self.loads:
             raise SettingsError(self.refused)
-        return "trl" in self.kinds
+        return self.loads[0]
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:
         """Each `group` items in a row share a prompt."""
-        if len(items) % group:
-            raise ValueError(f"{len(items)} items do not make groups of {group}.")
         size = group if self.needs_groups else 1
         self.items, self.scores = items, [None] * len(items)
-        self.first_traceback, self.failed_starts = None, 0
+        self.first_traceback, self.failed_starts, self.printed = None, 0, []
         for i in range(0, len(items), size):
             self.units.put(slice(i, i + size))
         self.units.join()
@@ -200,13 +202,13 @@ class Scorer:
         while True:
             if worker:
                 worker.kill()
-            tries = 3 * len(self.threads) if self.kinds else 1
+            tries = 3 * len(self.threads) if self.loads else 1
             if self.failed_starts >= tries or self.closed.is_set():
                 return None
             worker = None
             try:
                 worker = Worker(self.specs, self.closed)
-                self.kinds = worker.receive(START_SECONDS)
+                self.loads = worker.receive(START_SECONDS)
                 self.failed_starts = 0
                 return worker
             except Exception as error:
@@ -234,15 +236,12 @@ class Scorer:
             scores = [self._sum([None] * len(self.parts), why) for _ in items]
         self.first_traceback = self.first_traceback or trace
         self.scores[unit] = scores
+        if worker:
+            self.printed.append(worker.printed.decode(errors="replace"))
+            worker.printed = b""
         return usable
 
     def _sum(self, values: list, error: str | None) -> Score:
         parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
         total = None if None in values else sum(p.weight * parts[p.name] for p in self.parts)
         return Score(total, parts, error and str(error))
-
-
-def raise_if_all_failed(scores: list[Score], first_traceback: str | None) -> None:
-    if scores and all(score.total is None for score in scores):
-        raise RewardError(f"None of this batch's {len(scores)} completions has a score:\n"
-                          f"{first_traceback or 'every reward returned None'}")

@@ -65,7 +65,7 @@ class CommonArgs:
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny or tiny:kk (made by tiny.py)."""
     data: str = "tiny"
-    """A .jsonl, .json or .parquet file, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
+    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: int = 64
@@ -323,7 +323,7 @@ class Run:
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
         seconds = sum(row.get("time/step", 0.0) for row in rows)
         tokens = sum(row.get("rollout/tokens", 0) for row in rows)
-        before, after = np.mean(means[:3]), np.mean(means[-10:])
+        before, after = np.mean(means[:3] or np.nan), np.mean(means[-10:] or np.nan)
         self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
                      f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
                      f"{tokens / seconds:,.0f} tokens/s, all phases")

@@ -120,17 +120,16 @@ def math_gold(answer: str) -> list:
     return gold
 
 
-def countdown(completion, answer=None, **row):
+def countdown(completion, target, nums=None, numbers=None, **row):
     """1 if the expression in the last <answer>, else the last line, equals `target` and uses
     exactly the row's `nums` (or `numbers`)."""
-    given = row["nums"] if "nums" in row else row["numbers"]
     lines = completion.strip().splitlines() or [""]
     text = last_answer(completion)
     try:
         value, used = arithmetic(lines[-1] if text is None else text)
     except (ValueError, ZeroDivisionError):
         return 0.0
-    return float(Counter(used) == Counter(int(n) for n in given) and value == int(row["target"]))
+    return float(Counter(used) == Counter(int(n) for n in nums or numbers) and value == int(target))
 
 
 def kk(completion, answer, prompt="", **row):

@@ -100,7 +100,7 @@ def test_gsm8k_row():
     ({"solution": r"cut off \boxed{\frac{1}{2}"}, r"cut off \boxed{\frac{1}{2}"),
     ({"solution": r"empty \boxed{}"}, ""),
     ({"ground_truth": [1, 2]}, [1, 2]),
-    ({"answer": None}, None),
+    ({"answer": None}, None), ({"answer": float("nan")}, None),   # what pandas writes for no answer
 ])
 def test_math_row(row, answer):
     assert load_row({"problem": "what?", **row}).answer == answer
@@ -292,6 +292,14 @@ def test_long_empty_and_duplicate_prompts_are_counted():
         assert " 1 empty" in load_rows(*rows, template="{text}")[1]
 
 
+def test_control_tokens_inside_a_prompt_are_counted():
+    """<|im_end|> in a user's text ends the user's turn."""
+    ends = "a<|im_end|>b"
+    _, report = load_rows({"prompt": "a"}, {"prompt": ends}, {"prompt": [user("a"), user(ends)]})
+    assert report.endswith("; control tokens inside the text: 2 (first: row 1)")
+    assert "control" not in load_rows({"prompt": chat("finished")}, {"prompt": "<|im_begin|>"})[1]
+
+
 def test_no_prompt_left():
     rows = [{"prompt": "a" * n} for n in (50, 80)]
     n = len(TOKENIZER(chat("a" * 50))["input_ids"])
@@ -307,7 +315,7 @@ def test_no_prompt_left():
 def test_no_such_file(tmp_path):
     for name in ("trian.jsonl", "nowhere/rows.parquet", "trian"):
         message = sentence(read, f"{tmp_path}/{name}")
-        assert f"{name} cannot be loaded as a .jsonl, .json, .parquet file, a folder" in message
+        assert f"{name} cannot be loaded as a .jsonl, .json, .parquet, .csv file" in message
         assert "FileNotFoundError" in message
     assert "cannot be loaded" in sentence(read, "")
 
@@ -323,9 +331,13 @@ def test_no_such_file(tmp_path):
     ("a.json", b'[{"a": 1}, "b"]', "(after 1 others)", "'str' object is not a mapping"),
     ("a.json", b'{\n "a": 1\n}', "a.json:1:2: not", "Expecting property name"),
     ("a.parquet", b"PAR1 no table", "a.parquet cannot be loaded", ""),
-    ("a.csv", b"a,b\n", "a.csv is a file, but not one of .jsonl, .json, .parquet", ""),
+    ("a.jsonl.gz", b"", "a.jsonl.gz is a file; it must end in .jsonl, .json, .parquet, .csv", ""),
+    ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 1 (counted from 0)", "does not fit the first line"),
+    ("a.csv", b"a,a\n1,2\n", "row 0 (counted from 0)", "does not fit the first line"),
+    ("a.csv", b'a\n"open', "a.csv cannot be loaded", "unexpected end"),
     *((name, content, "has no rows", "") for name, content in [
-        ("a.jsonl", b""), ("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.json", b"")]),
+        ("a.csv", b"a,b\n"), ("a.jsonl", b""), ("a.jsonl", b"\n \n"), ("a.json", b"[]"),
+        ("a.json", b"")]),
 ])
 def test_malformed_file(tmp_path, name, content, where, what):
     (tmp_path / name).write_bytes(content)
@@ -339,9 +351,21 @@ def test_files_that_are_in_order(tmp_path):
             ("list.json", '\n[{"a": 1},\n{"a": 2}]', two),
             ("lines.json", '{"a": 1}\n{"a": 2}', two),
             ("windows.jsonl", '\ufeff{"a": 1}\r\n\r\n{"a": 2}\r\n', two),
+            ("own.csv", '\ufeffa,b\r\n"x, ""y""\nz",007\r\nq,\r\n',
+             [{"a": 'x, "y"\nz', "b": "007"}, {"a": "q", "b": None}]),
             ("separator.jsonl", '{"a": "%s"}' % text, [{"a": text}])]:
         (tmp_path / name).write_bytes(content.encode())
         assert read(f"{tmp_path}/{name}")[0] == rows
+
+
+def test_what_is_no_file_is_said_at_once(tmp_path):
+    """The FIFO hung; the link and the URL cost 23 seconds of retries."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("rows.jsonl", "loop"):
+        assert f"{name} is a pipe or a broken link." in sentence(read, f"{tmp_path}/{name}")
+    for spec in ("https://example.com/rows.jsonl", "hf://datasets/rows"):
+        assert sentence(read, spec) == f"{spec} is a URL; download it."
 
 
 @pytest.mark.parametrize("row, what", [
@@ -352,7 +376,8 @@ def test_files_that_are_in_order(tmp_path):
      "no answer column in (question, id); a question needs answer, solution"),
     *(({"prompt": prompt}, "the prompt must be text or a list of")
       for prompt in (3, ["q"], [user([{"type": "image"}])])),
-    ({"prompt": "\ud800"}, "surrogates not allowed"),
+    *(({"prompt": "q", name: "\ud800"}, "surrogates not allowed")
+      for name in ("prompt", "answer", "data_source")),
     ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
 ])
 def test_rows_with_mistakes(row, what):
@@ -415,8 +440,8 @@ def test_offline_is_one_sentence(tmp_path):
     command = ("import data\ntry: data.read('gsm8k_main')\n"
                "except data.SettingsError as error: print(error)")
     output = python(command, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=f"{tmp_path}/hf")
-    assert output.startswith("gsm8k_main cannot be loaded as a .jsonl, .json, .parquet file, a "
-                             "folder or a Hugging Face name: ConnectionError")
+    assert output.startswith("gsm8k_main cannot be loaded as a .jsonl, .json, .parquet, .csv "
+                             "file, a folder or a Hugging Face name: ConnectionError")
     assert "Hub" in output and output.count("\n") == 1
 
 

@@ -9,15 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import batch
+import data
 import rewards
 import verifiers
 from plan import SettingsError
-from rewards import Item, RewardArgs, RewardError, Score, Scorer, raise_if_all_failed
+from rewards import Item, RewardArgs, Score, Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
@@ -264,9 +267,11 @@ def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
     (["math", "math:2"], "twice"), ([], "empty"), (["nowhere.py:f"], "no such file"),
     (["own.py"], "FILE.py:FUNCTION"), (["own.py:missing"], "a function missing"),
     (["own.py:odd"], "['text', 'gold']"), (["own.py:good", "own.py:good:2"], "twice"),
+    (["own.py:stars"], "(it has [])"), (["own.py:batch"], "(it has ['data_sources'"),
     (["broken.py:f"], "ZeroDivisionError"), (["exit.py:f"], "ended with code 7")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
-    own("def good(completion, answer): return 1\ndef odd(text, gold): return 1\n")
+    own("def good(completion, answer): return 1\ndef odd(text, gold): return 1\n"
+        "def stars(*completions, **answer): return 1\ndef batch(data_sources): return 1\n")
     own("1 / 0\n", "broken.py"), own("os._exit(7)\n", "exit.py")
     with pytest.raises(SettingsError, match=re.escape(sentence)):
         rewards.check(specs)
@@ -287,7 +292,7 @@ def test_importing_loads_nothing_heavy():
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"
 
 
-# ---- the three signatures
+# ---- signatures
 
 SIGNATURES = """
 def ours(completion, answer, **row):
@@ -306,7 +311,7 @@ def best(prompts, completions, level, **columns):
 def test_three_signatures(own):
     own(SIGNATURES)
     row = dict(level=2, data_source="here", extra_info={"i": 1}, reward_model={"ground_truth": "b"},
-               prompt=[{"role": "user"}])
+               prompt="q")
     texts = ["a", "b", "ccc", "b", "bb", "a"]
     items = [Item(f"p{i // 3}", text, "b", row, 1, False) for i, text in enumerate(texts)]
     specs = [f"own.py:{name}" for name in ("ours", "few", "compute_score", "best")]
@@ -315,6 +320,60 @@ def test_three_signatures(own):
     assert [tuple(s.parts.values()) for s in scores] == [
         (121, 2, 0, 0), (121, 2, 1, 0), (123, 2, 0, 1),
         (121, 2, 1, 0), (122, 2, 0, 1), (121, 2, 0, 0)]
+
+
+OTHERS = """
+import asyncio, torch
+async def trl(completions, prompts, level, log_extra=None, log_metric=None, **columns):
+    await asyncio.sleep(0)
+    assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [7, 7]
+    assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
+    log_metric("seen", len(completions))
+    return [len(message["content"]) for (message,) in completions]
+def openrlhf(queries, prompts, labels, **kwargs):
+    print("judging", queries)
+    rewards = torch.tensor([float(q == p + a) for q, p, a in zip(queries, prompts, labels)])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
+class Verl:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return {"score": len(solution_str)}
+verl = Verl()
+client = []
+async def alone(completion):   # a client that lives longer than one call
+    client.append(asyncio.get_running_loop())
+    return client[0] is client[-1] and not client[0].is_closed()
+"""
+
+
+def test_rewards_of_others_unchanged(own):
+    own(OTHERS)
+    row = dict(level=7, prompt=[{"role": "user", "content": "q"}])
+    items = [Item("<q>", text, "aa", row, 1, False) for text in ("a", "aa", "aa", "b")]
+    specs = [f"own.py:{name}" for name in ("trl", "openrlhf", "verl", "alone")]
+    assert rewards.check(specs) == [["trl", "level"]]
+    with closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
+        scores = scorer.score(items, 2)
+        printed = "".join(scorer.printed)
+    assert [tuple(s.parts.values()) for s in scores] == [
+        (1, 0, 1, 1), (2, 1, 2, 1), (2, 1, 2, 1), (1, 0, 1, 1)], scorer.first_traceback
+    assert "judging ['<q>b']" in printed and "seen 2" in printed   # what a reward prints is seen
+    assert "judging" in report(scores, printed=printed)
+
+
+@pytest.mark.parametrize("spec, answer, sentence", [
+    ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
+    ("math", "", "needs 'answer'"), ("countdown", 3, "needs 'target'"),
+    ("reasoning_gym", 3, "needs 'reasoning_gym_task'"), ("own.py:f", 3, "needs 'trainer_state'"),
+    ("own.py:g", None, "needs 'level'"), ("own.py:h", None, None), ("format", None, None)])
+def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
+    own("def f(completions, trainer_state): pass\ndef g(completion, level): pass\n"
+        "def h(completion, answer): pass")
+    rows = [data.Row(i, "q", [1], a, {"level": 1} if a else {}, "rows")
+            for i, a in ((3, 5), (4, answer))]
+    if not sentence:
+        return rewards.check_rows(rewards.check([spec]), rows)
+    with pytest.raises(SettingsError, match=sentence):
+        rewards.check_rows(rewards.check([spec]), rows)
 
 
 def test_none_is_unscorable_and_no_failure(own):
@@ -345,12 +404,13 @@ HOSTILE = {   # how a completion is lost: what the reward does
         "return '1.0'", r"raise RuntimeError('\ud800')"],
     "exception or timeout": [
         "while True: hoard.append(bytearray(1 << 26))", "return 9**9**9**9"],
-    "timeout": ["time.sleep(1e9)", "while True: pass",
+    "timeout": ["time.sleep(1e9)", "os.kill(os.getppid(), 19); time.sleep(1e9)", "while True: pass",
                 "while True: print('x' * 100_000, file=sys.stderr)"],
     "death": ["os._exit(3)", "sys.exit(0)", "os.kill(os.getpid(), 11)", "os.closerange(3, 99)",
-              "time.sleep(1e9) if os.fork() == 0 else os._exit(0)"],
+              "time.sleep(1e9) if os.fork() == 0 else os._exit(0)",
+              "os.killpg(0, 9)"],
     "": ["os.fork()", "if os.fork() == 0: time.sleep(1e9)", "return True",
-         "print('x' * 30_000_000)", "os.close(1), os.close(2)"]}
+         "print('x' * 30_000_000)", r"print('\ud800')", "os.close(1), os.close(2)"]}
 
 
 def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
@@ -373,6 +433,28 @@ def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
 def test_a_killed_worker_takes_its_forks_along(own):
     spec = own(F + "pid = os.fork()\n    if pid: return pid\n    time.sleep(1e9)")
     assert gone(int(score([spec], ["x"])[0][0].total))
+
+
+def test_what_a_reward_started_dies_with_its_worker(own):
+    """In a session of its own, a judge server outlived the run and kept its GPU."""
+    spec = own(F + """import subprocess
+    if completion == "crash": os._exit(3)
+    own = subprocess.Popen("sleep 99 & echo $!; exec sleep 98", start_new_session=True, shell=True,
+                           stdout=subprocess.PIPE, env={})
+    print(own.pid, int(own.stdout.readline()), flush=True)
+    return 1""")
+    for texts in (["x"], ["x", "crash"]):   # closed, or it crashed
+        with closing(Scorer([spec], RewardArgs(1))) as scorer:
+            scorer.score(as_items(texts))
+            pids = [int(pid) for pid in "".join(scorer.printed).split()]
+            assert len(pids) == 2 and ("crash" in texts or all(map(running, pids)))
+        assert all(map(gone, pids))
+
+
+def test_a_slow_import_says_so(own, capsys, monkeypatch):
+    monkeypatch.setattr(rewards, "START_SECONDS", 6)
+    rewards.check([own("time.sleep(0.7)\n" + F + "return 1")])
+    assert "own.py:f is still loading (limit: 6 s)" in capsys.readouterr().out
 
 
 def wait_until(true, seconds=20):
@@ -418,12 +500,31 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
 
 def test_a_batch_that_fails_as_a_whole_stops(own):
     scores, _, trace = score([own(F + "return 1 / len(completion)")], [""] * 4)
-    with pytest.raises(RewardError, match="(?s)4 completions.*own.py.*ZeroDivisionError"):
-        raise_if_all_failed(scores, trace)
-    raise_if_all_failed([*scores, Score(0.0, {}, None)], trace)   # one is enough
-    raise_if_all_failed([], None)
-    with pytest.raises(RewardError, match="every reward returned None"):
-        raise_if_all_failed([Score(None, {"f": None}, None)], None)
+    said = report([*scores, Score(0.0, {}, None)], trace, 8)   # one is enough
+    assert "ZeroDivisionError" in said
+    with pytest.raises(SettingsError, match="(?s)4 completions.*own.py.*ZeroDivisionError"):
+        report(scores, trace, 8)
+    with pytest.raises(SettingsError, match="every reward returned None"):
+        report([Score(None, {"f": None}, None)], None, 8)
+
+
+def report(scores, trace=None, calls=1, scorer=None, printed=""):
+    said, log = [], SimpleNamespace(warned=None)
+    log.say = said.append
+    batch.report(scores, [(trace, printed)], calls, scorer or SimpleNamespace(unscored=0), log)
+    return "".join(said)
+
+
+def test_a_small_batch_that_fails_is_an_accident():
+    """One evaluation row that could not be scored ended the run."""
+    scorer, lost_one, fine = SimpleNamespace(unscored=0), Score(None, {}, "x"), Score(0, {}, None)
+    for _ in range(2):
+        for _ in range(7):
+            assert "every reward returned None" in report([lost_one], scorer=scorer)
+        assert not report([fine, fine], scorer=scorer)
+    with pytest.raises(SettingsError):
+        for _ in range(8):
+            report([lost_one], scorer=scorer)
 
 
 def test_order_counters_and_reuse(own):
