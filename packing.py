@@ -34,17 +34,18 @@ class Packed:
         [(queries (n, L), keys (n, prefix + L), mask (L, prefix + L) or None)], and where each token
         is among all queries. Padding is to the right, so the causal mask hides it.
         """
-        size = int(self.length.sum())
-        made, members, place, done = [], [], torch.empty(size, dtype=torch.long), 0
-        for i in sorted(range(len(self.start)), key=lambda i: (self.prefix[i], -self.length[i])):
-            head = members[-1][0] if members else None
-            if members and (self.prefix[i] == self.prefix[head]
-                            and self.length[i] >= EVEN * self.length[head]):
+        size, length, prefixes = (
+            int(self.length.sum()), self.length.tolist(), self.prefix.tolist())
+        members: list[list[int]] = []
+        for i in sorted(range(len(length)), key=lambda i: (prefixes[i], -length[i])):
+            head = members[-1][0] if members else i  # the longest
+            if members and prefixes[i] == prefixes[head] and length[i] >= EVEN * length[head]:
                 members[-1].append(i)
             else:
                 members.append([i])
+        made, place, done = [], torch.empty(size, dtype=torch.long), 0
         for rows in members:
-            prefix, longest = int(self.prefix[rows[0]]), int(self.length[rows[0]])
+            prefix, longest = prefixes[rows[0]], length[rows[0]]
             at = torch.arange(longest)
             queries = self.start[rows].view(-1, 1) + at  # (n, L)
             real = at < self.length[rows].view(-1, 1)
