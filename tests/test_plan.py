@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from memory import SHAPES
 from rewards import Score
 
 ROOT = Path(__file__).parent.parent
+NAN, INF = float("nan"), float("inf")
 
 
 def Args(script=grpo, **flags):
@@ -166,7 +168,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
 @pytest.mark.parametrize("flags, words", [
     (dict(tp=3), "--tp must divide the 4 ranks (got 3)"),
     (dict(shard_size=3), "--shard_size must divide the 4 ranks (got 3)"),
-    (dict(lr=float("nan")), "--lr must be more than 0 (got nan)"),
+    (dict(lr=NAN), "--lr must be more than 0 (got nan)"),
     (dict(group=1), "--advantage dr_grpo compares"),
     (dict(group=1, advantage="reinforce++", dynamic_sampling=True), "--dynamic_sampling keeps"),
     (dict(kl_loss_coef=0.1, kl_reward_coef=0.1), "must not both be on"),
@@ -186,8 +188,22 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(seed=-1), "--seed must be at least 0 and below 2^63 (got -1)"),
     (dict(top_p=2.0), "--top_p must be 1 in training (got 2.0)"),
     (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2)"),
+    (dict(temperature=0.005), "--temperature must be from 0.01 to 2 (got 0.005)"),
+    (dict(temperature=2.1), "--temperature must be from 0.01 to 2 (got 2.1)"),
+    (dict(eval_temperature=0.005), "--eval_temperature must be 0, or from 0.01 to 2 (got 0.005)"),
+    (dict(timeout=1e15), "--timeout must be from 0.001 to 1e6 (got 1"),
+    (dict(reward_timeout=1e300), "--reward_timeout must be from 0.001 to 1e6 (got 1e+300)"),
+    (dict(max_num_seqs=10**9), "--max_num_seqs must be from 1 to 4,096 (got 1000000000)"),
+    (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
+    (dict(target_reward=-INF), "--target_reward must be a number (got -inf)"),
+    (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
+    *((dict(name=name), "--name must be at most 200 bytes of letters") for name in (
+        "", ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd")),
     # of ppo.py
     (dict(gamma=1.5), "--gamma"), (dict(lam=-0.1), "--lam"), (dict(kl_target=0.1), "--kl_target"),
+    (dict(kl_horizon=0), "--kl_horizon must be more than 0 (got 0)"),
+    (dict(kl_horizon=-1), "--kl_horizon must be more than 0 (got -1)"),
+    (dict(kl_target=0.0, kl_reward_coef=0.1), "--kl_target must be more than 0 (got 0.0)"),
     (dict(critic_lr=0.0), "--critic_lr must be more than 0 (got 0.0)"),
     (dict(value_clip=-1.0), "--value_clip must be at least 0"),
     (dict(critic_warmup_steps=-1), "--critic_warmup_steps must be at least 0")])
@@ -197,6 +213,25 @@ def test_each_combination_that_makes_no_sense(flags, words):
     assert words in problem.sentence
     assert problem.fixes, "names no value that works"
     check_fixes(args, 4, 1000, [problem])
+
+
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_nan_is_refused_wherever_it_is_given(script):
+    names = [n for n, kind in flag_types(script).items() if "float" in str(kind)]
+    assert {"lr", "temperature", "eval_pass", "target_reward", "timeout", "dual_clip"} <= {*names}
+    for name in names:
+        nan = (NAN, NAN) if name == "betas" else NAN
+        found = plan.problems(Args(script, **{name: nan}), 1, 1000)
+        assert f"--{name}" in {p.kind for p in found}, name
+
+
+def flag_types(script) -> dict[str, object]:
+    """The annotation of every flag, those in groups too."""
+    found = {}
+    for field in fields(script.Args):
+        inside = is_dataclass(kind := type(getattr(script.Args(), field.name)))
+        found |= {f.name: f.type for f in (fields(kind) if inside else [field])}
+    return found
 
 
 QWEN_05B, QWEN_15B, TINY = (SHAPES[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
