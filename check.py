@@ -44,48 +44,53 @@ class Mistakes(list):
             raise SettingsError(plan.together(self))
 
 
+class NoTokenizer:
+    """Where the model's is not on this disk: the rows are checked, and every prompt is empty."""
+    added_tokens_decoder, chat_template = {}, None
+
+    def __call__(self, text, **options):
+        return {"input_ids": []}
+
+
 def show_plan(args) -> None:
     """--plan: print what would run on --ranks ranks, without torchrun, GPU or weights."""
-    p, mistakes = args.planning, Mistakes()
+    print(check(args, args.planning.ranks, None, on_disk(args.model)).plan.text())
+
+
+def check(args, ranks: int, machine: int | None, files: bool = True) -> Checked | None:
+    """Read and check everything but the weights. `machine`: the ranks of one machine.
+
+    `files` False: what can be known without the model's files. --plan makes and fetches no model.
+    """
+    mistakes, p = Mistakes(), args.planning
+    if files and not on_disk(args.model):
+        check(args, ranks, machine, files=False)  # before it takes time to make the model
     mistakes.attempt(rewards.check, list(args.reward))
-    n_rows, n_eval = (mistakes.attempt(count_rows, spec) for spec in (args.data, args.eval_data))
-    shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
-    mistakes += map(str, plan.problems(args, p.ranks, n_rows, n_eval or 0, shape))
-    mistakes.stop()
-    sizes = plan.Plan(args, args.script, p.ranks, n_rows, n_eval or 0)
-    print(memory.planned(sizes, shape, p.gpu_gb * memory.GIB).text())
-
-
-def count_rows(spec: str | None) -> int:
-    """Rows of a data set, read without a tokenizer."""
-    return len(data.read(spec)[0]) if spec else 0
-
-
-def check(args, ranks: int, machine: int) -> Checked:
-    """Read and check everything but the weights. `machine`: the ranks of one machine."""
-    mistakes = Mistakes()
-    mistakes.attempt(rewards.check, list(args.reward))
-    if is_tiny(args.model) and not any(Path("runs").glob("tiny-*/config.json")):
-        flaws = map(str, plan.problems(args, ranks, machine=machine))
-        Mistakes([*mistakes, *flaws]).stop()  # before it takes time to make the model
-    source = mistakes.attempt(find_model, args.model)
+    source = mistakes.attempt(find_model, args.model) if files else None
     config = mistakes.attempt(model.config_of, source) if source else None
     tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
     loaded = {"rows": ([], None), "eval_rows": ([], None)}
     for name, spec, seed in (("rows", args.data, args.seed), ("eval_rows", args.eval_data, 0)):
-        if spec and tokenizer:  # evaluation rows do not depend on --seed
-            found = mistakes.attempt(data.load, spec, tokenizer, args.prompts, seed=seed)
+        if spec:  # evaluation rows do not depend on --seed
+            found = mistakes.attempt(
+                data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed)
             loaded[name] = found or loaded[name]
     (rows, report), (eval_rows, eval_report) = loaded.values()
     shape = None
-    with suppress(SettingsError):  # there is no memory plan for some models
-        shape = memory.shape_from(config.to_dict()) if config else None
+    if p.plan and (p.sizes or not files):
+        shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
+    elif config:
+        with suppress(SettingsError):  # there is no memory plan for some models
+            shape = memory.shape_from(config.to_dict())
     n_rows, n_eval = len(rows), len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
-    mistakes += model_limits(args, config, rows + eval_rows) if config else []
+    if config:
+        mistakes += model_limits(args, config, rows + eval_rows if tokenizer else [])
     mistakes.stop()
+    if not (files or p.plan):
+        return None
 
-    card = gpu_bytes()
+    card = p.gpu_gb * memory.GIB if p.plan else gpu_bytes()
     sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape:
@@ -111,11 +116,28 @@ def find_model(name: str) -> str:
     if not is_tiny(name):
         return model.find(name)
     from examples import tiny
-    task = name.partition(":")[2]
-    if task and task not in tiny.TASKS:
+    try:
+        return tiny.ensure("runs", tiny_task(name))
+    except OSError as error:
+        raise SettingsError(f"--model {name}: the folder runs/ cannot be written "
+                            f"({error.strerror}).") from None
+
+
+def on_disk(name: str) -> bool:
+    """Whether the model is a folder, and so neither on the hub nor a tiny one still to make."""
+    if not is_tiny(name):
+        return Path(name).is_dir()
+    from examples import tiny
+    return Path(tiny.place("runs", tiny_task(name))).is_dir()
+
+
+def tiny_task(name: str) -> str:
+    from examples import tiny
+    task = name.partition(":")[2] or "sort"
+    if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
-    return tiny.ensure("runs", *([task] if task else []))
+    return task
 
 
 def load_tokenizer(name: str, source: str):

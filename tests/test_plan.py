@@ -3,8 +3,10 @@
 The last is a property over random settings: an epoch is simulated with the shipped Stream, share,
 minibatches and balance, all that a step's sizes depend on.
 """
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import check
 import grpo
 import plan
 import ppo
 from batch import Batch, Completion, Sample
 from data import Row, Stream
 from dist import balance, share
+from examples import tiny
 from memory import SHAPES
 from rewards import Score
 
@@ -282,6 +286,44 @@ def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) ->
             left = {p.kind for p in plan.broken(
                 there, value if flag == "ranks" else ranks, n_rows, 0)}
             assert left <= {p.kind for p in found} - {problem.kind}, (flag, value, problem, left)
+
+
+# ---- the same checks for --plan as for a run ----
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """An empty folder to work in, with small/, a model of 64 positions, and two files of rows."""
+    monkeypatch.chdir(tmp_path)
+    source = Path(tiny.ensure(str(ROOT / "runs")))
+    shutil.copytree(source, "small")
+    config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 64}
+    Path("small/config.json").write_text(json.dumps(config))
+    Path("odd.jsonl").write_text('{"quest": "a"}')
+    Path("long.jsonl").write_text(json.dumps({"question": "a" * 999, "answer": ""}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("words, flags", [
+    ("must be at most the 64 positions of small", dict(model="small")),
+    ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
+    ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
+    ("odd.jsonl, row 0 .*no prompt column", dict(model="tiny", eval_data="odd.jsonl")),
+    ("tiny:chess is not a model", dict(model="tiny:chess")),
+    ("small2 must be", dict(model="small2"))])
+@pytest.mark.parametrize("planning", [True, False])
+def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
+    args = Args(plan=planning, **flags)
+    with pytest.raises(plan.SettingsError, match=words):
+        check.show_plan(args) if planning else check.check(args, 1, 1)
+    assert not Path("runs").exists()
+
+
+def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, capsys):
+    check.show_plan(Args(plan=True, gpu_gb=80.0))
+    assert "plan for grpo.py on 1 rank" in capsys.readouterr().out and not Path("runs").exists()
+    Path("runs").write_text("")
+    with pytest.raises(plan.SettingsError, match=r"runs/ cannot be written \(File exists"):
+        check.check(Args(), 1, 1)
 
 
 # ---- what is accepted runs: a property over random settings ----
