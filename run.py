@@ -5,6 +5,7 @@ Set-up has five phases: check, join, open, resume, build. Weights load in the la
 import io
 import json
 import os
+import sys
 import time
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
@@ -113,6 +114,7 @@ class CommonArgs:
 def parse(kind: type, description: str):
     """The command line → Args of a script, with the learning rates that fit the model."""
     said = io.StringIO()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no é
     try:
         with redirect_stderr(said):
             args = tyro.cli(kind, description=description, use_underscores=True,

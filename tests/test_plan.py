@@ -137,6 +137,13 @@ def test_notes():
     assert plan.warnings(Args(epochs=2)) == plan.warnings(ppo.Args()) == []
 
 
+def test_a_terminal_in_ascii_shows_the_help():
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "ppo.py", "--help"], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--kl_reward_coef" in done.stdout, done.stderr
+
+
 # ---- what is refused ----
 
 @pytest.mark.parametrize("script, names", [(grpo, plan.BUDGETS[:2]), (ppo, plan.BUDGETS)])
