@@ -223,7 +223,11 @@ def broken(args, ranks: int, *sizes) -> list[Rule]:
     default, found, usable = flags(type(args)()), [], {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
-        if (isinstance(value, int | float) or name == "betas") and not inside(value):
+        if value == "" and name != "system":  # as of an unset variable in a shell
+            words, inside = "some text", bool
+        elif not isinstance(value, int | float) and name != "betas":
+            continue
+        if not inside(value):
             usable[name] = default[name]
             found.append(Rule(False, f"--{name} must be {words} (got {value}).",
                               [(name, [*range(99 * ("least" in words)), default[name]])]))

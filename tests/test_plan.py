@@ -208,8 +208,10 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
     (dict(target_reward=-INF), "--target_reward must be a number (got -inf)"),
     (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
+    *(({name: ""}, f"--{name} must be some text (got )") for name in (
+        "model", "data", "eval_data", "name", "wandb")),
     *((dict(name=name), "--name must be at most 200 bytes of letters") for name in (
-        "", ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd")),
+        ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd")),
     # of ppo.py
     (dict(gamma=1.5), "--gamma"), (dict(lam=-0.1), "--lam"), (dict(kl_target=0.1), "--kl_target"),
     (dict(kl_horizon=0), "--kl_horizon must be more than 0 (got 0)"),
