@@ -45,7 +45,7 @@ class Mistakes(list):
 
 
 class NoTokenizer:
-    """Where the model's is not on this disk: the rows are checked, and every prompt is empty."""
+    """Where the model is not on this disk: rows are checked, and their prompts have no tokens."""
     added_tokens_decoder, chat_template = {}, None
 
     def __call__(self, text, **options):
@@ -54,19 +54,21 @@ class NoTokenizer:
 
 def show_plan(args) -> None:
     """--plan: print what would run on --ranks ranks, without torchrun, GPU or weights."""
-    print(check(args, args.planning.ranks, None, on_disk(args.model)).plan.text())
+    print(check(args, args.planning.ranks, None, make=False).plan.text())
 
 
-def check(args, ranks: int, machine: int | None, files: bool = True) -> Checked | None:
+def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked | None:
     """Read and check everything but the weights. `machine`: the ranks of one machine.
 
-    `files` False: what can be known without the model's files. --plan makes and fetches no model.
+    Not `make`: without the model's files where they are still to be made or fetched.
     """
-    mistakes, p = Mistakes(), args.planning
-    if files and not on_disk(args.model):
-        check(args, ranks, machine, files=False)  # before it takes time to make the model
+    mistakes, p, shape = Mistakes(), args.planning, None
+    if make and not mistakes.attempt(find_model, args.model, make=False):
+        check(args, ranks, machine, make=False)  # all else first: it takes time
+    source = mistakes.attempt(find_model, args.model, make)
+    if p.plan and (p.sizes or not (source or mistakes)):
+        shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
     mistakes.attempt(rewards.check, list(args.reward))
-    source = mistakes.attempt(find_model, args.model) if files else None
     config = mistakes.attempt(model.config_of, source) if source else None
     tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
     loaded = {"rows": ([], None), "eval_rows": ([], None)}
@@ -76,18 +78,14 @@ def check(args, ranks: int, machine: int | None, files: bool = True) -> Checked 
                 data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed)
             loaded[name] = found or loaded[name]
     (rows, report), (eval_rows, eval_report) = loaded.values()
-    shape = None
-    if p.plan and (p.sizes or not files):
-        shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
-    elif config:
-        with suppress(SettingsError):  # there is no memory plan for some models
-            shape = memory.shape_from(config.to_dict())
+    with suppress(SettingsError):  # there is no memory plan for some models
+        shape = shape or (memory.shape_from(config.to_dict()) if config else None)
     n_rows, n_eval = len(rows), len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
     if config:
         mistakes += model_limits(args, config, rows + eval_rows if tokenizer else [])
     mistakes.stop()
-    if not (files or p.plan):
+    if not (source or p.plan):
         return None
 
     card = p.gpu_gb * memory.GIB if p.plan else gpu_bytes()
@@ -111,33 +109,20 @@ def gpu_bytes() -> float | None:
         return torch.cuda.get_device_properties(rank).total_memory
 
 
-def find_model(name: str) -> str:
-    """--model → a folder. Makes a tiny model on first use."""
+def find_model(name: str, make: bool) -> str | None:
+    """--model → a folder. None: it is still to be made or fetched, and not `make`."""
     if not is_tiny(name):
-        return model.find(name)
-    from examples import tiny
-    try:
-        return tiny.ensure("runs", tiny_task(name))
-    except OSError as error:
-        raise SettingsError(f"--model {name}: the folder runs/ cannot be written "
-                            f"({error.strerror}).") from None
-
-
-def on_disk(name: str) -> bool:
-    """Whether the model is a folder, and so neither on the hub nor a tiny one still to make."""
-    if not is_tiny(name):
-        return Path(name).is_dir()
-    from examples import tiny
-    return Path(tiny.place("runs", tiny_task(name))).is_dir()
-
-
-def tiny_task(name: str) -> str:
+        return model.find(name) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
-    return task
+    try:
+        there = Path(tiny.place("runs", task)).is_dir()
+        return tiny.ensure("runs", task) if make or there else None
+    except OSError as error:
+        raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
 def load_tokenizer(name: str, source: str):

@@ -154,7 +154,8 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
     ("more than 0", lambda x: 0 < x < INF, "lr critic_lr gpu_gb kl_target kl_horizon"),
     ("from 0.01 to 2", lambda x: 0.01 <= x <= 2, "temperature"),  # vLLM's own limits
     ("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2, "eval_temperature"),
-    ("from 0.001 to 1e6", lambda x: 1e-3 <= x <= 1e6, "reward_timeout timeout stop_seconds"),
+    ("from 0.1 to 1e6", lambda x: 0.1 <= x <= 1e6, "reward_timeout stop_seconds"),
+    ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout"),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "gpu_memory_utilization"),
     ("more than 1", lambda x: x > 1, "dual_clip"),
     ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
@@ -170,9 +171,9 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
     stop, least = given["stop"], min(plan.batches)
     name, own, p = str(args.name), r"(?!tiny-(sort|kk)-)\w[\w .,=+@-]*", args.planning
     yield Rule(bool(re.fullmatch(own, name)) and len(name.encode()) <= 200,
-               f"--name must be at most 200 bytes of letters, digits, spaces and _ . , = + @ -, "
-               f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
-               [("name", ["run-" + re.sub(r"[^\w.-]+", "-", name)[:40]])])
+               f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin with "
+               f"a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
+               [("name", ["my-run"])])
     yield Rule(p.plan or p.ranks in (1, ranks), f"--ranks {p.ranks} needs --plan: a run has the "
                f"ranks of torchrun --nproc_per_node.", [("plan", [True])])
     yield Rule("" not in stop, "--stop must not have an empty string.",
@@ -223,9 +224,9 @@ def broken(args, ranks: int, *sizes) -> list[Rule]:
     default, found, usable = flags(type(args)()), [], {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
-        if value == "" and name != "system":  # as of an unset variable in a shell
+        if value == "" and name != "system":  # a shell's variable was not set
             words, inside = "some text", bool
-        elif not isinstance(value, int | float) and name != "betas":
+        elif not (isinstance(value, int | float) or name == "betas"):
             continue
         if not inside(value):
             usable[name] = default[name]
