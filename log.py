@@ -156,8 +156,9 @@ class Log:
         if self.writing:
             text = "".join(
                 f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt"
-                f"\n{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples).encode(errors="backslashreplace")
-            (self.folder / f"samples/{name}.txt").write_bytes(text)
+                f"\n{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples)
+            path = self.folder / f"samples/{name}.txt"
+            path.write_bytes(text.encode(errors="backslashreplace"))
             for s in samples[::max(1, len(samples) // max(1, show))][:show]:
                 reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
                 prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))

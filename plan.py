@@ -171,8 +171,8 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
     stop, least = given["stop"], min(plan.batches)
     name, own, p = str(args.name), r"(?!tiny-(sort|kk)-)\w[\w .,=+@-]*", args.planning
     yield Rule(bool(re.fullmatch(own, name)) and len(name.encode()) <= 200,
-               f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin with "
-               f"a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
+               f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
+               f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
                [("name", ["my-run"])])
     yield Rule(p.plan or p.ranks in (1, ranks), f"--ranks {p.ranks} needs --plan: a run has the "
                f"ranks of torchrun --nproc_per_node.", [("plan", [True])])
