@@ -154,8 +154,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
     ("more than 0", lambda x: 0 < x < INF, "lr critic_lr gpu_gb kl_target kl_horizon"),
     ("from 0.01 to 2", lambda x: 0.01 <= x <= 2, "temperature"),  # vLLM's own limits
     ("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2, "eval_temperature"),
-    ("from 0.1 to 1e6", lambda x: 0.1 <= x <= 1e6, "reward_timeout stop_seconds"),
-    ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout"),
+    ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout reward_timeout stop_seconds"),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "gpu_memory_utilization"),
     ("more than 1", lambda x: x > 1, "dual_clip"),
     ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
