@@ -219,6 +219,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(kl_target=0.0, kl_reward_coef=0.1), "--kl_target must be more than 0 (got 0.0)"),
     (dict(critic_lr=0.0), "--critic_lr must be more than 0 (got 0.0)"),
     (dict(value_clip=-1.0), "--value_clip must be at least 0"),
+    (dict(critic_warmup_steps=60), "--critic_warmup_steps must be below --steps: else the"),
     (dict(critic_warmup_steps=-1), "--critic_warmup_steps must be at least 0")])
 def test_each_combination_that_makes_no_sense(flags, words):
     args = Args(grpo if set(flags) <= set(plan.flags(grpo.Args())) else ppo, **flags)

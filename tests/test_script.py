@@ -130,7 +130,7 @@ def run(place) -> dict:
         --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 24 --minibatches 2
         --lr 3e-4 --warmup_steps 2 --lr_schedule linear --betas 0.9 0.95 --weight_decay 0.01
         --stop zq --wandb test --name gsm --eval_samples 3 --eval_temperature 0.8 --eval_every 2
-        --samples_every 1 --target_reward 0.9""".split(), ranks=2, cwd=place)
+        --samples_every 1 --target_reward 0.9 --seed 4294967296""".split(), ranks=2, cwd=place)
     folder = place / "runs/gsm"
     assert (folder / "metrics.jsonl").exists(), done.stderr[-3000:]
     return {"done": done, "folder": folder, "rows": read(folder / "metrics.jsonl")}
