@@ -45,7 +45,7 @@ class Mistakes(list):
 
 
 class NoTokenizer:
-    """Where the model is not on this disk: rows are checked, and their prompts have no tokens."""
+    """For a model that is not here: its prompts have no tokens."""
     added_tokens_decoder, chat_template = {}, None
 
     def __call__(self, text, **options):
@@ -60,24 +60,21 @@ def show_plan(args) -> None:
 def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked | None:
     """Read and check everything but the weights. `machine`: the ranks of one machine.
 
-    Not `make`: without the model's files where they are still to be made or fetched.
+    Not `make`: a model that is not here is neither made nor fetched.
     """
     mistakes, p, shape = Mistakes(), args.planning, None
     if make and not mistakes.attempt(find_model, args.model, make=False):
-        check(args, ranks, machine, make=False)  # all else first: it takes time
+        check(args, ranks, machine, make=False)  # all else first
     source = mistakes.attempt(find_model, args.model, make)
     if p.plan and (p.sizes or not (source or mistakes)):
         shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
     mistakes.attempt(rewards.check, list(args.reward))
     config = mistakes.attempt(model.config_of, source) if source else None
     tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
-    loaded = {"rows": ([], None), "eval_rows": ([], None)}
-    for name, spec, seed in (("rows", args.data, args.seed), ("eval_rows", args.eval_data, 0)):
-        if spec:  # evaluation rows do not depend on --seed
-            found = mistakes.attempt(
-                data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed)
-            loaded[name] = found or loaded[name]
-    (rows, report), (eval_rows, eval_report) = loaded.values()
+    load = lambda spec, seed: spec and mistakes.attempt(
+        data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed) or ([], None)
+    rows, report = load(args.data, args.seed)
+    eval_rows, eval_report = load(args.eval_data, 0)  # they do not depend on --seed
     with suppress(SettingsError):  # there is no memory plan for some models
         shape = shape or (memory.shape_from(config.to_dict()) if config else None)
     n_rows, n_eval = len(rows), len(eval_rows)
@@ -110,7 +107,7 @@ def gpu_bytes() -> float | None:
 
 
 def find_model(name: str, make: bool) -> str | None:
-    """--model → a folder. None: it is still to be made or fetched, and not `make`."""
+    """--model → a folder, or None: it is not here, and not `make`."""
     if not is_tiny(name):
         return model.find(name) if make or Path(name).is_dir() else None
     from examples import tiny
@@ -119,8 +116,8 @@ def find_model(name: str, make: bool) -> str | None:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
     try:
-        there = Path(tiny.place("runs", task)).is_dir()
-        return tiny.ensure("runs", task) if make or there else None
+        make = make or Path(tiny.place("runs", task)).is_dir()
+        return tiny.ensure("runs", task) if make else None
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 

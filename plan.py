@@ -160,6 +160,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
     ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam"),
     ("1 in training", lambda x: x == 1, "top_p"),
+    ("some text", bool, "model data name eval_data wandb prompt_template"),  # not of an unset $X
     ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "betas"),
 ) for name in names.split()}
 
@@ -169,7 +170,7 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
     name, own, p = str(args.name), r"(?!tiny-(sort|kk)-)\w[\w .,=+@-]*", args.planning
-    yield Rule(bool(re.fullmatch(own, name)) and len(name.encode()) <= 200,
+    yield Rule(re.fullmatch(own, name) and len(name.encode()) <= 200,
                f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
                f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
                [("name", ["my-run"])])
@@ -223,11 +224,8 @@ def broken(args, ranks: int, *sizes) -> list[Rule]:
     default, found, usable = flags(type(args)()), [], {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
-        if value == "" and name != "system":  # a shell's variable was not set
-            words, inside = "some text", bool
-        elif not (isinstance(value, int | float) or name == "betas"):
-            continue
-        if not inside(value):
+        known = value is not None and (name in RANGES or isinstance(value, int | float))
+        if known and not inside(value):
             usable[name] = default[name]
             found.append(Rule(False, f"--{name} must be {words} (got {value}).",
                               [(name, [*range(99 * ("least" in words)), default[name]])]))

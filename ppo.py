@@ -71,7 +71,7 @@ class Args(losses.LossArgs, CommonArgs):
         return [Rule(self.kl_target is None or self.kl_reward_coef != 0,
                      f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0.",
                      [("kl_reward_coef", [0.05])]),
-                Rule(self.critic.critic_warmup_steps < max(1, self.steps),
+                Rule(not 0 < self.steps <= self.critic.critic_warmup_steps,
                      "--critic_warmup_steps must be below --steps: else the policy never learns.",
                      [("critic_warmup_steps", [0])])]
 
