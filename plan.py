@@ -160,7 +160,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
     ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam"),
     ("1 in training", lambda x: x == 1, "top_p"),
-    ("some text", bool, "model data name eval_data wandb prompt_template"),  # not of an unset $X
+    ("some text", bool, "model data name eval_data wandb prompt_template"),
     ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "betas"),
 ) for name in names.split()}
 
