@@ -44,49 +44,49 @@ class Mistakes(list):
             raise SettingsError(plan.together(self))
 
 
+class NoTokenizer:
+    """For a model that is not here: its prompts have no tokens."""
+    added_tokens_decoder, chat_template = {}, None
+
+    def __call__(self, text, **options):
+        return {"input_ids": []}
+
+
 def show_plan(args) -> None:
     """--plan: print what would run on --ranks ranks, without torchrun, GPU or weights."""
-    p, mistakes = args.planning, Mistakes()
-    mistakes.attempt(rewards.check, list(args.reward))
-    n_rows, n_eval = (mistakes.attempt(count_rows, spec) for spec in (args.data, args.eval_data))
-    shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
-    mistakes += map(str, plan.problems(args, p.ranks, n_rows, n_eval or 0, shape))
-    mistakes.stop()
-    sizes = plan.Plan(args, args.script, p.ranks, n_rows, n_eval or 0)
-    print(memory.planned(sizes, shape, p.gpu_gb * memory.GIB).text())
+    print(check(args, args.planning.ranks, None, make=False).plan.text())
 
 
-def count_rows(spec: str | None) -> int:
-    """Rows of a data set, read without a tokenizer."""
-    return len(data.read(spec)[0]) if spec else 0
+def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked | None:
+    """Read and check everything but the weights. `machine`: the ranks of one machine.
 
-
-def check(args, ranks: int, machine: int) -> Checked:
-    """Read and check everything but the weights. `machine`: the ranks of one machine."""
-    mistakes = Mistakes()
+    Not `make`: a model that is not here is neither made nor fetched.
+    """
+    mistakes, p, shape = Mistakes(), args.planning, None
+    if make and not mistakes.attempt(find_model, args.model, make=False):
+        check(args, ranks, machine, make=False)  # all else first
+    source = mistakes.attempt(find_model, args.model, make)
+    if p.plan and (p.sizes or not (source or mistakes)):
+        shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
     needs = mistakes.attempt(rewards.check, list(args.reward))
-    if is_tiny(args.model) and not any(Path("runs").glob("tiny-*/config.json")):
-        flaws = map(str, plan.problems(args, ranks, machine=machine))
-        Mistakes([*mistakes, *flaws]).stop()  # before it takes time to make the model
-    source = mistakes.attempt(find_model, args.model)
     config = mistakes.attempt(model.config_of, source) if source else None
     tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
-    loaded = {"rows": ([], None), "eval_rows": ([], None)}
-    for name, spec, seed in (("rows", args.data, args.seed), ("eval_rows", args.eval_data, 0)):
-        if spec and tokenizer:  # evaluation rows do not depend on --seed
-            found = mistakes.attempt(data.load, spec, tokenizer, args.prompts, seed=seed)
-            loaded[name] = found or loaded[name]
-    (rows, report), (eval_rows, eval_report) = loaded.values()
+    load = lambda spec, seed: spec and mistakes.attempt(
+        data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed) or ([], None)
+    rows, report = load(args.data, args.seed)
+    eval_rows, eval_report = load(args.eval_data, 0)  # they do not depend on --seed
     mistakes.attempt(rewards.check_rows, needs or [], rows + eval_rows)
-    shape = None
     with suppress(SettingsError):  # there is no memory plan for some models
-        shape = memory.shape_from(config.to_dict()) if config else None
+        shape = shape or (memory.shape_from(config.to_dict()) if config else None)
     n_rows, n_eval = len(rows), len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
-    mistakes += model_limits(args, config, rows + eval_rows) if config else []
+    if config:
+        mistakes += model_limits(args, config, rows + eval_rows if tokenizer else [])
     mistakes.stop()
+    if not (source or p.plan):
+        return None
 
-    card = gpu_bytes()
+    card = p.gpu_gb * memory.GIB if p.plan else gpu_bytes()
     sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape:
@@ -107,16 +107,20 @@ def gpu_bytes() -> float | None:
         return torch.cuda.get_device_properties(rank).total_memory
 
 
-def find_model(name: str) -> str:
-    """--model → a folder. Makes a tiny model on first use."""
+def find_model(name: str, make: bool) -> str | None:
+    """--model → a folder, or None: it is not here, and not `make`."""
     if not is_tiny(name):
-        return model.find(name)
+        return model.find(name) if make or Path(name).is_dir() else None
     from examples import tiny
-    task = name.partition(":")[2]
-    if task and task not in tiny.TASKS:
+    task = name.partition(":")[2] or "sort"
+    if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
-    return tiny.ensure("runs", *([task] if task else []))
+    try:
+        make = make or Path(tiny.place("runs", task)).is_dir()
+        return tiny.ensure("runs", task) if make else None
+    except OSError as error:
+        raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
 def load_tokenizer(name: str, source: str):

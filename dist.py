@@ -283,6 +283,7 @@ def run(main, *args) -> None:
         status = 2
         if rank == "0" or error.alone:
             print(f"error: {error}", file=sys.stderr)
+            error.__traceback__ = error.__context__ = None  # torchrun ends with the sentence
             report.record_exception(error)
         else:
             time.sleep(1)  # rank 0's sentence comes before torchrun's lines

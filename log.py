@@ -143,6 +143,8 @@ class Log:
             self.file.write(json.dumps(row) + "\n")
             finite = {key: value for key, value in row.items() if value is not None}
             if shown := [LINE[key].format(finite[key]) for key in LINE if key in finite]:
+                if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"]:
+                    shown.append("nothing to learn from")
                 count = f"{step + 1:>{len(str(self.steps))}}/{self.steps}"
                 self.say("  ".join([f"step {count}", *shown]))
                 self.bar.update()
@@ -152,9 +154,11 @@ class Log:
     def samples(self, name: str, samples: list, show: int = 0):
         """Writes samples/NAME.txt. Prints `show` of them in short."""
         if self.writing:
-            (self.folder / f"samples/{name}.txt").write_text("".join(
+            text = "".join(
                 f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt"
-                f"\n{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples))
+                f"\n{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples)
+            path = self.folder / f"samples/{name}.txt"
+            path.write_bytes(text.encode(errors="backslashreplace"))
             for s in samples[::max(1, len(samples) // max(1, show))][:show]:
                 reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
                 prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))

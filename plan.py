@@ -1,4 +1,5 @@
 """All sizes of a run, and all checks of its settings, before anything loads."""
+import re
 from dataclasses import dataclass, is_dataclass, replace
 
 
@@ -147,15 +148,19 @@ INF = float("inf")
 BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
 RANGES = {name: (words, inside) for words, inside, names in (  # others: at least 0
     ("at least 1", lambda x: 1 <= x < INF, """batch group minibatches epochs max_prompt_tokens
-        max_tokens eval_samples tp ranks steps reward_workers max_num_seqs keep samples_every
-        max_bad_steps"""),
+        max_tokens eval_samples tp ranks steps keep samples_every max_bad_steps"""),
+    ("from 1 to 4,096", lambda x: 1 <= x <= 4096, "max_num_seqs reward_workers"),
     ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, "seed"),
-    ("more than 0", lambda x: 0 < x < INF, """lr critic_lr temperature reward_timeout timeout
-        stop_seconds gpu_gb kl_horizon"""),
+    ("more than 0", lambda x: 0 < x < INF, "lr critic_lr gpu_gb kl_target kl_horizon"),
+    ("from 0.01 to 2", lambda x: 0.01 <= x <= 2, "temperature"),  # vLLM's own limits
+    ("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2, "eval_temperature"),
+    ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout reward_timeout stop_seconds"),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "gpu_memory_utilization"),
     ("more than 1", lambda x: x > 1, "dual_clip"),
-    ("any number", lambda x: True, "target_reward gamma lam"),
+    ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
+    ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam"),
     ("1 in training", lambda x: x == 1, "top_p"),
+    ("some text", bool, "model data name eval_data wandb prompt_template"),
     ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "betas"),
 ) for name in names.split()}
 
@@ -164,6 +169,13 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
     """Every Rule of several flags; each is in its range here."""
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
+    name, own, p = str(args.name), r"(?!tiny-(sort|kk)-)\w[\w .,=+@-]*", args.planning
+    yield Rule(re.fullmatch(own, name) and len(name.encode()) <= 200,
+               f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
+               f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
+               [("name", ["my-run"])])
+    yield Rule(p.plan or p.ranks in (1, ranks), f"--ranks {p.ranks} needs --plan: a run has the "
+               f"ranks of torchrun --nproc_per_node.", [("plan", [True])])
     yield Rule("" not in stop, "--stop must not have an empty string.",
                [("stop", [tuple(filter(None, stop))])])
     for name, off in ("eval_every", 0), ("eval_only", False):
@@ -212,7 +224,8 @@ def broken(args, ranks: int, *sizes) -> list[Rule]:
     default, found, usable = flags(type(args)()), [], {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
-        if (isinstance(value, int | float) or name == "betas") and not inside(value):
+        known = value is not None and (name in RANGES or isinstance(value, int | float))
+        if known and not inside(value):
             usable[name] = default[name]
             found.append(Rule(False, f"--{name} must be {words} (got {value}).",
                               [(name, [*range(99 * ("least" in words)), default[name]])]))

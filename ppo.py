@@ -68,12 +68,12 @@ class Args(losses.LossArgs, CommonArgs):
 
     def rules(self) -> list[Rule]:
         """The settings of ppo.py that are wrong or contradict each other."""
-        fractions = {"gamma": self.gamma, "lam": self.lam}
-        return [*(Rule(0 <= value <= 1, f"--{name} must be between 0 and 1 (got {value}).",
-                       [(name, [1.0])]) for name, value in fractions.items()),
-                Rule(self.kl_target is None or self.kl_reward_coef != 0,
+        return [Rule(self.kl_target is None or self.kl_reward_coef != 0,
                      f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0.",
-                     [("kl_reward_coef", [0.05])])]
+                     [("kl_reward_coef", [0.05])]),
+                Rule(not 0 < self.steps <= self.critic.critic_warmup_steps,
+                     "--critic_warmup_steps must be below --steps: else the policy never learns.",
+                     [("critic_warmup_steps", [0])])]
 
 
 def train(args: Args) -> int:

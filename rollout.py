@@ -84,7 +84,7 @@ class Engine:
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
             tensor_parallel_size=args.tp, dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_len, seed=seed, max_num_seqs=args.max_num_seqs,
+            max_model_len=max_len, max_num_seqs=args.max_num_seqs,
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,

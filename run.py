@@ -2,9 +2,12 @@
 
 Set-up has five phases: check, join, open, resume, build. Weights load in the last.
 """
+import io
 import json
 import os
+import sys
 import time
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -110,8 +113,14 @@ class CommonArgs:
 
 def parse(kind: type, description: str):
     """The command line → Args of a script, with the learning rates that fit the model."""
-    args = tyro.cli(kind, description=description, use_underscores=True,
-                    config=(tyro.conf.OmitArgPrefixes,))
+    said = io.StringIO()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no é
+    try:
+        with redirect_stderr(said):
+            args = tyro.cli(kind, description=description, use_underscores=True,
+                            config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit as end:
+        dist.run(Mistakes([f"\n{said.getvalue()}"] * bool(end.code)).stop)
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
     args.lr = lr if args.lr is None else args.lr
     if args.critic and args.critic.critic_lr is None:

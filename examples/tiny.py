@@ -168,9 +168,14 @@ def build(folder, task="sort", seed=0):
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
 
 
+def place(root="runs", task="sort"):
+    """The model's folder, made or not."""
+    return f"{root}/tiny-{task}-{zlib.crc32(Path(__file__).read_bytes()):08x}"
+
+
 def ensure(root="runs", task="sort"):
     """The model's folder. One process makes it; others wait."""
-    folder = f"{root}/tiny-{task}-{zlib.crc32(Path(__file__).read_bytes()):08x}"
+    folder = place(root, task)
     os.makedirs(root, exist_ok=True)
     with open(folder + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # free when its process ends

@@ -123,6 +123,29 @@ def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_half_a_surrogate_pair_in_an_answer_is_written_and_printed(tmp_path, capsys):
+    row = SimpleNamespace(prompt="p", answer="\ud83d")     # JSON may have it: "\\ud83d"
+    sample = SimpleNamespace(prompt=SimpleNamespace(row=row), text="é\ud83d",
+                             score=SimpleNamespace(total=None))
+    it = opened(tmp_path)
+    it.samples("x", [sample], show=1)
+    it.close()
+    assert "é\\ud83d" in (tmp_path / "samples/x.txt").read_text(encoding="utf-8")
+    assert "[unscored] p -> é" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps, skipped, norm, bad, told", [
+    (1, 0, 0.0, 0, True), (0, 1, 0.0, 0, True),   # equal rewards in every group; nothing scored
+    (1, 0, 0.5, 0, False), (0, 0, 0.0, 1, False), (0, 0, 0.0, 0, False)])   # bad; critic warm-up
+def test_a_step_without_anything_to_learn_says_so(
+        tmp_path, capsys, steps, skipped, norm, bad, told):
+    it = opened(tmp_path)
+    it.step(0, {"grad/norm": norm, "update/steps": steps, "update/skipped": skipped,
+                "grad/norm_not_finite": bad})
+    it.close()
+    assert ("grad 0.00  nothing to learn from" in capsys.readouterr().out) == told
+
+
 def test_peaks_are_measured_a_phase(tmp_path):
     it = opened(tmp_path)
     with it.phase("small"):

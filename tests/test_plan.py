@@ -3,26 +3,32 @@
 The last is a property over random settings: an epoch is simulated with the shipped Stream, share,
 minibatches and balance, all that a step's sizes depend on.
 """
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import check
 import grpo
 import plan
 import ppo
 from batch import Batch, Completion, Sample
 from data import Row, Stream
 from dist import balance, share
+from examples import tiny
 from memory import SHAPES
 from rewards import Score
 
 ROOT = Path(__file__).parent.parent
+NAN, INF = float("nan"), float("inf")
 
 
 def Args(script=grpo, **flags):
@@ -131,6 +137,13 @@ def test_notes():
     assert plan.warnings(Args(epochs=2)) == plan.warnings(ppo.Args()) == []
 
 
+def test_a_terminal_in_ascii_shows_the_help():
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "ppo.py", "--help"], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--kl_reward_coef" in done.stdout, done.stderr
+
+
 # ---- what is refused ----
 
 @pytest.mark.parametrize("script, names", [(grpo, plan.BUDGETS[:2]), (ppo, plan.BUDGETS)])
@@ -166,7 +179,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
 @pytest.mark.parametrize("flags, words", [
     (dict(tp=3), "--tp must divide the 4 ranks (got 3)"),
     (dict(shard_size=3), "--shard_size must divide the 4 ranks (got 3)"),
-    (dict(lr=float("nan")), "--lr must be more than 0 (got nan)"),
+    (dict(lr=NAN), "--lr must be more than 0 (got nan)"),
     (dict(group=1), "--advantage dr_grpo compares"),
     (dict(group=1, advantage="reinforce++", dynamic_sampling=True), "--dynamic_sampling keeps"),
     (dict(kl_loss_coef=0.1, kl_reward_coef=0.1), "must not both be on"),
@@ -186,10 +199,27 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(seed=-1), "--seed must be at least 0 and below 2^63 (got -1)"),
     (dict(top_p=2.0), "--top_p must be 1 in training (got 2.0)"),
     (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2)"),
+    (dict(temperature=0.005), "--temperature must be from 0.01 to 2 (got 0.005)"),
+    (dict(temperature=2.1), "--temperature must be from 0.01 to 2 (got 2.1)"),
+    (dict(eval_temperature=0.005), "--eval_temperature must be 0, or from 0.01 to 2 (got 0.005)"),
+    (dict(timeout=1e15), "--timeout must be from 1 to 1e6 (got 1"),
+    (dict(reward_timeout=1e300), "--reward_timeout must be from 1 to 1e6 (got 1e+300)"),
+    (dict(max_num_seqs=10**9), "--max_num_seqs must be from 1 to 4,096 (got 1000000000)"),
+    (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
+    (dict(target_reward=-INF), "--target_reward must be a number (got -inf)"),
+    (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
+    *(({name: ""}, f"--{name} must be some text (got )") for name in (
+        "model", "data", "eval_data", "name", "wandb")),
+    *((dict(name=name), "--name must be at most 200 bytes of letters") for name in (
+        ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd")),
     # of ppo.py
     (dict(gamma=1.5), "--gamma"), (dict(lam=-0.1), "--lam"), (dict(kl_target=0.1), "--kl_target"),
+    (dict(kl_horizon=0), "--kl_horizon must be more than 0 (got 0)"),
+    (dict(kl_horizon=-1), "--kl_horizon must be more than 0 (got -1)"),
+    (dict(kl_target=0.0, kl_reward_coef=0.1), "--kl_target must be more than 0 (got 0.0)"),
     (dict(critic_lr=0.0), "--critic_lr must be more than 0 (got 0.0)"),
     (dict(value_clip=-1.0), "--value_clip must be at least 0"),
+    (dict(critic_warmup_steps=60), "--critic_warmup_steps must be below --steps: else the"),
     (dict(critic_warmup_steps=-1), "--critic_warmup_steps must be at least 0")])
 def test_each_combination_that_makes_no_sense(flags, words):
     args = Args(grpo if set(flags) <= set(plan.flags(grpo.Args())) else ppo, **flags)
@@ -197,6 +227,25 @@ def test_each_combination_that_makes_no_sense(flags, words):
     assert words in problem.sentence
     assert problem.fixes, "names no value that works"
     check_fixes(args, 4, 1000, [problem])
+
+
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_nan_is_refused_wherever_it_is_given(script):
+    names = [n for n, kind in flag_types(script).items() if "float" in str(kind)]
+    assert {"lr", "temperature", "eval_pass", "target_reward", "timeout", "dual_clip"} <= {*names}
+    for name in names:
+        nan = (NAN, NAN) if name == "betas" else NAN
+        found = plan.problems(Args(script, **{name: nan}), 1, 1000)
+        assert f"--{name}" in {p.kind for p in found}, name
+
+
+def flag_types(script) -> dict[str, object]:
+    """The annotation of every flag, those in groups too."""
+    found = {}
+    for field in fields(script.Args):
+        inside = is_dataclass(kind := type(getattr(script.Args(), field.name)))
+        found |= {f.name: f.type for f in (fields(kind) if inside else [field])}
+    return found
 
 
 QWEN_05B, QWEN_15B, TINY = (SHAPES[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
@@ -247,6 +296,44 @@ def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) ->
             left = {p.kind for p in plan.broken(
                 there, value if flag == "ranks" else ranks, n_rows, 0)}
             assert left <= {p.kind for p in found} - {problem.kind}, (flag, value, problem, left)
+
+
+# ---- the same checks for --plan as for a run ----
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """An empty folder to work in, with small/, a model of 64 positions, and two files of rows."""
+    monkeypatch.chdir(tmp_path)
+    source = Path(tiny.ensure(str(ROOT / "runs")))
+    shutil.copytree(source, "small")
+    config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 64}
+    Path("small/config.json").write_text(json.dumps(config))
+    Path("odd.jsonl").write_text('{"quest": "a"}')
+    Path("long.jsonl").write_text(json.dumps({"question": "a" * 999, "answer": ""}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("words, flags", [
+    ("must be at most the 64 positions of small", dict(model="small")),
+    ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
+    ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
+    ("odd.jsonl, row 0 .*no prompt column", dict(model="tiny", eval_data="odd.jsonl")),
+    ("tiny:chess is not a model", dict(model="tiny:chess")),
+    ("small2 must be", dict(model="small2"))])
+@pytest.mark.parametrize("planning", [True, False])
+def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
+    args = Args(plan=planning, **flags)
+    with pytest.raises(plan.SettingsError, match=words):
+        check.show_plan(args) if planning else check.check(args, 1, 1)
+    assert not Path("runs").exists()
+
+
+def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, capsys):
+    check.show_plan(Args(plan=True, gpu_gb=80.0))
+    assert "plan for grpo.py on 1 rank" in capsys.readouterr().out and not Path("runs").exists()
+    Path("runs").write_text("")
+    with pytest.raises(plan.SettingsError, match=r"runs/ cannot be written \(File exists"):
+        check.check(Args(), 1, 1)
 
 
 # ---- what is accepted runs: a property over random settings ----
