@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
 from huggingface_hub import save_torch_state_dict, snapshot_download
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,9 @@ from memory import HEAD_LOGITS
 from plan import SettingsError
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+# tests/families.py compares engine, trainer and transformers for each of them.
+FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral olmo2 phi phi3
+    qwen2 qwen3 smollm3 stablelm""".split()
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -82,6 +85,39 @@ def config_of(folder: str):
                             f"({str(error).splitlines()[0]}).") from None
 
 
+def skeleton(folder: str, dtype=torch.float32):
+    """The model without weights. SettingsError if it is of no supported kind."""
+    from transformers import AutoModelForCausalLM
+    config = config_of(folder)
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
+    return lm
+
+
+def layers_of(lm) -> nn.ModuleList:
+    return next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
+
+
+def names_in_files(lm, folder: str) -> dict[str, str]:
+    """{parameter: its name in *.safetensors}, of which only the headers are read."""
+    shapes, found = {}, {}
+    for path in Path(folder).glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
+    for name, p in lm.named_parameters():
+        others = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
+        found[name] = next((other for other in others if other in shapes), name)
+        if (there := shapes.get(found[name])) != list(p.shape):
+            raise SettingsError(f"--model {folder}: by config.json {name} has the shape "
+                                f"{list(p.shape)}; the *.safetensors have {there or 'none'}.")
+    return found
+
+
 def compute_dtype(args: ModelArgs, device: torch.device):
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -93,18 +129,15 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     Master weights are at least float32; a model that is not trained has none. SettingsError if the
     files do not fit config.json.
     """
-    from transformers import AutoModelForCausalLM
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config_of(folder), dtype=master, attn_implementation="sdpa")
+    lm = skeleton(folder, master)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
-    shard(root, lm.model.layers, mesh, compute, master, args.checkpointing, offload)
+    shard(root, layers_of(lm), mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     fill(lm, folder)
     return root
@@ -132,12 +165,12 @@ def fill(lm, folder: str):
     """A folder's weights into the model. Each rank reads its part. A collective."""
     for module in lm.modules():  # rotary frequencies are in no file
         if module._non_persistent_buffers_set:
+            for p in module.parameters():
+                p._is_hf_initialized = True  # it is left alone
             lm._init_weights(module)
-    try:  # it converts dtypes
-        dcp.load(dict(lm.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(folder))
-    except CheckpointException as error:
-        [why, *_] = next(iter(error.failures.values()))
-        raise SettingsError(f"{folder}: weights do not fit config.json: {why}") from None
+    names = names_in_files(lm, folder)
+    dcp.load({names[name]: p for name, p in lm.named_parameters()},  # it converts dtypes
+             storage_reader=dcp.HuggingFaceStorageReader(folder))
 
 
 def whole(tensor):
@@ -145,15 +178,15 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def token_logprobs(hidden, weight, targets, temperature, chunk: int, entropy: str):
-    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature).
+def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
+    """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
 
-    hidden (n, H), weight (V, H), targets (n,) → (n,), (n,), at least float32.
+    hidden (n, H), head(hidden) (n, V), at least float32, targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
     if len(hidden) > chunk:
-        return _in_chunks(hidden, weight, targets, temperature, chunk, entropy)
-    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+        return _in_chunks(hidden, head, targets, temperature, chunk, entropy)
+    logits = head(hidden) / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
     if entropy == "none":
@@ -163,10 +196,10 @@ def token_logprobs(hidden, weight, targets, temperature, chunk: int, entropy: st
     return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
 
 
-def _in_chunks(hidden, weight, targets, temperature, chunk, entropy):
+def _in_chunks(hidden, head, targets, temperature, chunk, entropy):
     """Backward computes the logits again: a few times chunk × V of memory."""
     part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-    parts = [part(h, weight, t, temperature, chunk, entropy)
+    parts = [part(h, head, t, temperature, chunk, entropy)
              for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
@@ -177,11 +210,20 @@ class LogprobModel(nn.Module):
     def __init__(self, lm, head_chunk: int):
         super().__init__()
         self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
+        get = lambda name, default: getattr(lm.config, name, None) or default
+        self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
+        self.cap = get("final_logit_softcapping", 0.0)  # Gemma 2
+
+    def head(self, hidden):
+        """(n, H) → logits (n, V) but for the scale, at least float32."""
+        logits = self.lm.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, ids, source, targets, temperature, entropy):
-        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
-        return token_logprobs(hidden.flatten(0, 1)[source], self.lm.lm_head.weight, targets,
-                              temperature, self.chunk, entropy)
+        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
+        return token_logprobs(hidden.flatten(0, 1)[source], self.head, targets,
+                              temperature / self.scale, self.chunk, entropy)
 
 
 class ValueModel(nn.Module):
@@ -194,7 +236,7 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
 
     def forward(self, ids, source):
-        hidden = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
+        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (b, L, H)
         values = self.head(hidden.flatten(0, 1)[source]).sum(-1)  # no squeeze: hooks need no view
         return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
 
@@ -264,10 +306,11 @@ class Policy(Trained):
     def export(self, source: str, folder: str, notes: dict | None = None):
         """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
         config, target, weights = config_of(source), Path(folder), {}
+        names = names_in_files(self.module.lm, source)  # of tied weights only the first
         unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
         for name, value in self.weights(config.dtype or torch.float32):
-            if writes and not (name == "lm_head.weight" and config.tie_word_embeddings):
-                weights[name] = value.to("cpu", copy=True)  # it may be a view of padded memory
+            if writes and name in names:
+                weights[names[name]] = value.to("cpu", copy=True)  # it may be a view of padded memory
         if writes:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
