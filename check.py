@@ -1,7 +1,6 @@
 """check.py: all that can be known from flags and files, before any weight is loaded."""
 import json
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +12,8 @@ import model
 import plan
 import rewards
 from plan import SettingsError
+
+CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # of vLLM's attention
 
 
 @dataclass
@@ -49,11 +50,32 @@ def show_plan(args) -> None:
     p, mistakes = args.planning, Mistakes()
     mistakes.attempt(rewards.check, list(args.reward))
     n_rows, n_eval = (mistakes.attempt(count_rows, spec) for spec in (args.data, args.eval_data))
-    shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
+    shape, lm = mistakes.attempt(memory.shape_of, args.model, p.sizes), None
+    if Path(args.model).is_dir():
+        lm, _ = inspect(args, args.model, mistakes)
+    elif not shape:  # config.json comes from the hub
+        lm = mistakes.attempt(model.skeleton, args.model)
+    if lm:
+        shape = shape or memory.shape_from(lm)
+        mistakes += model_limits(args, lm.config, [])
     mistakes += map(str, plan.problems(args, p.ranks, n_rows, n_eval or 0, shape))
     mistakes.stop()
     sizes = plan.Plan(args, args.script, p.ranks, n_rows, n_eval or 0)
-    print(memory.planned(sizes, shape, p.gpu_gb * memory.GIB).text())
+    print(with_memory(sizes, shape, p.gpu_gb * memory.GIB).text())
+
+
+def with_memory(sizes: plan.Plan, shape, card: float | None) -> plan.Plan:
+    if shape:
+        return memory.planned(sizes, shape, card)
+    return replace(sizes, memory="  memory     no plan for models with bounded attention logits")
+
+
+def inspect(args, source: str, mistakes: Mistakes):
+    """A folder's model without weights and its tokenizer; None for what cannot be used."""
+    lm = mistakes.attempt(model.skeleton, source)
+    if lm:
+        mistakes.attempt(model.names_in_files, lm, source)
+    return lm, mistakes.attempt(load_tokenizer, args.model, source, lm and lm.config)
 
 
 def count_rows(spec: str | None) -> int:
@@ -69,20 +91,17 @@ def check(args, ranks: int, machine: int) -> Checked:
         flaws = map(str, plan.problems(args, ranks, machine=machine))
         Mistakes([*mistakes, *flaws]).stop()  # before it takes time to make the model
     source = mistakes.attempt(find_model, args.model)
-    config = mistakes.attempt(model.config_of, source) if source else None
-    tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
+    lm, tokenizer = inspect(args, source, mistakes) if source else (None, None)
     loaded = {"rows": ([], None), "eval_rows": ([], None)}
     for name, spec, seed in (("rows", args.data, args.seed), ("eval_rows", args.eval_data, 0)):
         if spec and tokenizer:  # evaluation rows do not depend on --seed
             found = mistakes.attempt(data.load, spec, tokenizer, args.prompts, seed=seed)
             loaded[name] = found or loaded[name]
     (rows, report), (eval_rows, eval_report) = loaded.values()
-    shape = None
-    with suppress(SettingsError):  # there is no memory plan for some models
-        shape = memory.shape_from(config.to_dict()) if config else None
+    shape = memory.shape_from(lm) if lm else None
     n_rows, n_eval = len(rows), len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
-    mistakes += model_limits(args, config, rows + eval_rows) if config else []
+    mistakes += model_limits(args, lm.config, rows + eval_rows) if lm else []
     mistakes.stop()
 
     card = gpu_bytes()
@@ -90,13 +109,13 @@ def check(args, ranks: int, machine: int) -> Checked:
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape:
         kv_cache = kv_cache if card else memory.EngineMemory(sizes, shape, card).cache
-        sizes = memory.planned(sizes, shape, card)
-    else:
-        sizes = replace(sizes, memory=f"  memory     no plan for models of type "
-                                      f"{config.model_type!r}, only for dense decoders")
+    sizes = with_memory(sizes, shape, card)
     notes = [line for line in (report, eval_report) if line]
     notes += [f"note: {line}" for line in plan.warnings(args)]
-    return Checked(source, config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
+    if not eos_ids(source, tokenizer):
+        notes.append("note: the model has no end-of-sequence token, so completions end at --stop "
+                     "or --max_tokens only.")
+    return Checked(source, lm.config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
 
 
 def gpu_bytes() -> float | None:
@@ -118,14 +137,21 @@ def find_model(name: str) -> str:
     return tiny.ensure("runs", *([task] if task else []))
 
 
-def load_tokenizer(name: str, source: str):
-    """The folder's tokenizer. SettingsError if transformers cannot load it."""
+def load_tokenizer(name: str, source: str, config):
+    """The folder's tokenizer. SettingsError if transformers cannot load it, or it does not fit."""
     from transformers import AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(source)
+        found = AutoTokenizer.from_pretrained(source)
+        if len(found) <= len(found.all_special_ids):  # transformers makes one without files
+            raise ValueError("it would be empty")
     except (OSError, ValueError) as error:
         raise SettingsError(f"--model {name} has no tokenizer that transformers can load "
                             f"({str(error).splitlines()[0]}).") from None
+    most = max([found.vocab_size - 1, *eos_ids(source, found)])  # ids added later may be unused
+    if config and most >= config.vocab_size:
+        raise SettingsError(f"--model {name} has a tokenizer that does not fit it: its largest id "
+                            f"is {most:,}, and the model has {config.vocab_size:,}.")
+    return found
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
@@ -136,6 +162,10 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
+    head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    if not torch.cuda.is_available() and head not in CPU_HEADS:
+        found.append(f"--model {args.model} has heads of size {head}; without a GPU the engine "
+                     f"takes {', '.join(map(str, CPU_HEADS))}.")
     wrong = [r for r in rows if not 0 <= max(r.prompt_ids, default=-1) < config.vocab_size]
     for row in wrong[:1]:  # inside vLLM it would break the engine
         found.append(f"--model {args.model} has a tokenizer that does not fit it: row {row.index} "

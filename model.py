@@ -77,16 +77,30 @@ def find(model: str) -> str:
 
 
 def config_of(folder: str):
+    """SettingsError where engine or trainer could not compute such a model, or not alike."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
         raise SettingsError(f"--model {folder}: cannot read its config.json "
                             f"({str(error).splitlines()[0]}).") from None
+    kind, get = config.model_type, partial(getattr, config)
+    if kind not in FAMILIES or (get("architectures", 0) or [CLASSES[kind]]) != [CLASSES[kind]]:
+        raise SettingsError(f"--model {folder} is a {kind} model {get('architectures', '')}, which "
+                            f"is not supported; causal language models of these types are: "
+                            f"{', '.join(FAMILIES)}.")
+    if get("quantization_config", None):
+        raise SettingsError(f"--model {folder} is quantized; training needs plain weights.")
+    for rope in "dynamic", "longrope":
+        if f"'{rope}'" in str(get("rope_parameters", "")):
+            raise SettingsError(f"--model {folder} has rotary embeddings of type {rope}, which "
+                                f"depend on the other rows of a micro-batch; not supported.")
+    return config
 
 
 def skeleton(folder: str, dtype=torch.float32):
-    """The model without weights. SettingsError if it is of no supported kind."""
+    """The model without weights."""
     from transformers import AutoModelForCausalLM
     config = config_of(folder)
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
@@ -140,6 +154,10 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     shard(root, layers_of(lm), mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     fill(lm, folder)
+    whole_of = lambda p: p.to_local() if isinstance(p, DTensor) else p
+    bad = [name for name, p in lm.named_parameters() if not whole_of(p).isfinite().all()]
+    if bad := world.gather(bad):
+        raise SettingsError(f"--model {folder}: {bad[0]} has values that are not finite.")
     return root
 
 
@@ -299,18 +317,21 @@ class Policy(Trained):
 
     def weights(self, dtype=None):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
-        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too.
-        for name, value in self.module.lm.state_dict().items():
-            yield name, whole(value.to(self.world.device, dtype or value.dtype))
+        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too,
+        # but not Gemma 2's.
+        lm = self.module.lm
+        for name, value in lm.state_dict().items():
+            if (name, lm.config.model_type) != ("lm_head.weight", "gemma2"):
+                yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def export(self, source: str, folder: str, notes: dict | None = None):
         """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
-        config, target, weights = config_of(source), Path(folder), {}
+        target, weights, dtype = Path(folder), {}, self.module.lm.config.dtype
         names = names_in_files(self.module.lm, source)  # of tied weights only the first
         unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
-        for name, value in self.weights(config.dtype or torch.float32):
+        for name, value in self.weights(dtype):
             if writes and name in names:
-                weights[names[name]] = value.to("cpu", copy=True)  # it may be a view of padded memory
+                weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
         if writes:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
