@@ -83,8 +83,8 @@ def config_of(folder: str):
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise SettingsError(f"--model {folder}: cannot read its config.json "
-                            f"({str(error).splitlines()[0]}).") from None
+        raise SettingsError(f"--model {folder}: cannot read its config.json (--plan takes --sizes "
+                            f"hidden=… instead; {str(error).splitlines()[0]}).") from None
     kind, get = config.model_type, partial(getattr, config)
     if kind not in FAMILIES or (get("architectures", 0) or [CLASSES[kind]]) != [CLASSES[kind]]:
         raise SettingsError(f"--model {folder} is a {kind} model {get('architectures', '')}, which "
@@ -326,7 +326,7 @@ class Policy(Trained):
 
     def export(self, source: str, folder: str, notes: dict | None = None):
         """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
-        target, weights, dtype = Path(folder), {}, self.module.lm.config.dtype
+        target, weights, dtype = Path(folder), {}, config_of(source).dtype or torch.float32
         names = names_in_files(self.module.lm, source)  # of tied weights only the first
         unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
         for name, value in self.weights(dtype):

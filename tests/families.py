@@ -49,7 +49,8 @@ CASES = {
     "Cohere": ("cohere", dict(logit_scale=0.3), "scales its logits; attention beside the MLP"),
     "OLMo2": ("olmo2", {}, "norms after attention and MLP"),
     "GPT-2": ("gpt2", {}, "learned positions; weights are transposed"),
-    "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2), "such as Pythia; attention beside the MLP"),
+    "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
+                 "such as Pythia; attention beside the MLP"),
 }
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1,
