@@ -1,7 +1,7 @@
 """check.py: all that can be known from flags and files, before any weight is loaded."""
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,8 +12,6 @@ import model
 import plan
 import rewards
 from plan import SettingsError
-
-CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # of vLLM's attention
 
 
 @dataclass
@@ -61,13 +59,7 @@ def show_plan(args) -> None:
     mistakes += map(str, plan.problems(args, p.ranks, n_rows, n_eval or 0, shape))
     mistakes.stop()
     sizes = plan.Plan(args, args.script, p.ranks, n_rows, n_eval or 0)
-    print(with_memory(sizes, shape, p.gpu_gb * memory.GIB).text())
-
-
-def with_memory(sizes: plan.Plan, shape, card: float | None) -> plan.Plan:
-    if shape:
-        return memory.planned(sizes, shape, card)
-    return replace(sizes, memory="  memory     no plan for models with bounded attention logits")
+    print(memory.planned(sizes, shape, p.gpu_gb * memory.GIB).text())
 
 
 def inspect(args, source: str, mistakes: Mistakes):
@@ -107,14 +99,14 @@ def check(args, ranks: int, machine: int) -> Checked:
     card = gpu_bytes()
     sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
-    if shape:
-        kv_cache = kv_cache if card else memory.EngineMemory(sizes, shape, card).cache
-    sizes = with_memory(sizes, shape, card)
+    if shape and not card:
+        kv_cache = memory.EngineMemory(sizes, shape, card).cache
+    sizes = memory.planned(sizes, shape, card)
     notes = [line for line in (report, eval_report) if line]
     notes += [f"note: {line}" for line in plan.warnings(args)]
     if not eos_ids(source, tokenizer):
-        notes.append("note: the model has no end-of-sequence token, so completions end at --stop "
-                     "or --max_tokens only.")
+        notes.append("note: the model has no end-of-sequence token: only --stop and --max_tokens "
+                     "end completions.")
     return Checked(source, lm.config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
 
 
@@ -163,15 +155,15 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
     head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
-    if not torch.cuda.is_available() and head not in CPU_HEADS:
-        found.append(f"--model {args.model} has heads of size {head}; without a GPU the engine "
-                     f"takes {', '.join(map(str, CPU_HEADS))}.")
+    served = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
+    if head not in served and not torch.cuda.is_available():
+        found.append(f"--model {args.model} has heads of size {head}; without a GPU vLLM serves "
+                     f"{', '.join(map(str, served))}.")
     wrong = [r for r in rows if not 0 <= max(r.prompt_ids, default=-1) < config.vocab_size]
     for row in wrong[:1]:  # inside vLLM it would break the engine
-        found.append(f"--model {args.model} has a tokenizer that does not fit it: row {row.index} "
-                     f"of {row.source} has {len(row.prompt_ids)} tokens, the largest id is "
-                     f"{max(row.prompt_ids, default=None)}; it must have at least one, and ids "
-                     f"below {config.vocab_size}.")
+        found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens with "
+                     f"ids below {config.vocab_size} (the largest is "
+                     f"{max(row.prompt_ids, default=None)}).")
     return found
 
 

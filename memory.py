@@ -78,20 +78,21 @@ def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
         if name in SHAPES and not Path(model).is_dir():
             return SHAPES[name]
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise SettingsError("--sizes must be hidden=… (and intermediate, layers, heads, kv_heads, "
-                            f"vocab; {type(error).__name__}).") from None
+        raise SettingsError("--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… "
+                            f"vocab=… ({type(error).__name__}).") from None
 
 
 def shape_from(lm) -> Shape | None:
     """Of a model, which may be on the meta device. None: there is no memory plan for it."""
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
-    if getattr(c, "attn_logit_softcapping", None):  # eager attention grows with length²
+    if c.model_type == "gemma2":  # its attention is not fused: memory grows with length²
         return None
+    get = lambda name, default: getattr(c, name, None) or default
     layer, heads = sum(n for name, n in sizes.items() if ".0." in name), c.num_attention_heads
-    return Shape(c.hidden_size, getattr(c, "intermediate_size", 0) or 4 * c.hidden_size,
-                 c.num_hidden_layers, heads, getattr(c, "num_key_value_heads", heads), c.vocab_size,
-                 tied="lm_head.weight" not in sizes, head_dim=getattr(c, "head_dim", 0) or 0,
-                 qk_norm=any("q_norm" in name for name in sizes), layer=layer,
+    return Shape(c.hidden_size, get("intermediate_size", 4 * c.hidden_size), c.num_hidden_layers,
+                 heads, get("num_key_value_heads", heads), c.vocab_size,
+                 tied="lm_head.weight" not in sizes, head_dim=get("head_dim", 0),
+                 qk_norm="q_norm" in str(sizes), layer=layer,
                  root=sum(sizes.values()) - c.num_hidden_layers * layer)
 
 
@@ -209,7 +210,9 @@ def spell(values: dict) -> str:
     return " ".join(typed(*item) for item in values.items())
 
 
-def planned(plan: Plan, shape: Shape, card: float | None) -> Plan:
+def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
+    if not shape:
+        return replace(plan, memory="  memory     no plan: attention is not fused in this model")
     found, best, words = loads(plan, shape, card), plan, "fits: " if card else ""
     if card and not fits(plan, shape, card):
         wider = (replace(plan, ranks=plan.ranks << k) for k in range(8))

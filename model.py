@@ -1,5 +1,6 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
+import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,10 @@ FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares engine, trainer and transformers for each of them.
 FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral olmo2 phi phi3
     qwen2 qwen3 smollm3 stablelm""".split()
+UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
+    "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
+    "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
+    "stablelm": ["use_parallel_residual", "qk_layernorm"]}
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -77,7 +82,7 @@ def find(model: str) -> str:
 
 
 def config_of(folder: str):
-    """SettingsError where engine or trainer could not compute such a model, or not alike."""
+    """SettingsError where trainer and engine could not compute the model, or not alike."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
@@ -85,17 +90,18 @@ def config_of(folder: str):
     except (ValueError, OSError) as error:
         raise SettingsError(f"--model {folder}: cannot read its config.json (--plan takes --sizes "
                             f"hidden=… instead; {str(error).splitlines()[0]}).") from None
-    kind, get = config.model_type, partial(getattr, config)
-    if kind not in FAMILIES or (get("architectures", 0) or [CLASSES[kind]]) != [CLASSES[kind]]:
-        raise SettingsError(f"--model {folder} is a {kind} model {get('architectures', '')}, which "
-                            f"is not supported; causal language models of these types are: "
-                            f"{', '.join(FAMILIES)}.")
-    if get("quantization_config", None):
-        raise SettingsError(f"--model {folder} is quantized; training needs plain weights.")
-    for rope in "dynamic", "longrope":
-        if f"'{rope}'" in str(get("rope_parameters", "")):
-            raise SettingsError(f"--model {folder} has rotary embeddings of type {rope}, which "
-                                f"depend on the other rows of a micro-batch; not supported.")
+    kind, classes = config.model_type, config.architectures or []
+    rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
+    for what, wrong in (
+            (f"model_type {kind}", kind not in FAMILIES),
+            (f"architecture {classes}", classes != [CLASSES.get(kind)] * len(classes)),
+            ("quantized weights", hasattr(config, "quantization_config")),
+            (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
+            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ()))):
+        if wrong:
+            raise SettingsError(
+                f"--model {folder} has {what}, which is not supported. Would work: a plain causal "
+                f"language model of type {', '.join(FAMILIES)}.")
     return config
 
 
@@ -110,10 +116,6 @@ def skeleton(folder: str, dtype=torch.float32):
     return lm
 
 
-def layers_of(lm) -> nn.ModuleList:
-    return next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
-
-
 def names_in_files(lm, folder: str) -> dict[str, str]:
     """{parameter: its name in *.safetensors}, of which only the headers are read."""
     shapes, found = {}, {}
@@ -124,8 +126,8 @@ def names_in_files(lm, folder: str) -> dict[str, str]:
         except (SafetensorError, OSError) as error:
             raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
     for name, p in lm.named_parameters():
-        others = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
-        found[name] = next((other for other in others if other in shapes), name)
+        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
+        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
         if (there := shapes.get(found[name])) != list(p.shape):
             raise SettingsError(f"--model {folder}: by config.json {name} has the shape "
                                 f"{list(p.shape)}; the *.safetensors have {there or 'none'}.")
@@ -151,11 +153,11 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
-    shard(root, layers_of(lm), mesh, compute, master, args.checkpointing, offload)
+    layers = next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
+    shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     fill(lm, folder)
-    whole_of = lambda p: p.to_local() if isinstance(p, DTensor) else p
-    bad = [name for name, p in lm.named_parameters() if not whole_of(p).isfinite().all()]
+    bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
         raise SettingsError(f"--model {folder}: {bad[0]} has values that are not finite.")
     return root
@@ -228,9 +230,9 @@ class LogprobModel(nn.Module):
     def __init__(self, lm, head_chunk: int):
         super().__init__()
         self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
-        get = lambda name, default: getattr(lm.config, name, None) or default
+        get = partial(getattr, lm.config)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
-        self.cap = get("final_logit_softcapping", 0.0)  # Gemma 2
+        self.cap = get("final_logit_softcapping", None)  # Gemma 2
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""

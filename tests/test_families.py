@@ -89,15 +89,16 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
 
 
 @pytest.mark.parametrize("kind, options, words", [
-    *((kind, {}, f"^.* is a {kind} model .* not supported; .*: cohere, .*, stablelm.$")
+    *((kind, {}, f"^.* has model_type {kind}, which is not sup.* of type cohere, .*, stablelm.$")
       for kind in OTHERS),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Sequence.* not supported"),
-    ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "of type dynamic"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture .*Sequence"),
+    ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "has rotary type dynamic, wh"),
+    ("stablelm", {"use_parallel_residual": True}, "has use_parallel_residual, which is not s"),
     ("phi3", {"rope_parameters": ROPE | {
         "rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
-        "original_max_position_embeddings": 64}}, "of type longrope"),
-    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
-    ("llama", {"head_dim": 16}, "has heads of size 16; without a GPU the engine takes 32, 64")])
+        "original_max_position_embeddings": 64}}, "rotary type longrope"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "has quantized weights"),
+    ("llama", {"head_dim": 16}, "has heads of size 16; without a GPU vLLM serves 32, 64")])
 def test_other_models_are_refused_in_one_sentence(tmp_path, kind, options, words):
     config = AutoConfig.for_model(kind).to_dict() | options
     (tmp_path / "config.json").write_text(json.dumps(config))
