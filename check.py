@@ -65,9 +65,13 @@ def show_plan(args) -> None:
 def inspect(args, source: str, mistakes: Mistakes):
     """A folder's model without weights and its tokenizer; None for what cannot be used."""
     lm = mistakes.attempt(model.skeleton, source)
+    tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
-    return lm, mistakes.attempt(load_tokenizer, args.model, source, lm and lm.config)
+    if lm and tokenizer and tokenizer.vocab_size > lm.config.vocab_size:  # but for added tokens
+        mistakes.append(f"--model {args.model} has a tokenizer of {tokenizer.vocab_size:,} ids and "
+                        f"weights for {lm.config.vocab_size:,}.")
+    return lm, tokenizer
 
 
 def count_rows(spec: str | None) -> int:
@@ -129,21 +133,17 @@ def find_model(name: str) -> str:
     return tiny.ensure("runs", *([task] if task else []))
 
 
-def load_tokenizer(name: str, source: str, config):
-    """The folder's tokenizer. SettingsError if transformers cannot load it, or it does not fit."""
+def load_tokenizer(name: str, source: str):
+    """The folder's tokenizer. SettingsError if transformers cannot load it."""
     from transformers import AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(source)
         if len(found) <= len(found.all_special_ids):  # transformers makes one without files
             raise ValueError("it would be empty")
+        return found
     except (OSError, ValueError) as error:
         raise SettingsError(f"--model {name} has no tokenizer that transformers can load "
                             f"({str(error).splitlines()[0]}).") from None
-    most = max([found.vocab_size - 1, *eos_ids(source, found)])  # ids added later may be unused
-    if config and most >= config.vocab_size:
-        raise SettingsError(f"--model {name} has a tokenizer that does not fit it: its largest id "
-                            f"is {most:,}, and the model has {config.vocab_size:,}.")
-    return found
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
