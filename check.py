@@ -45,33 +45,20 @@ class Mistakes(list):
 
 def show_plan(args) -> None:
     """--plan: print what would run on --ranks ranks, without torchrun, GPU or weights."""
-    p, mistakes = args.planning, Mistakes()
+    p, mistakes, card = args.planning, Mistakes(), args.planning.gpu_gb * memory.GIB
+    if Path(args.model).is_dir() and not p.sizes:  # a run's check has all it needs
+        print(check(args, p.ranks, None, card).plan.text())
+        return
     mistakes.attempt(rewards.check, list(args.reward))
     n_rows, n_eval = (mistakes.attempt(count_rows, spec) for spec in (args.data, args.eval_data))
-    shape, lm = mistakes.attempt(memory.shape_of, args.model, p.sizes), None
-    if Path(args.model).is_dir():
-        lm, _ = inspect(args, args.model, mistakes)
-    elif not shape:  # config.json comes from the hub
+    shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
+    if not (shape or mistakes):  # config.json comes from the hub
         lm = mistakes.attempt(model.skeleton, args.model)
-    if lm:
-        shape = shape or memory.shape_from(lm)
-        mistakes += model_limits(args, lm.config, [])
+        shape = memory.shape_from(lm) if lm else None
     mistakes += map(str, plan.problems(args, p.ranks, n_rows, n_eval or 0, shape))
     mistakes.stop()
     sizes = plan.Plan(args, args.script, p.ranks, n_rows, n_eval or 0)
-    print(memory.planned(sizes, shape, p.gpu_gb * memory.GIB).text())
-
-
-def inspect(args, source: str, mistakes: Mistakes):
-    """A folder's model without weights and its tokenizer; None for what cannot be used."""
-    lm = mistakes.attempt(model.skeleton, source)
-    tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
-    if lm:
-        mistakes.attempt(model.names_in_files, lm, source)
-    if lm and tokenizer and tokenizer.vocab_size > lm.config.vocab_size:  # but for added tokens
-        mistakes.append(f"--model {args.model} has a tokenizer of {tokenizer.vocab_size:,} ids and "
-                        f"weights for {lm.config.vocab_size:,}.")
-    return lm, tokenizer
+    print(memory.planned(sizes, shape, card).text())
 
 
 def count_rows(spec: str | None) -> int:
@@ -79,15 +66,17 @@ def count_rows(spec: str | None) -> int:
     return len(data.read(spec)[0]) if spec else 0
 
 
-def check(args, ranks: int, machine: int) -> Checked:
-    """Read and check everything but the weights. `machine`: the ranks of one machine."""
+def check(args, ranks: int, machine: int | None, card: float | None = None) -> Checked:
+    """Read and check everything but the weights. `machine`: the ranks of one machine. `card`: bytes
+    of the GPU to plan for; None: of this rank's."""
     mistakes = Mistakes()
     mistakes.attempt(rewards.check, list(args.reward))
     if is_tiny(args.model) and not any(Path("runs").glob("tiny-*/config.json")):
         flaws = map(str, plan.problems(args, ranks, machine=machine))
         Mistakes([*mistakes, *flaws]).stop()  # before it takes time to make the model
     source = mistakes.attempt(find_model, args.model)
-    lm, tokenizer = inspect(args, source, mistakes) if source else (None, None)
+    lm = mistakes.attempt(model.skeleton, source) if source else None
+    tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
     loaded = {"rows": ([], None), "eval_rows": ([], None)}
     for name, spec, seed in (("rows", args.data, args.seed), ("eval_rows", args.eval_data, 0)):
         if spec and tokenizer:  # evaluation rows do not depend on --seed
@@ -97,10 +86,12 @@ def check(args, ranks: int, machine: int) -> Checked:
     shape = memory.shape_from(lm) if lm else None
     n_rows, n_eval = len(rows), len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
-    mistakes += model_limits(args, lm.config, rows + eval_rows) if lm else []
+    if lm:
+        mistakes.attempt(model.names_in_files, lm, source)
+        mistakes += model_limits(args, lm.config, tokenizer, rows + eval_rows)
     mistakes.stop()
 
-    card = gpu_bytes()
+    card = card or gpu_bytes()
     sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape and not card:
@@ -146,7 +137,7 @@ def load_tokenizer(name: str, source: str):
                             f"({str(error).splitlines()[0]}).") from None
 
 
-def model_limits(args, config, rows: list[data.Row]) -> list[str]:
+def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     """Sentences for sequences and tokens that the model cannot take."""
     found, room = [], getattr(config, "max_position_embeddings", None)
     prompt, longest = args.prompts.max_prompt_tokens, args.max_tokens
@@ -159,6 +150,9 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     if head not in served and not torch.cuda.is_available():
         found.append(f"--model {args.model} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
+    if tokenizer and tokenizer.vocab_size > config.vocab_size:  # but for added tokens
+        found.append(f"--model {args.model} has a tokenizer of {tokenizer.vocab_size:,} ids and "
+                     f"weights for {config.vocab_size:,}.")
     wrong = [r for r in rows if not 0 <= max(r.prompt_ids, default=-1) < config.vocab_size]
     for row in wrong[:1]:  # inside vLLM it would break the engine
         found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens with "
