@@ -1,8 +1,7 @@
 """check.py: all that can be known from flags and files, before any weight is loaded."""
 import json
 import os
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -68,20 +67,23 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     source = mistakes.attempt(find_model, args.model, make)
     if p.plan and (p.sizes or not (source or mistakes)):
         shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
+        if not (shape or source or mistakes):  # config.json comes from the hub
+            lm = mistakes.attempt(model.skeleton, args.model)
+            shape = memory.shape_from(lm) if lm else None
     needs = mistakes.attempt(rewards.check, list(args.reward))
-    config = mistakes.attempt(model.config_of, source) if source else None
+    lm = mistakes.attempt(model.skeleton, source) if source else None
     tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
     load = lambda spec, seed: spec and mistakes.attempt(
         data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed) or ([], None)
     rows, report = load(args.data, args.seed)
     eval_rows, eval_report = load(args.eval_data, 0)  # they do not depend on --seed
     mistakes.attempt(rewards.check_rows, needs or [], rows + eval_rows)
-    with suppress(SettingsError):  # there is no memory plan for some models
-        shape = shape or (memory.shape_from(config.to_dict()) if config else None)
+    shape = shape or (memory.shape_from(lm) if lm else None)
     n_rows, n_eval = len(rows), len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
-    if config:
-        mistakes += model_limits(args, config, rows + eval_rows if tokenizer else [])
+    if lm:
+        mistakes.attempt(model.names_in_files, lm, source)
+        mistakes += model_limits(args, lm.config, tokenizer, rows + eval_rows if tokenizer else [])
     mistakes.stop()
     if not (source or p.plan):
         return None
@@ -89,15 +91,15 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     card = p.gpu_gb * memory.GIB if p.plan else gpu_bytes()
     sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
-    if shape:
-        kv_cache = kv_cache if card else memory.EngineMemory(sizes, shape, card).cache
-        sizes = memory.planned(sizes, shape, card)
-    else:
-        sizes = replace(sizes, memory=f"  memory     no plan for models of type "
-                                      f"{config.model_type!r}, only for dense decoders")
+    if shape and not card:
+        kv_cache = memory.EngineMemory(sizes, shape, card).cache
+    sizes = memory.planned(sizes, shape, card)
     notes = [line for line in (report, eval_report) if line]
     notes += [f"note: {line}" for line in plan.warnings(args)]
-    return Checked(source, config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
+    if source and not eos_ids(source, tokenizer):
+        notes.append("note: the model has no end-of-sequence token: only --stop and --max_tokens "
+                     "end completions.")
+    return Checked(source, lm and lm.config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
 
 
 def gpu_bytes() -> float | None:
@@ -127,13 +129,16 @@ def load_tokenizer(name: str, source: str):
     """The folder's tokenizer. SettingsError if transformers cannot load it."""
     from transformers import AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(source)
+        found = AutoTokenizer.from_pretrained(source)
+        if len(found) <= len(found.all_special_ids):  # transformers makes one without files
+            raise ValueError("it would be empty")
+        return found
     except (OSError, ValueError) as error:
         raise SettingsError(f"--model {name} has no tokenizer that transformers can load "
                             f"({str(error).splitlines()[0]}).") from None
 
 
-def model_limits(args, config, rows: list[data.Row]) -> list[str]:
+def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     """Sentences for sequences and tokens that the model cannot take."""
     found, room = [], getattr(config, "max_position_embeddings", None)
     prompt, longest = args.prompts.max_prompt_tokens, args.max_tokens
@@ -141,12 +146,19 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
+    head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    served = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
+    if head not in served and not torch.cuda.is_available():
+        found.append(f"--model {args.model} has heads of size {head}; without a GPU vLLM serves "
+                     f"{', '.join(map(str, served))}.")
+    if tokenizer and tokenizer.vocab_size > config.vocab_size:  # but for added tokens
+        found.append(f"--model {args.model} has a tokenizer of {tokenizer.vocab_size:,} ids and "
+                     f"weights for {config.vocab_size:,}.")
     wrong = [r for r in rows if not 0 <= max(r.prompt_ids, default=-1) < config.vocab_size]
     for row in wrong[:1]:  # inside vLLM it would break the engine
-        found.append(f"--model {args.model} has a tokenizer that does not fit it: row {row.index} "
-                     f"of {row.source} has {len(row.prompt_ids)} tokens, the largest id is "
-                     f"{max(row.prompt_ids, default=None)}; it must have at least one, and ids "
-                     f"below {config.vocab_size}.")
+        found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens with "
+                     f"ids below {config.vocab_size} (the largest is "
+                     f"{max(row.prompt_ids, default=None)}).")
     return found
 
 

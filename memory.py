@@ -33,15 +33,17 @@ class Shape:
     bias: int = 0  # on q, k and v
     head_dim: int = 0  # 0: hidden / heads
     qk_norm: int = 0  # q and k are normalized
+    layer: int = 0  # parameters of a layer; 0: attention, norms, MLP
+    root: int = 0  # of the rest; 0: embedding, head, last norm
 
     def __post_init__(self):
         head = self.head_dim or self.hidden // self.heads
         self.q, self.kv = self.heads * head, self.kv_heads * head
         self.embedding = self.vocab * self.hidden
-        self.layer = (  # parameters: attention, norms, MLP
+        self.layer = self.layer or (
             2 * self.hidden * (self.q + self.kv) + self.bias * (self.q + 2 * self.kv)
             + 2 * self.hidden + self.qk_norm * 2 * head + 3 * self.hidden * self.intermediate)
-        self.root = self.embedding * (2 - self.tied) + self.hidden  # embedding, head, last norm
+        self.root = self.root or self.embedding * (2 - self.tied) + self.hidden
         self.params = self.layers * self.layer + self.root
 
     def saved(self, c: int, packed: bool = False) -> float:
@@ -71,7 +73,7 @@ Llama-3.2-3B 3072 8192 28 24 8 128256 1
 Llama-3.1-8B 4096 14336 32 32 8 128256""".splitlines())}
 
 
-def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape:
+def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
     name = "tiny" if model.startswith("tiny") else (
         model.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Base"))
     try:
@@ -79,25 +81,23 @@ def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape:
             return Shape(**{name: int(value) for name, value in (s.split("=") for s in sizes)})
         if name in SHAPES and not Path(model).is_dir():
             return SHAPES[name]
-        from transformers import PretrainedConfig
-        return shape_from(PretrainedConfig.get_config_dict(model)[0])
-    except (OSError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise SettingsError(
-            f"--model {model} must be a folder or on the hub; or give --sizes hidden=… (and "
-            f"intermediate, layers, heads, kv_heads, vocab; {type(error).__name__}).") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise SettingsError("--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… "
+                            f"vocab=… ({type(error).__name__}).") from None
 
 
-def shape_from(config: dict) -> Shape:
-    get, kind = config.get, config.get("model_type")
-    sizes = list(map(get, (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "vocab_size")))
-    sizes[4] = sizes[4] or sizes[3]
-    if not all(sizes) or get("num_experts") or get("num_local_experts"):
-        raise SettingsError(f"--model must be a dense decoder for a memory plan (got {kind!r}).")
-    bias = kind == "qwen2" or bool(get("attention_bias"))
-    return Shape(
-        *sizes, bool(get("tie_word_embeddings")), bias, get("head_dim") or 0, kind == "qwen3")
+def shape_from(lm) -> Shape | None:
+    """Of a model, which may be on the meta device. None: there is no memory plan for it."""
+    c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
+    if c.model_type == "gemma2":  # its attention is not fused: memory grows with length²
+        return None
+    get = lambda name, default: getattr(c, name, None) or default
+    layer, heads = sum(n for name, n in sizes.items() if ".0." in name), c.num_attention_heads
+    return Shape(c.hidden_size, get("intermediate_size", 4 * c.hidden_size), c.num_hidden_layers,
+                 heads, get("num_key_value_heads", heads), c.vocab_size,
+                 tied="lm_head.weight" not in sizes, head_dim=get("head_dim", 0),
+                 qk_norm="q_norm" in str(sizes), layer=layer,
+                 root=sum(sizes.values()) - c.num_hidden_layers * layer)
 
 
 def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
@@ -214,7 +214,9 @@ def spell(values: dict) -> str:
     return " ".join(typed(*item) for item in values.items())
 
 
-def planned(plan: Plan, shape: Shape, card: float | None) -> Plan:
+def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
+    if not shape:
+        return replace(plan, memory="  memory     no plan: attention is not fused in this model")
     found, best, words = loads(plan, shape, card), plan, "fits: " if card else ""
     if card and not fits(plan, shape, card):
         wider = (replace(plan, ranks=plan.ranks << k) for k in range(8))

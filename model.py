@@ -1,5 +1,6 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
+import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
 from huggingface_hub import save_torch_state_dict, snapshot_download
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +25,13 @@ from memory import HEAD_LOGITS
 from plan import SettingsError
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+# tests/families.py compares engine, trainer and transformers for each of them.
+FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral olmo2 phi phi3
+    qwen2 qwen3 smollm3 stablelm""".split()
+UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
+    "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
+    "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
+    "stablelm": ["use_parallel_residual", "qk_layernorm"]}
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -76,12 +84,56 @@ def find(model: str) -> str:
 
 
 def config_of(folder: str):
+    """SettingsError where trainer and engine could not compute the model, or not alike."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise SettingsError(f"--model {folder}: cannot read its config.json "
-                            f"({str(error).splitlines()[0]}).") from None
+        raise SettingsError(f"--model {folder}: cannot read its config.json (--plan takes --sizes "
+                            f"hidden=… instead; {str(error).splitlines()[0]}).") from None
+    kind, classes = config.model_type, config.architectures or []
+    rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
+    for what, wrong in (
+            (f"model_type {kind}", kind not in FAMILIES),
+            (f"architecture {classes}", classes != [CLASSES.get(kind)] * len(classes)),
+            ("quantized weights", hasattr(config, "quantization_config")),
+            (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
+            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ()))):
+        if wrong:
+            raise SettingsError(
+                f"--model {folder} has {what}, which is not supported. Would work: a plain causal "
+                f"language model of type {', '.join(FAMILIES)}.")
+    return config
+
+
+def skeleton(folder: str, dtype=torch.float32):
+    """The model without weights."""
+    from transformers import AutoModelForCausalLM
+    config = config_of(folder)
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
+    return lm
+
+
+def names_in_files(lm, folder: str) -> dict[str, str]:
+    """{parameter: its name in *.safetensors}, of which only the headers are read."""
+    shapes, found = {}, {}
+    for path in Path(folder).glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
+    for name, p in lm.named_parameters():
+        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
+        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
+        if (there := shapes.get(found[name])) != list(p.shape):
+            raise SettingsError(f"--model {folder}: by config.json {name} has the shape "
+                                f"{list(p.shape)}; the *.safetensors have {there or 'none'}.")
+    return found
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
@@ -95,13 +147,11 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     Master weights are at least float32; a model that is not trained has none. SettingsError if the
     files do not fit config.json.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
     AttentionInterface.register("packed", packing.attention)
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config_of(folder), dtype=master, attn_implementation="sdpa")
+    lm = skeleton(folder, master)
     if master == torch.float64:
         widen(lm)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
@@ -109,9 +159,13 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
-    shard(root, lm.model.layers, mesh, compute, master, args.checkpointing, offload)
+    layers = next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
+    shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     fill(lm, folder)
+    bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
+    if bad := world.gather(bad):
+        raise SettingsError(f"--model {folder}: {bad[0]} has values that are not finite.")
     return root
 
 
@@ -137,12 +191,12 @@ def fill(lm, folder: str):
     """A folder's weights into the model. Each rank reads its part. A collective."""
     for module in lm.modules():  # rotary frequencies are in no file
         if module._non_persistent_buffers_set:
+            for p in module.parameters():
+                p._is_hf_initialized = True  # it is left alone
             lm._init_weights(module)
-    try:  # it converts dtypes
-        dcp.load(dict(lm.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(folder))
-    except CheckpointException as error:
-        [why, *_] = next(iter(error.failures.values()))
-        raise SettingsError(f"{folder}: weights do not fit config.json: {why}") from None
+    names = names_in_files(lm, folder)
+    dcp.load({names[name]: p for name, p in lm.named_parameters()},  # it converts dtypes
+             storage_reader=dcp.HuggingFaceStorageReader(folder))
 
 
 class Float64(TorchFunctionMode):
@@ -172,15 +226,15 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def token_logprobs(hidden, weight, targets, temperature, chunk: int, entropy: str):
-    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature).
+def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
+    """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
 
-    hidden (n, H), weight (V, H), targets (n,) → (n,), (n,), at least float32.
+    hidden (n, H), head(hidden) (n, V), at least float32, targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
     if len(hidden) > chunk:
-        return _in_chunks(hidden, weight, targets, temperature, chunk, entropy)
-    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+        return _in_chunks(hidden, head, targets, temperature, chunk, entropy)
+    logits = head(hidden) / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
     if entropy == "none":
@@ -190,10 +244,10 @@ def token_logprobs(hidden, weight, targets, temperature, chunk: int, entropy: st
     return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
 
 
-def _in_chunks(hidden, weight, targets, temperature, chunk, entropy):
+def _in_chunks(hidden, head, targets, temperature, chunk, entropy):
     """Backward computes the logits again: a few times chunk × V of memory."""
     part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-    parts = [part(h, weight, t, temperature, chunk, entropy)
+    parts = [part(h, head, t, temperature, chunk, entropy)
              for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
@@ -210,10 +264,19 @@ class LogprobModel(nn.Module):
     def __init__(self, lm, head_chunk: int):
         super().__init__()
         self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
+        get = partial(getattr, lm.config)
+        self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
+        self.cap = get("final_logit_softcapping", None)  # Gemma 2
+
+    def head(self, hidden):
+        """(n, H) → logits (n, V) but for the scale, at least float32."""
+        logits = self.lm.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy):
-        hidden = self.lm.model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
-        return token_logprobs(pick(hidden, source), self.lm.lm_head.weight, targets, temperature,
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
+        return token_logprobs(pick(hidden, source), self.head, targets, temperature / self.scale,
                               self.chunk, entropy)
 
 
@@ -227,7 +290,7 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
 
     def forward(self, inputs, source):
-        hidden = self.lm.model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
         values = self.head(pick(hidden, source)).sum(-1)  # no squeeze: hooks need no view
         return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
 
@@ -238,6 +301,7 @@ class Trained:
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
+        self.attention = module.lm.config._attn_implementation
         if next(module.parameters()).device.type != world.device.type:
             self.moving = ()  # --cpu_offload
         self.max_grad_norm = args.max_grad_norm or math.inf
@@ -268,7 +332,7 @@ class Trained:
     def pack(self, packs: bool):
         """From now on, take packed micro-batches (see packing.py), or padded ones only."""
         self.packs = packs
-        self.module.lm.set_attn_implementation("packed" if packs else "sdpa")
+        self.module.lm.set_attn_implementation("packed" if packs else self.attention)
 
     def move(self, device: torch.device):
         """What --offload names goes to the host before generation, and back after it."""
@@ -297,17 +361,21 @@ class Policy(Trained):
 
     def weights(self, dtype=None):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
-        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too.
-        for name, value in self.module.lm.state_dict().items():
-            yield name, whole(value.to(self.world.device, dtype or value.dtype))
+        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too,
+        # but not Gemma 2's.
+        lm = self.module.lm
+        for name, value in lm.state_dict().items():
+            if (name, lm.config.model_type) != ("lm_head.weight", "gemma2"):
+                yield name, whole(value.to(self.world.device, dtype or value.dtype))
 
     def export(self, source: str, folder: str, notes: dict | None = None):
         """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
-        config, target, weights = config_of(source), Path(folder), {}
+        target, weights, dtype = Path(folder), {}, config_of(source).dtype or torch.float32
+        names = names_in_files(self.module.lm, source)  # of tied weights only the first
         unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
-        for name, value in self.weights(config.dtype or torch.float32):
-            if writes and not (name == "lm_head.weight" and config.tie_word_embeddings):
-                weights[name] = value.to("cpu", copy=True)  # it may be a view of padded memory
+        for name, value in self.weights(dtype):
+            if writes and name in names:
+                weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
         if writes:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)

@@ -206,7 +206,8 @@ def head(bench: Bench) -> list[str]:
 
     def run(chunk: int) -> None:
         hidden.grad = weight.grad = None
-        model.token_logprobs(hidden, weight, targets, 1.0, chunk, "value")[0].sum().backward()
+        logits = lambda states: (states @ weight.T).float()
+        model.token_logprobs(hidden, logits, targets, 1.0, chunk, "value")[0].sum().backward()
 
     for chunk in (min(n // 4, memory.HEAD_LOGITS // vocab), n):
         seconds, = bench.seconds(partial(run, chunk))

@@ -63,8 +63,10 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             params = sum(p.numel() for p in root.parameters())
     finally:
         td.destroy_process_group()
-    plan = memory.widest(memory.shape_from(config.to_dict()), tokens, grad=grad, c=c, m=4,
-                         checkpointing=checkpointing, head_chunk=head_chunk, critic=critic)
+    with torch.device("meta"):
+        shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
+    plan = memory.widest(shape, tokens, grad=grad, c=c, m=4, checkpointing=checkpointing,
+                         head_chunk=head_chunk, critic=critic)
     return ours, sum(plan.values()) + 4 * params / ranks * (1 + grad)
 
 

@@ -6,7 +6,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import check
+import families
+import grpo
 import model
+import plan
+from examples import tiny
 from plan import SettingsError
 from ranks import results
 
@@ -66,13 +71,61 @@ def refusal(world, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("there, said", [
-    (None, "Missing key in checkpoint state_dict: model.layers.1.mlp.up_proj.weight"),
-    ((48, 1), "torch.Size([48, 1]) and current: torch.Size([48, 32]) for model.layers.1.mlp.up_")])
-def test_a_weight_that_is_missing_or_has_another_shape_is_named(tmp_path, there, said):
-    folder, name = make(tmp_path, torch.float32, True), "model.layers.1.mlp.up_proj.weight"
-    weights = load_file(f"{folder}/model.safetensors")
-    del weights[name]
-    save_file(weights | ({name: torch.ones(there)} if there else {}),
-              f"{folder}/model.safetensors", metadata={"format": "pt"})
-    assert said in results(1, refusal, folder)[0]
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def spoil(folder, flaw: str) -> None:
+    """One flaw in a model's folder."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    if flaw == "missing":
+        del weights[UP]
+    elif flaw == "shape":
+        weights[UP] = torch.ones(48, 1)
+    elif flaw == "nan":
+        weights[UP][40, 3] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    if flaw == "cut":
+        path.write_bytes(path.read_bytes()[:-1000])
+    elif flaw == "garbled":
+        path.write_bytes(b"\x7f" * 5000)
+    elif flaw == "no tokenizer":
+        for file in folder.glob("token*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize("flaw, said", [
+    ("missing", f"{UP} has the shape [48, 32]; the *.safetensors have none"),
+    ("shape", f"{UP} has the shape [48, 32]; the *.safetensors have [48, 1]"),
+    ("cut", "model.safetensors is no whole safetensors file"),
+    ("garbled", "model.safetensors is no whole safetensors file"),
+    ("no tokenizer", "has no tokenizer that transformers can load"),
+    ("many ids", "has a tokenizer of 320 ids and weights for 50")])
+def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path, flaw, said):
+    make(tmp_path, torch.float32, True)
+    tiny.make_tokenizer().save_pretrained(tmp_path)            # 320 ids, for a model of 50
+    spoil(tmp_path, flaw)
+    args = plan.changed(grpo.Args(), model=str(tmp_path))
+    for look in (lambda: check.check(args, 1, 1)), (lambda: check.show_plan(args)):
+        with pytest.raises(SettingsError) as caught:
+            look()
+        assert said in str(caught.value)
+
+
+def test_a_weight_that_is_not_finite_is_named_on_every_rank(tmp_path):
+    folder = make(tmp_path, torch.float32, True)
+    spoil(tmp_path, "nan")
+    for sentence in results(2, refusal, folder):
+        assert f"{UP} has values that are not finite" in sentence
+
+
+def test_a_model_without_an_end_of_sequence_is_noted(tmp_path):
+    families.make("Llama", tmp_path)
+    args = plan.changed(grpo.Args(), model=str(tmp_path), max_tokens=64, max_prompt_tokens=64)
+    told = lambda: [note for note in check.check(args, 1, 1).notes if "end-of-sequence" in note]
+    assert not told()
+    (tmp_path / "generation_config.json").unlink()
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert told()

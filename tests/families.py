@@ -1,0 +1,170 @@
+"""Random models of every family in model.FAMILIES, and how far engine and trainer are from
+transformers. `python tests/families.py` prints the table of docs/families.md (10 minutes)."""
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import dist  # isort: skip  (it sets what torch reads)
+import numpy as np
+import torch
+
+import data
+import model
+from batch import Batch, Completion, Sample, pad
+from rewards import Score
+from rollout import Engine, EngineArgs, Request
+
+ROOT = Path(__file__).parent.parent
+HEAT = 0.7  # the temperature
+ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+# Name: (model_type, what differs from SIZES, what is special)
+CASES = {
+    "Llama": ("llama", dict(tie_word_embeddings=False), ""),
+    "Llama, tied": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+                    "such as SmolLM2; here with biases"),
+    "Llama, yarn": ("llama", dict(rope_parameters=ROPE), "scaled rotary frequencies"),
+    "Mistral": ("mistral", dict(sliding_window=64, head_dim=32), "a sliding window"),
+    "Qwen2": ("qwen2", dict(tie_word_embeddings=True), "biases on q, k and v; Qwen2.5 too"),
+    "Qwen3": ("qwen3", dict(head_dim=64), "q and k are normalized"),
+    "Phi": ("phi", dict(num_key_value_heads=2), "the head has a bias"),
+    "Phi3": ("phi3", {}, "q, k and v are one matrix"),
+    "StableLM": ("stablelm", dict(use_qkv_bias=True), "rotates a part of each head"),
+    "SmolLM3": ("smollm3", dict(no_rope_layers=[1, 0]), "layers without rotation"),
+    "Gemma": ("gemma", dict(head_dim=64), "scales its embeddings"),
+    "Gemma 2": ("gemma2", dict(head_dim=64, sliding_window=64, query_pre_attn_scalar=40,
+                               attn_logit_softcapping=3.0, final_logit_softcapping=3.0),
+                "bounds the logits of attention and head by tanh"),
+    "Gemma 3": ("gemma3_text", dict(head_dim=64, sliding_window=64, layer_types=[
+        "sliding_attention", "full_attention"]), "text only; two kinds of layers"),
+    "GLM": ("glm", dict(head_dim=32), "rotates a part of each head"),
+    "Granite": ("granite", dict(logits_scaling=3.0, embedding_multiplier=5.0,
+                                residual_multiplier=0.3, attention_multiplier=0.1),
+                "scales its logits, residuals, attention"),
+    "Cohere": ("cohere", dict(logit_scale=0.3), "scales its logits; attention beside the MLP"),
+    "OLMo2": ("olmo2", {}, "norms after attention and MLP"),
+    "GPT-2": ("gpt2", {}, "learned positions; weights are transposed"),
+    "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
+                 "such as Pythia; attention beside the MLP"),
+}
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1,
+             bos_token_id=None, eos_token_id=2, pad_token_id=0)
+
+
+def make(name: str, folder: str) -> None:
+    """A random model of a case, no weight at its usual start, with tiny.py's tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from examples import tiny
+    kind, more, _ = CASES[name]
+    config = AutoConfig.for_model(kind, **SIZES | {"vocab_size": tiny.VOCAB} | more)
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in lm.parameters():  # norms and biases too
+            p += 0.1 * torch.randn_like(p)
+    lm.save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+
+
+def scored(prompts, completions) -> Batch:
+    """A batch without rewards."""
+    return Batch([Sample(*one, "", Score(0.0, {}, None))
+                  for one in zip(prompts, completions, strict=True)])
+
+
+def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
+    """(completions, the trainer's log-probs) before and after an update, which moves every weight
+    and is exported to FOLDER-1. Six random prompts; longer than a window and a cache block."""
+    weights, rng = model.ModelArgs(**options), np.random.default_rng(0)
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
+                          model.OptimizerArgs())
+    rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
+            for i in range(6)]
+    prompts, found = [data.Prompt(row.index, row) for row in rows], []
+    generate = lambda: [Completion(rng.integers(3, 320, 24).astype(np.int32),
+                                   np.zeros(24, np.float32), False) for _ in rows]
+    if engine:
+        vllm = Engine(folder, world, EngineArgs(max_num_seqs=8), dtype=torch.float32, max_len=256,
+                      max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
+                      log=SimpleNamespace(phase=lambda name: nullcontext()), tokenizer=None)
+        requests = vllm.mine([Request(row.prompt_ids, row.index) for row in rows])
+
+        def generate():
+            vllm.load(policy.weights(vllm.dtype))
+            return world.gather(vllm.generate(requests, HEAT))
+
+    for step in range(2):
+        batch = scored(prompts, generate())
+        ours = batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
+        found.append((batch, ours))
+        for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
+            logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
+            weight = micro.present * bool(micro.rows)
+            policy.backward(((logprobs + 0.1 * entropy) * weight).sum() / 100)
+        assert policy.step(3e-3) > 0
+        if not step:
+            policy.export(folder, f"{folder}-1")
+    if engine:
+        vllm.close()
+    return found
+
+
+def plain(folder: str, batch: Batch) -> torch.Tensor:
+    """What transformers' own forward gives for each row alone: (N, T)."""
+    from transformers import AutoModelForCausalLM
+    lm, out = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"), []
+    for ids, n in zip(batch.sequences, batch.lengths, strict=True):
+        with torch.no_grad():
+            logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
+        out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
+    return pad(out)
+
+
+def gaps(folder: str, found) -> tuple[float, float]:
+    """The largest |trainer - transformers| and |engine - trainer| of both steps, in nats."""
+    each = []
+    for where, (batch, ours) in zip((folder, f"{folder}-1"), found, strict=True):
+        there = plain(where, batch), batch.engine_logprobs
+        each.append([float((ours - theirs).abs()[batch.present].max()) for theirs in there])
+    return tuple(map(max, zip(*each, strict=True)))
+
+
+def with_engine(name: str) -> tuple[float, float]:
+    """`gaps` of a case, with an engine on each of two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        make(name, f"{folder}/model")
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+             __file__, f"{folder}/model", f"{folder}/out"], cwd=ROOT, text=True,
+            capture_output=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
+        return gaps(f"{folder}/model", pickle.loads(Path(folder, "out").read_bytes()))
+
+
+def worker(folder: str, out: str) -> None:
+    world = dist.join(120)
+    found = two_steps(world, folder, engine=True)
+    if world.rank == 0:
+        Path(out).write_bytes(pickle.dumps(found))
+
+
+def row(name: str) -> str:
+    """A line of the table in docs/families.md."""
+    trainer, engine = with_engine(name)
+    kind, _, special = CASES[name]
+    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine:.0e} |"
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.run(worker, *sys.argv[1:])
+    for name in sys.argv[1:] or CASES:
+        print(row(name), flush=True)
