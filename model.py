@@ -183,6 +183,10 @@ class LogprobModel(nn.Module):
         return token_logprobs(hidden.flatten(0, 1)[source], self.lm.lm_head.weight, targets,
                               temperature, self.chunk, entropy)
 
+    def logits(self, ids, keep):
+        """transformers' own, at the positions `keep`."""
+        return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+
 
 class ValueModel(nn.Module):
     """The same base with a scalar head."""

@@ -151,7 +151,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
         max_bad_steps"""),
     ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, "seed"),
     ("more than 0", lambda x: 0 < x < INF, """lr critic_lr temperature reward_timeout timeout
-        stop_seconds gpu_gb kl_horizon"""),
+        stop_seconds gpu_gb kl_horizon max_gap"""),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "gpu_memory_utilization"),
     ("more than 1", lambda x: x > 1, "dual_clip"),
     ("any number", lambda x: True, "target_reward gamma lam"),

@@ -55,6 +55,9 @@ class RunArgs:
     """Seconds that one rank waits for another before the run ends."""
     stop_seconds: float = 25.0
     """Seconds after SIGTERM in which a step may still end and be saved."""
+    max_gap: float | None = None
+    """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
+    1e-3, or 0.05 in bfloat16."""
     canary: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
@@ -219,6 +222,7 @@ class Run:
         for shared in sharing:
             shared.move(torch.device("cpu"))  # the engine measures what is free
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
+        self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
@@ -257,11 +261,18 @@ class Run:
                 notes = {"best.json": json.dumps(self.best | metrics, indent=1)}
                 self.policy.export(self.checked.source, f"{self.log.folder}/best", notes=notes)
 
-    def check_bad_steps(self, metrics: dict[str, float]) -> None:
-        """Report gradients that were not finite. --max_bad_steps steps in a row end the run."""
+    def check(self, metrics: dict[str, float]) -> None:
+        """Report a gap that jumps and gradients that are not finite: some end the run."""
+        name = "rollout/logprob_gap_mean"
+        *before, gap = [0.0, *(row.get(name) or 0.0 for row in self.log.rows)]
+        if before[1:] and gap > max(10 * max(before), self.max_gap / 10):
+            self.log.say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
+                         f"{max(before):.2g}")
         bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
-        self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
-                     f"steps in a row: {self.bad_steps}")
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if bad:
+            self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; "
+                         f"such steps in a row: {self.bad_steps}")
         if self.bad_steps >= self.args.optimizer.max_bad_steps:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")

@@ -110,6 +110,14 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert "ValueError: a fault was put into step on rank 1" in tail(text, 12), text
 
 
+@pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_a_wrong_tensor_in_one_engine_ends_a_run_before_its_first_update(start, tmp_path, script):
+    status, text = start("--name", "x", script=script, faults="weights:1:0:wrong").end()
+    assert status == 1 and "exitcode  : 2" in tail(text), text
+    assert text.count("error: engine and trainer differ before the first update by") == 1, text
+    assert "failed:" not in text and progress(tmp_path / "runs/x") == 0, text
+
+
 def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
     refuse = lambda *flags: start(*flags, torchrun=False).end()
     (tmp_path / "runs/held/samples").mkdir(parents=True)
