@@ -86,11 +86,18 @@ def check(args, ranks: int, machine: int) -> Checked:
     mistakes.stop()
 
     card = gpu_bytes()
-    sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
+    sizes = plan.Plan(
+        args, args.script, ranks, n_rows, n_eval, free=0.0 if card else free_bytes() / machine)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape:
-        kv_cache = kv_cache if card else memory.EngineMemory(sizes, shape, card).cache
+        engine = memory.EngineMemory(sizes, shape, card)
+        kv_cache = kv_cache if card else engine.cache
         sizes = memory.planned(sizes, shape, card)
+        certain = not card or kv_cache and (
+            not engine.holds or engine.weights + engine.cache > card)  # the rest is an estimate
+        if certain and not memory.fits(sizes, shape, card):
+            raise SettingsError("this run" + sizes.memory.splitlines()[0].removeprefix(
+                "  memory    ") + ".")
     else:
         sizes = replace(sizes, memory=f"  memory     no plan for models of type "
                                       f"{config.model_type!r}, only for dense decoders")
@@ -104,6 +111,16 @@ def gpu_bytes() -> float | None:
     if torch.cuda.is_available():
         rank = int(os.environ.get("LOCAL_RANK", 0))
         return torch.cuda.get_device_properties(rank).total_memory
+
+
+def free_bytes() -> int:
+    """Memory that is free on this machine, or the limit of its container."""
+    found = Path("/proc/meminfo").read_text().split()
+    found = [1024 * int(found[found.index("MemAvailable:") + 1])]
+    for path in "memory.max", "memory/memory.limit_in_bytes":
+        with suppress(OSError, ValueError):  # another kind of container, or no limit
+            found.append(int(Path("/sys/fs/cgroup", path).read_text()))
+    return min(found)
 
 
 def find_model(name: str) -> str:

@@ -77,6 +77,7 @@ class Plan:
     n_rows: int | None  # prompts in --data, if known
     n_eval: int
     memory: str = ""  # text of the memory plan
+    free: float = 0.0  # bytes for a rank that has no GPU; 0: not known
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
