@@ -10,6 +10,7 @@ import platform
 import reprlib
 import resource
 import subprocess
+import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
@@ -71,6 +72,27 @@ def write_whole(path: Path, text: str):
     unfinished.replace(path)
 
 
+class Progress(tqdm):
+    """What a run is doing: a bar on a terminal; in a file a line, where it takes half a minute."""
+
+    def __init__(self, doing: str, hidden: bool):
+        self.shown = time.monotonic()
+        super().__init__(desc=f"  {doing}", leave=False, disable=hidden, miniters=0, bar_format=(
+            "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left{postfix}"))
+
+    def display(self, msg=None, pos=None):
+        if self.fp.isatty():
+            return super().display(msg, pos)
+        if msg is None and time.monotonic() - self.shown >= 30:
+            self.shown = time.monotonic()
+            print(self, flush=True)
+
+    def count(self, total: int, **_):
+        """vLLM makes its bar with this."""
+        self.reset(total)
+        return self
+
+
 class Log:
     """What a run prints and writes; seconds and memory of each phase."""
 
@@ -109,14 +131,23 @@ class Log:
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, leave=False)
         if not self.bar.disable:
             self.say = self.bar.write
+        self.doing = self.bar
+        threading.Thread(target=self.beat, daemon=True).start()
         if self.project:
             self.wandb = self.try_wandb(start_wandb, self.folder, self.project, args)
+
+    def beat(self):
+        """A thread: shows that work goes on where nothing counts it."""
+        while self.file:
+            time.sleep(1)
+            self.doing.refresh()
 
     @contextmanager
     def time(self, name: str):
         """Adds seconds to time/NAME."""
         began = time.perf_counter()
-        yield
+        with Progress(name, not self.writing or name in ("step", "eval")) as self.doing:
+            yield
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     @contextmanager

@@ -138,13 +138,15 @@ class EngineMemory:
         activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
         self.weights = s.params * c / e.tp
         self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
-        block, width = 16 if card else 128, max(s.kv / e.tp, s.kv / s.kv_heads)
-        sequence = -(-plan.longest // block) * block * 2 * s.layers * width * c
-        # On CPU vLLM keeps one sequence to itself.
+        tokens = 16 if card else 128
+        block = tokens * 2 * s.layers * max(s.kv / e.tp, s.kv / s.kv_heads) * c
+        sequence = -(-plan.longest // tokens) * block
         self.cache = e.kv_cache_gb * GIB or (
             max(0.0, e.gpu_memory_utilization * card - self.weights - self.workspace) if card else
-            min(CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence))
-        self.holds = min(e.max_num_seqs, int(self.cache // sequence))
+            max(block + sequence, min(
+                CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence)))
+        free = self.cache - block  # vLLM keeps a block to itself
+        self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))
         asleep, whole = card and e.sleep_level, self.weights + self.workspace + self.cache
         self.kept = graphs if asleep else whole  # while the trainer works
         self.awake = self.weights + self.workspace if asleep else whole  # in a sync

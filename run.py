@@ -159,7 +159,9 @@ def set_up(args) -> "Run":
     run_log.open(flags | {"ranks": world.size}, checked.plan.text(), run.start)
     for line in [checked.plan.text(short=True), *(f"  {note}" for note in checked.notes + notes)]:
         run_log.say(line)
-    run.build()
+    with run_log.time("loading"):
+        run.build()
+    run_log.times.clear()
     return run
 
 
