@@ -283,7 +283,6 @@ class Policy(Trained):
                 (unfinished / name).write_text(text)
             shutil.rmtree(target, ignore_errors=True)
             unfinished.rename(target)
-        self.world.barrier()
 
 
 class Critic(Trained):

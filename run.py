@@ -156,7 +156,8 @@ def set_up(args) -> "Run":
     saved, notes = find_checkpoint(args, world, folder, settings)
     # 5. Build: the models, the engine, the reward workers.
     run = Run(args, world, stop, run_log, checked, saved, settings)
-    run_log.open(flags | {"ranks": world.size}, checked.plan.text(), run.start)
+    mistakes.attempt(run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
+    stop_together(world, mistakes)
     for line in [checked.plan.text(short=True), *(f"  {note}" for note in checked.notes + notes)]:
         run_log.say(line)
     with run_log.time("loading"):
@@ -261,7 +262,7 @@ class Run:
             self.best = {"step": step, "score": score}
             if self.args.run.export and step:  # before the first step it is --model
                 notes = {"best.json": json.dumps(self.best | metrics, indent=1)}
-                self.policy.export(self.checked.source, f"{self.log.folder}/best", notes=notes)
+                self.export("best", notes)
 
     def check(self, metrics: dict[str, float]) -> None:
         """Report a gap that jumps and gradients that are not finite: some end the run."""
@@ -279,6 +280,15 @@ class Run:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
+    def export(self, name: str, notes: dict | None = None) -> bool:
+        """Write the model to runs/NAME/`name` → whether that failed, which is printed."""
+        folder = f"{self.log.folder}/{name}"
+        error = checkpoint.failure(
+            self.world, lambda: self.policy.export(self.checked.source, folder, notes))
+        if error:
+            self.log.say(f"{folder} was not written ({error})")
+        return bool(error)
+
     def save(self, step: int) -> str | None:
         """Write all that the next steps depend on → None, or why that failed."""
         began = time.perf_counter()
@@ -287,8 +297,7 @@ class Run:
                  "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
         folder = self.log.folder / "checkpoints"
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run.keep)
-        self.log.say(f"the checkpoint after {step} steps was not written ({error}); older ones are "
-                     f"kept" if error else
+        self.log.say(f"the checkpoint after {step} steps was not written ({error})" if error else
                      f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
         return error
 
@@ -306,7 +315,7 @@ class Run:
     def stopped(self, step: int, error: str | None) -> int:
         """After SIGTERM: close everything → exit status."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; " + (
-            "the last checkpoint is kept" if error else
+            "they are not saved" if error else
             f"the same command with --name {self.log.folder.name} goes on from here"))
         self.close()
         return 143 if error else dist.SAVED
@@ -320,9 +329,8 @@ class Run:
         if args.evaluation.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
-            if args.run.export:
-                self.policy.export(self.checked.source, f"{self.log.folder}/model")
-            missed = self.world.agree(self.world.rank == 0 and self._summary())
+            missed = args.run.export and self.export("model")
+            missed |= self.world.agree(self.world.rank == 0 and self._summary())
             self.log.finish(args.steps)
         self.close()
         return int(missed)
