@@ -162,7 +162,6 @@ def set_up(args) -> "Run":
         run_log.say(line)
     with run_log.time("loading"):
         run.build()
-    run_log.times.clear()
     return run
 
 
