@@ -1,10 +1,11 @@
-"""canary.py: tries micro-batches before the first rollout: packed ones, and the largest of all."""
+"""canary.py: tried before the first update: packing, the largest micro-batches, the log-probs."""
 import re
 import time
 
 import numpy as np
 import torch
 import torch.distributed as td
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from batch import Batch, Completion, Micro, Sample
 from data import Prompt, Row
@@ -13,6 +14,8 @@ from log import Peak
 from memory import KEYS
 from plan import Phase, Plan, SettingsError
 from rewards import Score
+
+LAST = 64  # tokens that `compare` looks at
 
 
 def choose_packing(models: list, world, config, longest: int, bfloat16: bool) -> str:
@@ -116,3 +119,30 @@ def end(world, phase: Phase, failed: int):
                           f"{failed} tokens does not fit on rank {world.rank}. Use {advice}.")
     error.alone = True
     raise error from None
+
+
+def compare(run, samples: list[Sample]):
+    """SettingsError if transformers, trainer and engine are not one policy. A collective.
+
+    It looks at the last tokens of one completion of each rank's engine. Rounding moves their mean
+    difference in nats little, and single tokens much.
+    """
+    world, policy, temperature = run.world, run.policy, run.args.temperature
+    sample = max(world.mine(samples) or samples, key=lambda s: len(s.completion.ids))
+    micro = Micro(Batch([sample]), [0], world.device)
+    register_fsdp_forward_method(policy.module, "logits")
+    with torch.no_grad():
+        trainer = policy.logprobs(micro, temperature)[0][0, -LAST:].cpu().double()
+        logits = policy.module.logits(micro.ids, micro.source[-LAST:])[0].cpu().double()
+    policy.module.reshard()
+    plain = (logits / temperature).log_softmax(-1)[range(len(logits)), micro.targets[-LAST:].cpu()]
+    engine = torch.from_numpy(sample.completion.logprobs[-LAST:])
+    gaps = torch.stack([(trainer - other).abs().mean() for other in (plain, engine)])
+    for gap, words in zip(world.max(gaps.nan_to_num(torch.inf)).tolist(), (
+            "trainer and transformers {} LogprobModel in model.py misses what this family does to "
+            "its logits", "engine and trainer {} the engine did not take all weights, kept a prefix"
+            " cache of old ones, or samples otherwise"), strict=True):
+        if gap > run.max_gap:
+            raise SettingsError(words.format(
+                f"differ before the first update by {gap:.2g} nats a token, more than --max_gap "
+                f"{run.max_gap:g}; likely cause:"))

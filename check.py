@@ -1,6 +1,7 @@
 """check.py: all that can be known from flags and files, before any weight is loaded."""
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,11 +90,18 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
         return None
 
     card = p.gpu_gb * memory.GIB if p.plan else gpu_bytes()
-    sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
+    free = 0.0 if card else free_bytes() / machine
+    sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval, free=free)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
-    if shape and not card:
-        kv_cache = memory.EngineMemory(sizes, shape, card).cache
     sizes = memory.planned(sizes, shape, card)
+    if shape:
+        engine = memory.EngineMemory(sizes, shape, card)
+        kv_cache = kv_cache if card else engine.cache
+        certain = not card or kv_cache and (
+            not engine.holds or engine.weights + engine.cache > card)  # the rest is an estimate
+        if certain and not p.plan and not memory.fits(sizes, shape, card):
+            raise SettingsError("this run" + sizes.memory.splitlines()[0].removeprefix(
+                "  memory    ") + ".")
     notes = [line for line in (report, eval_report) if line]
     notes += [f"note: {line}" for line in plan.warnings(args)]
     if source and not eos_ids(source, tokenizer):
@@ -107,6 +115,16 @@ def gpu_bytes() -> float | None:
     if torch.cuda.is_available():
         rank = int(os.environ.get("LOCAL_RANK", 0))
         return torch.cuda.get_device_properties(rank).total_memory
+
+
+def free_bytes() -> int:
+    """Memory that is free on this machine, or the limit of its container."""
+    found = Path("/proc/meminfo").read_text().split()
+    found = [1024 * int(found[found.index("MemAvailable:") + 1])]
+    for path in "memory.max", "memory/memory.limit_in_bytes":
+        with suppress(OSError, ValueError):  # another kind of container, or no limit
+            found.append(int(Path("/sys/fs/cgroup", path).read_text()))
+    return min(found)
 
 
 def find_model(name: str, make: bool) -> str | None:

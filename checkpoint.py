@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist import World
@@ -65,7 +66,9 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
     everyones = dict(world.gather([*files.items()]))
     trouble = trouble or failure(world, seal, world.rank == 0)
     if trouble and world.rank == 0:
-        trouble += f"; {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB are free there"
+        left = [f"the newest checkpoint is step_{n}" for n in steps(folder)]
+        trouble += (f"; {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB are free there; "
+                    f"{left[-1] if left else 'there is no other'}")
         shutil.rmtree(partial, ignore_errors=True)
     return trouble
 
@@ -76,9 +79,13 @@ def failure(world: World, act, here: bool = True):
     try:
         act() if here else None
     except OSError as error:
-        message = [error.strerror or str(error)]
+        message = [f"{error.filename or 'state.json'}: {error.strerror}" if error.strerror
+                   else str(error)]
+    except SafetensorError as error:
+        message = [str(error)]
     except CheckpointException as error:  # of any rank
-        message = [str(next(iter(error.failures.values()))[0]).split("\n")[0]]
+        rank, [why, *_] = next(iter(error.failures.items()))
+        message = [f"__{rank}_0.distcp: {str(why).splitlines()[0]}"]
     return next(iter(world.gather(message)), None)
 
 

@@ -23,6 +23,7 @@ import torch
 
 import losses
 from batch import Batch, Meter, Sample, sample_metrics, score_samples
+from canary import compare
 from check import show_plan
 from dist import World
 from model import Policy, learning_rate
@@ -111,6 +112,8 @@ def train(args: Args) -> int:
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
+            if step == run.start:
+                compare(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer)
@@ -123,9 +126,7 @@ def train(args: Args) -> int:
         run.log.step(step, metrics)
         if step % args.run.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
-        run.bad_steps = run.bad_steps + 1 if metrics["grad/norm_not_finite"] else 0
-        if run.bad_steps:
-            run.check_bad_steps(metrics)
+        run.check(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None

@@ -10,6 +10,7 @@ import platform
 import reprlib
 import resource
 import subprocess
+import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
@@ -71,6 +72,28 @@ def write_whole(path: Path, text: str):
     unfinished.replace(path)
 
 
+class Progress(tqdm):
+    """What a run is doing: a bar on a terminal; in a file a line, where it takes half a minute."""
+
+    def __init__(self, doing: str, hidden: bool):
+        self.shown = time.monotonic()
+        super().__init__(desc=f"  {doing}", leave=False, disable=hidden, miniters=0, bar_format=(
+            "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left{postfix}"))
+
+    def display(self, msg=None, pos=None):
+        if self.fp.isatty():
+            return super().display(msg, pos)
+        if msg is None and time.monotonic() - self.shown >= 30:
+            self.shown = time.monotonic()
+            print(self, flush=True)
+
+    def count(self, items=None, total: int = 0, **_):
+        """vLLM makes its bars with this. The first, over prompts, takes no time."""
+        if items is None:
+            self.reset(total)
+        return self if items is None else items
+
+
 class Log:
     """What a run prints and writes; seconds and memory of each phase."""
 
@@ -101,22 +124,43 @@ class Log:
             return
         path, args = self.folder / "metrics.jsonl", args | {"versions": versions()}
         self.rows = [row for row in read_metrics(path) if row["step"] < start]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
-        (self.folder / "plan.txt").write_text(plan_text)
+        try:
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
+            write_whole(self.folder / "plan.txt", plan_text)
+        except OSError as error:
+            raise SettingsError(
+                f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
         (self.folder / "done.json").unlink(missing_ok=True)
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, leave=False)
         if not self.bar.disable:
             self.say = self.bar.write
+        self.doing = self.bar
+        threading.Thread(target=self.beat, daemon=True).start()
         if self.project:
             self.wandb = self.try_wandb(start_wandb, self.folder, self.project, args)
+
+    @contextmanager
+    def disk(self, file: str):
+        """A full disk costs a file, and not the run."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"{self.folder}/{file} was not written ({error.strerror}); the run goes on")
+
+    def beat(self):
+        """A thread: shows that work goes on where nothing counts it."""
+        while self.file:
+            time.sleep(1)
+            self.doing.refresh()
 
     @contextmanager
     def time(self, name: str):
         """Adds seconds to time/NAME."""
         began = time.perf_counter()
-        yield
+        with Progress(name, not self.writing or name in ("step", "eval")) as self.doing:
+            yield
         self.times[f"time/{name}"] += time.perf_counter() - began
 
     @contextmanager
@@ -140,7 +184,8 @@ class Log:
                 row[key] = round(float(value), 10) if math.isfinite(value) else None
         if self.writing:
             self.rows.append(row)
-            self.file.write(json.dumps(row) + "\n")
+            with self.disk("metrics.jsonl"):  # what is left is in its buffer, for the next time
+                self.file.write(json.dumps(row) + "\n")
             finite = {key: value for key, value in row.items() if value is not None}
             if shown := [LINE[key].format(finite[key]) for key in LINE if key in finite]:
                 if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"]:
@@ -157,8 +202,9 @@ class Log:
             text = "".join(
                 f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt"
                 f"\n{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples)
-            path = self.folder / f"samples/{name}.txt"
-            path.write_bytes(text.encode(errors="backslashreplace"))
+            with self.disk(f"samples/{name}.txt"):
+                path = self.folder / f"samples/{name}.txt"
+                path.write_bytes(text.encode(errors="backslashreplace"))
             for s in samples[::max(1, len(samples) // max(1, show))][:show]:
                 reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
                 prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))
@@ -185,17 +231,20 @@ class Log:
                           [r[key] for r in rows], ".-", label=key)
             axis.set_xlabel("step")
             axis.legend()
-        figure.savefig(path := self.folder / "curve.png")
-        return path
+        with self.disk("curve.png"):
+            figure.savefig(path := self.folder / "curve.png")
+            return path
 
     def sync(self):
         """Before a checkpoint: nothing makes these lines again."""
         if self.file:
-            os.fsync(self.file)
+            with self.disk("metrics.jsonl"):
+                os.fsync(self.file)
 
     def finish(self, steps: int):
         if self.writing:
-            write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
+            with self.disk("done.json"):
+                write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
         self.close()
 
     def close(self):
@@ -204,7 +253,8 @@ class Log:
             import wandb
             self.try_wandb(wandb.teardown)
         if self.file:
-            self.file.close()
+            with self.disk("metrics.jsonl"):
+                self.file.close()
             self.bar.close()
         self.file = self.wandb = None
 

@@ -15,7 +15,7 @@ KEYS = 4  # a packed micro-batch gathers at most so many keys for each token of 
 EVEN = 0.7  # and pads queries to a length of which each completion has at least this share
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
 LADDER = [  # the cheapest first
-    ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
+    ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
     ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),
     ("head_chunk", 256), ("head_chunk", 64), ("cpu_offload", True), ("tp", 2), ("tp", 4), ("tp", 8)]
 
@@ -142,13 +142,15 @@ class EngineMemory:
         activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
         self.weights = s.params * c / e.tp
         self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
-        block, width = 16 if card else 128, max(s.kv / e.tp, s.kv / s.kv_heads)
-        sequence = -(-plan.longest // block) * block * 2 * s.layers * width * c
-        # On CPU vLLM keeps one sequence to itself.
+        tokens = 16 if card else 128
+        block = tokens * 2 * s.layers * max(s.kv / e.tp, s.kv / s.kv_heads) * c
+        sequence = -(-plan.longest // tokens) * block
         self.cache = e.kv_cache_gb * GIB or (
             max(0.0, e.gpu_memory_utilization * card - self.weights - self.workspace) if card else
-            min(CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence))
-        self.holds = min(e.max_num_seqs, int(self.cache // sequence))
+            max(block + sequence, min(
+                CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence)))
+        free = self.cache - block  # vLLM keeps a block to itself
+        self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))
         asleep, whole = card and e.sleep_level, self.weights + self.workspace + self.cache
         self.kept = graphs if asleep else whole  # while the trainer works
         self.awake = self.weights + self.workspace if asleep else whole  # in a sync
@@ -159,13 +161,14 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
     engine = EngineMemory(plan, shape, card)
     c, m = engine.c, max(4, engine.c)
     critic = policy - (1 - shape.tied) * shape.embedding if a.critic else 0
-    reference = c * policy if a.needs_reference and "reference" not in w.offload else 0
-    shards = float("inf") if w.cpu_offload else w.shard_size or plan.ranks
+    offload = w.offload if card else ()  # without a GPU there is one memory
+    reference = c * policy if a.needs_reference and "reference" not in offload else 0
+    shards = float("inf") if card and w.cpu_offload else w.shard_size or plan.ranks
     state = {"set aside": RESERVED if card else 0,
              "parameters": (m * (policy + critic) + reference) / shards,
              "optimizer": 2 * m * (policy + critic) / shards}
     rest = state | {part: 0 for part, name in (("parameters", "params"), ("optimizer",) * 2)
-                    if name in w.offload}
+                    if name in offload}
     found = {"rollout": rest | {"engine weights": engine.weights, "kv cache": engine.cache,
                                 "engine workspace": engine.workspace}}
     for phase in plan.phases(max(plan.batches)):
@@ -182,25 +185,27 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
-def fits(plan: Plan, shape: Shape, card: float, spare: float = 0.0) -> bool:
+def fits(plan: Plan, shape: Shape, card: float | None, spare: float = 0.0) -> bool:
     """Every phase leaves `spare` bytes, and the cache holds a sequence."""
     return EngineMemory(plan, shape, card).holds > 0 and all(
-        load.total <= card - spare for load in loads(plan, shape, card))
+        load.total <= (card or plan.free) - spare for load in loads(plan, shape, card))
 
 
-def fewest(plan: Plan, shape: Shape, card: float) -> dict | None:
+def fewest(plan: Plan, shape: Shape, card: float | None) -> dict | None:
     """The flags with which it fits, none too many, with 3 % to spare."""
     given, least, share = flags(plan.args), max(plan.longest, 4096), "gpu_memory_utilization"
     steps = [(name, given[name] >> k) for name in BUDGETS if name in given for k in range(1, 12)
              if given[name] >> k >= least] + LADDER
     steps = [step for step in steps if not broken(
         changed(plan.args, **dict([step])), plan.ranks, plan.n_rows, plan.n_eval, shape)]
-    shares = [{share: s / 20} for s in range(2, 19)]
+    shares = [{share: s / 20} for s in range(2, 19) if card]
     shares.sort(key=lambda other: abs(other[share] - given[share]))
+
+    spare = 0.03 * (card or plan.free)
 
     def first(tries: list[dict]) -> dict | None:
         for more in (more | other for more in tries for other in [{}, *shares]):
-            if fits(replace(plan, args=changed(plan.args, **more)), shape, card, 0.03 * card):
+            if fits(replace(plan, args=changed(plan.args, **more)), shape, card, spare):
                 return more
 
     more = first([dict(steps[:n]) for n in range(len(steps) + 1)])
@@ -217,16 +222,17 @@ def spell(values: dict) -> str:
 def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
     if not shape:
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
-    found, best, words = loads(plan, shape, card), plan, "fits: " if card else ""
-    if card and not fits(plan, shape, card):
-        wider = (replace(plan, ranks=plan.ranks << k) for k in range(8))
+    found, best, limit = loads(plan, shape, card), plan, card or plan.free
+    words = "fits: " if limit else ""
+    if limit and not fits(plan, shape, card):
+        wider = (replace(plan, ranks=plan.ranks << k) for k in range(8 if card else 1))
         wider, more = next(((p, m) for p in wider if (m := fewest(p, shape, card)) is not None),
                            (plan, {}))
         best = replace(wider, args=changed(plan.args, **more))
         more |= {"ranks": wider.ranks} if wider.ranks > plan.ranks else {}
         words = f"does not fit; {f'would with {spell(more)}' if more else 'no flag helps'}: "
     top = max(loads(best, shape, card), key=lambda load: load.total)
-    of = f"of {card / GIB:.3g} GiB per GPU" if card else "GiB per rank"
+    of = f"of {limit / GIB:.3g} " * (limit > 0) + f"GiB {'per GPU' if card else 'free per rank'}"
     asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)
     gib = lambda value: f"{value / GIB:.2f}" if value else ""
     rows = {part: [gib(load.parts.get(part)) for load in found]

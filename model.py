@@ -279,6 +279,10 @@ class LogprobModel(nn.Module):
         return token_logprobs(pick(hidden, source), self.head, targets, temperature / self.scale,
                               self.chunk, entropy)
 
+    def logits(self, ids, keep):
+        """transformers' own, at the positions `keep`."""
+        return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+
 
 class ValueModel(nn.Module):
     """The same base with a scalar head."""
@@ -387,7 +391,6 @@ class Policy(Trained):
                 (unfinished / name).write_text(text)
             shutil.rmtree(target, ignore_errors=True)
             unfinished.rename(target)
-        self.world.barrier()
 
 
 class Critic(Trained):

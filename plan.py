@@ -78,6 +78,7 @@ class Plan:
     n_rows: int | None  # prompts in --data, if known
     n_eval: int
     memory: str = ""  # text of the memory plan
+    free: float = 0.0  # bytes for a rank that has no GPU; 0: not known
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
@@ -151,7 +152,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
         max_tokens eval_samples tp ranks steps keep samples_every max_bad_steps"""),
     ("from 1 to 4,096", lambda x: 1 <= x <= 4096, "max_num_seqs reward_workers"),
     ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, "seed"),
-    ("more than 0", lambda x: 0 < x < INF, "lr critic_lr gpu_gb kl_target kl_horizon"),
+    ("more than 0", lambda x: 0 < x < INF, "lr critic_lr gpu_gb kl_target kl_horizon max_gap"),
     ("from 0.01 to 2", lambda x: 0.01 <= x <= 2, "temperature"),  # vLLM's own limits
     ("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2, "eval_temperature"),
     ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout reward_timeout stop_seconds"),

@@ -20,6 +20,7 @@ import torch
 
 import losses
 from batch import Batch, Meter, Sample, sample_metrics, score_samples
+from canary import compare
 from check import show_plan
 from dist import World
 from model import Critic, Policy, learning_rate
@@ -92,6 +93,8 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(samples, args.group, run.scorer, run.world, run.log)
+            if step == run.start:
+                compare(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer)
@@ -109,10 +112,7 @@ def train(args: Args) -> int:
         run.log.step(step, metrics)
         if step % args.run.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
-        bad = metrics["grad/norm_not_finite"] + metrics["critic/grad_norm_not_finite"]
-        run.bad_steps = run.bad_steps + 1 if bad else 0
-        if run.bad_steps:
-            run.check_bad_steps(metrics)
+        run.check(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None

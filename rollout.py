@@ -153,7 +153,8 @@ class Engine:
             logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
             stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
         prompts = [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(
+            prompts, params, use_tqdm=self.log.writing and self.log.doing.count)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:

@@ -58,6 +58,9 @@ class RunArgs:
     """Seconds that one rank waits for another before the run ends."""
     stop_seconds: float = 25.0
     """Seconds after SIGTERM in which a step may still end and be saved."""
+    max_gap: float | None = None
+    """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
+    1e-3, or 0.05 in bfloat16."""
     canary: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
@@ -162,10 +165,12 @@ def set_up(args) -> "Run":
     saved, notes = find_checkpoint(args, world, folder, settings)
     # 5. Build: the models, the engine, the reward workers.
     run = Run(args, world, stop, run_log, checked, saved, settings)
-    run_log.open(flags | {"ranks": world.size}, checked.plan.text(), run.start)
+    mistakes.attempt(run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
+    stop_together(world, mistakes)
     for line in [checked.plan.text(short=True), *(f"  {note}" for note in checked.notes + notes)]:
         run_log.say(line)
-    run.build()
+    with run_log.time("loading"):
+        run.build()
     return run
 
 
@@ -230,6 +235,7 @@ class Run:
             sharing, world, checked.config, checked.plan.longest, bfloat16))
         for shared in sharing:
             shared.move(torch.device("cpu"))  # the engine measures what is free
+        self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
@@ -266,16 +272,32 @@ class Run:
             self.best = {"step": step, "score": score}
             if self.args.run.export and step:  # before the first step it is --model
                 notes = {"best.json": json.dumps(self.best | metrics, indent=1)}
-                self.policy.export(self.checked.source, f"{self.log.folder}/best", notes=notes)
+                self.export("best", notes)
 
-    def check_bad_steps(self, metrics: dict[str, float]) -> None:
-        """Report gradients that were not finite. --max_bad_steps steps in a row end the run."""
+    def check(self, metrics: dict[str, float]) -> None:
+        """Report a gap that jumps and gradients that are not finite: some end the run."""
+        name = "rollout/logprob_gap_mean"
+        *before, gap = [0.0, *(row.get(name) or 0.0 for row in self.log.rows)]
+        if before[1:] and gap > max(10 * max(before), self.max_gap / 10):
+            self.log.say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
+                         f"{max(before):.2g}")
         bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
-        self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
-                     f"steps in a row: {self.bad_steps}")
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if bad:
+            self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; "
+                         f"such steps in a row: {self.bad_steps}")
         if self.bad_steps >= self.args.optimizer.max_bad_steps:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
+
+    def export(self, name: str, notes: dict | None = None) -> bool:
+        """Write the model to runs/NAME/`name` → whether that failed, which is printed."""
+        folder = f"{self.log.folder}/{name}"
+        error = checkpoint.failure(
+            self.world, lambda: self.policy.export(self.checked.source, folder, notes))
+        if error:
+            self.log.say(f"{folder} was not written ({error})")
+        return bool(error)
 
     def save(self, step: int) -> str | None:
         """Write all that the next steps depend on → None, or why that failed."""
@@ -285,8 +307,7 @@ class Run:
                  "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
         folder = self.log.folder / "checkpoints"
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run.keep)
-        self.log.say(f"the checkpoint after {step} steps was not written ({error}); older ones are "
-                     f"kept" if error else
+        self.log.say(f"the checkpoint after {step} steps was not written ({error})" if error else
                      f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
         return error
 
@@ -304,7 +325,7 @@ class Run:
     def stopped(self, step: int, error: str | None) -> int:
         """After SIGTERM: close everything → exit status."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; " + (
-            "the last checkpoint is kept" if error else
+            "they are not saved" if error else
             f"the same command with --name {self.log.folder.name} goes on from here"))
         self.close()
         return 143 if error else dist.SAVED
@@ -318,9 +339,8 @@ class Run:
         if args.evaluation.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
-            if args.run.export:
-                self.policy.export(self.checked.source, f"{self.log.folder}/model")
-            missed = self.world.agree(self.world.rank == 0 and self._summary())
+            missed = args.run.export and self.export("model")
+            missed |= self.world.agree(self.world.rank == 0 and self._summary())
             self.log.finish(args.steps)
         self.close()
         return int(missed)

@@ -13,10 +13,12 @@ import dist  # isort: skip  (it sets what torch reads)
 import torch
 import torch._dynamo
 
+import canary
 import data
 import model
 import rewards
 from batch import Batch, Sample
+from plan import SettingsError
 from rollout import Engine, EngineArgs, Request, hash_seed
 
 
@@ -25,7 +27,7 @@ def main(folder: str, out: str) -> None:
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
     config = model.config_of(folder)
-    log = SimpleNamespace(phase=lambda name: nullcontext())
+    log = SimpleNamespace(phase=lambda name: nullcontext(), writing=False)
     engine = Engine(folder, world, EngineArgs(max_num_seqs=64), dtype=torch.float32, max_len=256,
                     max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, log=log,
                     trained=[policy], tokenizer=None)
@@ -36,11 +38,30 @@ def main(folder: str, out: str) -> None:
     owners = [data.Prompt(i, data.Row(i, "", p, None, {}, "")) for i, p in enumerate(prompts)]
     found = {"gap": {}, "same": {}}
 
-    def sampled(temperature: float) -> Batch:
+    def samples(temperature: float) -> list[Sample]:
         """What the engine samples now."""
         done = world.gather(engine.generate(engine.mine(requests), temperature))
         score = rewards.Score(0.0, {}, None)
-        return Batch([Sample(p, c, "", score) for p, c in zip(owners, done, strict=True)])
+        return [Sample(p, c, "", score) for p, c in zip(owners, done, strict=True)]
+
+    def sampled(temperature: float) -> Batch:
+        return Batch(samples(temperature))
+
+    def guard(temperature: float = 0.7) -> str:
+        """What canary.compare says of the engine and the trainer as they are now."""
+        try:
+            canary.compare(SimpleNamespace(
+                world=world, policy=policy, args=SimpleNamespace(temperature=temperature),
+                max_gap=1e-3), samples(temperature))
+        except SettingsError as error:
+            return str(error)
+        return "they agree"
+
+    def one_wrong(weights, wrong: str):
+        """The weights, with one tensor that is another's, on the last rank only."""
+        for name, tensor in weights:
+            bad = name.endswith(wrong) and world.rank == world.size - 1
+            yield name, tensor.flip(0) if bad else tensor
 
     def gap(temperature: float) -> float:
         """The largest |engine - trainer| log-prob of what the engine samples now."""
@@ -65,6 +86,10 @@ def main(folder: str, out: str) -> None:
         found["same"][f"sync {sync}"] = alone.ids.tolist() == among.ids.tolist()
         learn()
     found["gap"]["no sync"] = [gap(1.0)]
+    found["guard"] = {"no sync": guard()}
+    for wrong in ("layers.1.self_attn.v_proj.bias", "layers.0.mlp.up_proj.weight"):
+        engine.load(one_wrong(policy.weights(engine.dtype), wrong))
+        found["guard"][wrong] = guard()
     reset, engine.llm.reset_prefix_cache = engine.llm.reset_prefix_cache, lambda: True
     engine.load(policy.weights(engine.dtype))
     found["gap"]["no cache reset"] = [gap(1.0)]
@@ -76,6 +101,11 @@ def main(folder: str, out: str) -> None:
     engine.llm.reset_prefix_cache = reset
     engine.load(policy.weights(engine.dtype))
     found["gap"]["sync again"] = [gap(1.0)]
+    found["guard"]["well"] = guard()
+    shipped = model.token_logprobs
+    model.token_logprobs = lambda hidden, *rest: shipped(hidden * 2, *rest)
+    found["guard"]["head x 2"] = guard()
+    model.token_logprobs = shipped
     greedy = world.gather(engine.generate(engine.mine(requests), 0.0))
     found["greedy"] = [c.ids.tolist() for c in greedy]
     crowd = [Request([(11 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)],

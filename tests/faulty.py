@@ -2,7 +2,7 @@
 
 Shipped functions are wrapped from outside, so the product has no hook for tests. At WHERE, on rank
 RANK (* is all), in step STEP (from 0; -1 is before the first), WHAT happens: raise, kill, hang,
-nan, full, term.
+nan, full, term, wrong.
 """
 import os
 import resource
@@ -28,7 +28,8 @@ PLACES = {
     "forward": (model.Policy, "logprobs"), "backward": (model.Policy, "backward"),
     "update": (model.Policy, "step"), "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),
     "saved": (checkpoint, "written"), "evaluate": (run.Run, "evaluate"),
-    "export": (model.Policy, "export"), "load": (checkpoint, "load"), "setup": (model, "build")}
+    "weights": (model.Policy, "weights"), "export": (model.Policy, "export"),
+    "load": (checkpoint, "load"), "setup": (model, "build")}
 
 
 def wrap(owner, name: str, rank: str, step: int, what: str) -> None:
@@ -48,6 +49,9 @@ def wrap(owner, name: str, rank: str, step: int, what: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         if what == "nan":
             return shipped(args[0], args[1] * float("nan"))
+        if what == "wrong":                            # one tensor that is another's
+            return ((name, weight.flip(0) if name.endswith("0.self_attn.q_proj.weight") else weight)
+                    for name, weight in shipped(*args, **kwargs))
         if what == "full":                             # files cannot grow, as on a full disk
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         try:

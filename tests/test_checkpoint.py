@@ -87,6 +87,17 @@ def full_disk(world, folder, out):
     return wrong, left, again, sorted(os.listdir(out)) if world.rank == 0 else None
 
 
+def full_from_the_start(world, folder, out):
+    """The first save, and an export: neither is there, and both say so."""
+    import checkpoint
+    trained = make(world, folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    saved = save(world, trained, out, 1, 1)
+    exported = checkpoint.failure(world, lambda: trained["policy"].export(folder, f"{out}/model"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return saved, exported, os.path.exists(f"{out}/model")
+
+
 def own_disks(world, folder, out):
     """Two machines that share no folder."""
     trained = make(world, folder)
@@ -215,7 +226,16 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_tells_every_rank(folder, tmp_
     outcomes = results(ranks, full_disk, folder, str(tmp_path))
     assert all(wrong for wrong, *_ in outcomes) and "GiB are free" in outcomes[0][0], outcomes
     assert all(left == ["step_1"] for _, left, *_ in outcomes), outcomes
+    assert f"(__{ranks - 1}_0.distcp: " in f"({outcomes[0][0]}", outcomes
+    assert "; the newest checkpoint is step_1" in outcomes[0][0], outcomes
     assert outcomes[0][2] is None and outcomes[0][3] == ["step_3"]
+
+
+def test_a_disk_that_is_full_from_the_start(folder, tmp_path):
+    """The message once said that the last checkpoint stands, though there was none."""
+    saved, exported, there = results(2, full_from_the_start, folder, str(tmp_path / "x"))[0]
+    assert "_0.distcp: " in saved and saved.endswith("GiB are free there; there is no other"), saved
+    assert exported and not there, exported
 
 
 def test_machines_that_share_no_folder_are_told_so(folder, tmp_path):

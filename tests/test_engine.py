@@ -1,12 +1,16 @@
 """The engine is the policy: real engines on two ranks, after every weight sync, tied and untied."""
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +54,17 @@ def test_without_the_sync_or_the_cache_reset_they_do_not(found):
     assert found["gap"]["no cache reset"][0] > 1e-2     # prompts are longer than a cache block
 
 
+def test_the_guard_names_a_wrong_engine_and_a_wrong_trainer(found):
+    """One rank's wrong tensor is seen on all. Granite divides its logits: nobody noticed."""
+    said = found["guard"]
+    assert said.pop("well") == "they agree"
+    head = said.pop("head x 2")
+    assert "trainer and transformers differ" in head and "LogprobModel in model.py" in head
+    for fault, sentence in said.items():
+        assert re.match(r"engine and trainer differ before the first update by [\d.]+ nats a "
+                        r"token, more than --max_gap 0.001; .* did not take all", sentence), fault
+
+
 def test_a_refused_cache_reset_is_an_error(found):
     assert "prefix cache" in found["refused"]
 
@@ -71,6 +86,20 @@ def test_nobody_waits_for_a_compiler(found):
 
 def test_it_ends_without_noise(found):
     assert found["stdout"] == "" and found["stderr"] == ""
+
+
+def test_a_gap_that_jumps_in_a_run_is_said():
+    said = []
+    it = SimpleNamespace(max_gap=1e-3, bad_steps=0, args=run.CommonArgs(),
+                         log=SimpleNamespace(rows=[], say=said.append))
+    for gap, says in ((5e-7, 0), (2e-6, 0), (None, 0), (9e-5, 0), (6e-4, 0), (7e-3, 1), (7e-3, 0)):
+        it.log.rows.append({"rollout/logprob_gap_mean": gap})
+        said.clear()
+        run.Run.check(it, {})
+        assert len(said) == says, (gap, said)
+    it.log.rows = it.log.rows[-1:]                     # a run's first step: the guard was there
+    run.Run.check(it, {})
+    assert not said
 
 
 PLAIN = """

@@ -102,12 +102,20 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert sum(r["rollout/unscored"] for r in seen[:2]) == 4
     assert "a completion was not scored" in text
     # A full disk costs the checkpoint, and the older one stays.
-    assert re.search(r"the checkpoint after 4 steps was not written \(.*GiB are free there\); "
-                     r"older ones are kept", text)
+    assert re.search(r"the checkpoint after 4 steps was not written \(__1_0.distcp: .*; "
+                     r".*GiB are free there; the newest checkpoint is step_2\)", text), text
     assert os.listdir(tmp_path / "runs/x/checkpoints") == ["step_2"]
     # One rank raises: all end, and the cause is the last thing on the screen.
     assert status == 1, text
     assert "ValueError: a fault was put into step on rank 1" in tail(text, 12), text
+
+
+@pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_a_wrong_tensor_in_one_engine_ends_a_run_before_its_first_update(start, tmp_path, script):
+    status, text = start("--name", "x", script=script, faults="weights:1:0:wrong").end()
+    assert status == 1 and "exitcode  : 2" in tail(text), text
+    assert text.count("error: engine and trainer differ before the first update by") == 1, text
+    assert "failed:" not in text and progress(tmp_path / "runs/x") == 0, text
 
 
 def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):

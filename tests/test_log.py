@@ -1,6 +1,14 @@
 """log.py: lines, times, memory, and what Weights & Biases gets."""
 import json
+import os
+import pty
+import re
+import resource
 import struct
+import subprocess
+import sys
+import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,3 +167,62 @@ def test_peaks_are_measured_a_phase(tmp_path):
     assert first["memory/large_gb"] - first["memory/small_gb"] > 0.2
     assert first["memory/peak_gb"] == first["memory/large_gb"] > 0 and first["time/large"] > 0
     assert second == {"step": 1}
+
+
+def test_long_work_shows_a_line_every_half_minute_in_a_file(tmp_path, monkeypatch, capsys):
+    """An evaluation of 1,000 rows was silent for eight minutes."""
+    it, now = opened(tmp_path), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with it.time("step"), it.phase("rollout"):
+        bar = it.doing.count(total=1000, desc="vLLM's", postfix="speed: 0")
+        bar.mininterval = 0                                # tqdm's own clock stands still here
+        for second in range(95):
+            now[0] += 1
+            bar.postfix = f"output: {second} toks/s"
+            bar.update(2)
+        bar.close()
+    with it.time("update"):
+        now[0] += 31                                       # nothing counts: the thread shows it
+        time.sleep(1.5)
+    it.close()
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 4, shown
+    assert re.match(r"  rollout: 60 of 1000 in 00:0\d, .* left, output: 29 toks/s$", shown[0])
+    assert shown[2].startswith("  rollout: 180 of 1000") and shown[3].startswith("  update: 0 of ?")
+
+
+def test_long_work_is_a_bar_on_a_terminal():
+    """The bar is there at once, and leaves nothing."""
+    code = ("import dist, log, time; bar = log.Progress('rollout', False).count(total=8); "
+            "time.sleep(0.2); bar.update(3); bar.close(); log.Progress('hidden', True).update(1)")
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
+    os.set_blocking(ours, False)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(log.__file__).parent, stdout=theirs,
+                   stderr=theirs, check=True)
+    text = os.read(ours, 10000).decode()
+    assert "rollout: 3 of 8 in 00:00, " in text and "hidden" not in text and "\n" not in text
+    assert not text.split("\r")[-1].strip()
+
+
+def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
+    it = opened(tmp_path, steps=3)
+    it.step(0, {"reward/mean": 0.5})
+    for file in ("samples/step_1.txt", "curve.png", "metrics.partial"):
+        (tmp_path / file).symlink_to("/dev/full")
+    size, infinite = (tmp_path / "metrics.jsonl").stat().st_size, resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, infinite))
+    it.step(1, {"reward/mean": 0.6})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
+    it.samples("step_1", [SimpleNamespace(
+        text="y" * 999, score=SimpleNamespace(total=1.0),
+        prompt=SimpleNamespace(row=SimpleNamespace(prompt="x", answer="z")))])
+    assert it.curve() is None
+    with pytest.raises(SettingsError, match="cannot be written .No space left on device"):
+        log.Log(tmp_path, WORLD, 3).open({}, "the plan", 1)
+    text = capsys.readouterr().out
+    for file in ("metrics.jsonl was not written (File too", "samples/step_1.txt", "curve.png"):
+        assert f"{tmp_path}/{file}" in text and text.count("the run goes on") == 3, text
+    it.step(2, {"reward/mean": 0.7})                       # there is room again: nothing is lost
+    it.finish(3)
+    assert [r["reward/mean"] for r in lines(tmp_path)] == [0.5, 0.6, 0.7]

@@ -407,3 +407,30 @@ def test_a_peak_is_of_its_own_phase():
         return before.read()[0]
     rise(512)
     assert rise(256) - rise(0) > 0.2 * GIB
+
+
+# ---- without a GPU ----
+
+@pytest.mark.parametrize("flags, said", [
+    ({}, None), (dict(checkpointing=True), None),
+    (dict(kv_cache_gb=64.0), "would with --kv_cache_gb 0.0: "),
+    (dict(kv_cache_gb=1e-4), "would with --kv_cache_gb 0.0: "),         # not one sequence
+    (dict(update_tokens=2**20), "would with --update_tokens "),
+    (dict(update_tokens=2**20, offload=("params",), cpu_offload=True), "would with --update_to")])
+def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
+    """27.1 GiB on a machine of 24 ran until the kernel killed it."""
+    from examples import tiny
+    monkeypatch.setattr(check, "free_bytes", lambda: 6 * GIB)
+    args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
+    if not said:
+        assert "fits: " in check.check(args, 2, 2).plan.memory
+        return
+    with pytest.raises(plan.SettingsError, match="^this run does not fit; ") as caught:
+        check.check(args, 2, 2)
+    assert said in str(caught.value) and "of 3 GiB free per rank at most" in str(caught.value)
+    works = {name: type(flags[name])(*words) for name, words in flags_in(str(caught.value)).items()}
+    assert check.check(plan.changed(args, **works), 2, 2)
+
+
+def test_what_is_free_here():
+    assert 0.1 * GIB < check.free_bytes() < 2**50
