@@ -133,7 +133,8 @@ def compare(run, samples: list[Sample]):
     register_fsdp_forward_method(policy.module, "logits")
     with torch.no_grad():
         trainer = policy.logprobs(micro, temperature)[0][0, -LAST:].cpu().double()
-        logits = policy.module.logits(micro.inputs["input_ids"], micro.source[-LAST:])[0].cpu().double()
+        logits = policy.module.logits(micro.inputs["input_ids"], micro.source[-LAST:])
+    logits = logits[0].cpu().double()
     policy.module.reshard()
     plain = (logits / temperature).log_softmax(-1)[range(len(logits)), micro.targets[-LAST:].cpu()]
     engine = torch.from_numpy(sample.completion.logprobs[-LAST:])
