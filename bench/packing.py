@@ -53,7 +53,7 @@ def make_samples(vocab: int, prompts: int, group: int, prompt, completion, equal
             done = Completion(rng.integers(3, vocab, n).astype(np.int32),
                               np.full(n, -5.7, np.float32), False)
             samples.append(Sample(owner, done, "", Score(
-                float(g % 2 and p >= equal * prompts), {}, None)))
+                float((p + g) % 2 and p >= equal * prompts), {}, None)))
     return samples
 
 
@@ -90,7 +90,7 @@ MICROS = Batch.micros
 
 def measure(world, name: str, case: tuple, times: int, folder: str | None) -> None:
     size, prompts, group, *rest = case
-    folder = folder or (find_model("tiny") if size == "tiny" else random_model(size))
+    folder = folder or (find_model("tiny", make=True) if size == "tiny" else random_model(size))
     args = grpo.Args(group=group, max_tokens=1024, lr=1e-9,
                      advantage="dr_grpo" if group > 1 else "reinforce++")
     module = model.build(model.LogprobModel, folder, world, args.weights)
