@@ -14,6 +14,7 @@ import dist  # isort: skip  (it sets what torch reads)
 import numpy as np
 import torch
 
+import canary
 import data
 import model
 from batch import Batch, Completion, Sample, pad
@@ -73,35 +74,38 @@ def make(name: str, folder: str) -> None:
     tiny.make_tokenizer().save_pretrained(folder)
 
 
-def scored(prompts, completions) -> Batch:
+def scored(prompts, completions, packs: bool) -> Batch:
     """A batch without rewards."""
     return Batch([Sample(*one, "", Score(0.0, {}, None))
-                  for one in zip(prompts, completions, strict=True)])
+                  for one in zip(prompts, completions, strict=True)], packs)
 
 
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
     """(completions, the trainer's log-probs) before and after an update, which moves every weight
-    and is exported to FOLDER-1. Six random prompts; longer than a window and a cache block."""
+    and is exported to FOLDER-1. Two completions of each of three random prompts, which are longer
+    than a window and a cache block. They are packed if the model can be."""
     weights, rng = model.ModelArgs(**options), np.random.default_rng(0)
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
+    canary.choose_packing([policy], world, policy.module.lm.config, 200, False)
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
-            for i in range(6)]
-    prompts, found = [data.Prompt(row.index, row) for row in rows], []
+            for i in (0, 1, 5) for _ in range(2)]
+    rows[1::2], found = rows[::2], []
+    prompts = [data.Prompt(row.index, row) for row in rows]
     generate = lambda: [Completion(rng.integers(3, 320, 24).astype(np.int32),
                                    np.zeros(24, np.float32), False) for _ in rows]
     if engine:
         vllm = Engine(folder, world, EngineArgs(max_num_seqs=8), dtype=torch.float32, max_len=256,
                       max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
                       log=SimpleNamespace(phase=lambda name: nullcontext()), tokenizer=None)
-        requests = vllm.mine([Request(row.prompt_ids, row.index) for row in rows])
+        requests = vllm.mine([Request(row.prompt_ids, i) for i, row in enumerate(rows)])
 
         def generate():
             vllm.load(policy.weights(vllm.dtype))
             return world.gather(vllm.generate(requests, HEAT))
 
     for step in range(2):
-        batch = scored(prompts, generate())
+        batch = scored(prompts, generate(), policy.packs)
         ours = batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
         found.append((batch, ours))
         for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
@@ -137,8 +141,8 @@ def gaps(folder: str, found) -> tuple[float, float]:
     return tuple(map(max, zip(*each, strict=True)))
 
 
-def with_engine(name: str) -> tuple[float, float]:
-    """`gaps` of a case, with an engine on each of two ranks."""
+def with_engine(name: str) -> tuple[float, float, bool]:
+    """`gaps` of a case, with an engine on each of two ranks, and whether it was packed."""
     with tempfile.TemporaryDirectory() as folder:
         make(name, f"{folder}/model")
         done = subprocess.run(
@@ -146,7 +150,8 @@ def with_engine(name: str) -> tuple[float, float]:
              __file__, f"{folder}/model", f"{folder}/out"], cwd=ROOT, text=True,
             capture_output=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
-        return gaps(f"{folder}/model", pickle.loads(Path(folder, "out").read_bytes()))
+        found = pickle.loads(Path(folder, "out").read_bytes())
+        return *gaps(f"{folder}/model", found), found[0][0].packed
 
 
 def worker(folder: str, out: str) -> None:
@@ -158,9 +163,10 @@ def worker(folder: str, out: str) -> None:
 
 def row(name: str) -> str:
     """A line of the table in docs/families.md."""
-    trainer, engine = with_engine(name)
+    trainer, engine, packed = with_engine(name)
     kind, _, special = CASES[name]
-    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine:.0e} |"
+    micros = "packed" if packed else "padded"
+    return f"| {name} | `{kind}` | {special} | {micros} | {trainer:.0e} | {engine:.0e} |"
 
 
 if __name__ == "__main__":
