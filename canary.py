@@ -27,7 +27,7 @@ def choose_packing(models: list, world, config, longest: int, bfloat16: bool) ->
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if window and window < longest:
         return f"padded rows: attention has a window of {window:,} tokens, fewer than {longest:,}"
-    if models[0].attention != "sdpa":  # skeleton() chose another one
+    if models[0].module.lm.attention != "sdpa":
         return "padded rows: the scores of its attention are capped"
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 4, 12))
     samples = [sample(prompt[:8 + g].tolist(), completion[:4 * i + 1])
@@ -102,7 +102,7 @@ def worst_micro(tokens: int, longest: int, vocab: int, device, packs: bool):
     """
     rows = -(-tokens // longest)
     n = max(2, tokens // rows)
-    p = n - n // KEYS - 1 if packs and n > KEYS else 1
+    p = n - 1 - -(-n // KEYS) if packs and n > KEYS else 1
     rows *= KEYS if packs else 1
     batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * rows, packs)
     first, *_ = cut(batch.sizes, max(tokens, n), batch.packed)

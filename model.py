@@ -114,6 +114,7 @@ def skeleton(folder: str, dtype=torch.float32):
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    lm.attention = attention
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     return lm
 
@@ -305,7 +306,6 @@ class Trained:
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
-        self.attention = module.lm.config._attn_implementation
         if next(module.parameters()).device.type != world.device.type:
             self.moving = ()  # --cpu_offload
         self.max_grad_norm = args.max_grad_norm or math.inf
@@ -336,7 +336,7 @@ class Trained:
     def pack(self, packs: bool):
         """From now on, take packed micro-batches (see packing.py), or padded ones only."""
         self.packs = packs
-        self.module.lm.set_attn_implementation("packed" if packs else self.attention)
+        self.module.lm.set_attn_implementation("packed" if packs else self.module.lm.attention)
 
     def move(self, device: torch.device):
         """What --offload names goes to the host before generation, and back after it."""

@@ -97,7 +97,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert [r["step"] for r in seen] == [0, 1, 2, 3], text
     # A gradient that is not finite is not applied, and the run goes on.
     assert "had a gradient that is not finite and were not applied" in text
-    assert seen[0]["grad/norm_not_finite"] == 2
+    assert seen[0]["grad/norm_not_finite"] in (1, 2)     # a minibatch may have no gradient
     # A reward that hangs costs its own completions: four of one prompt.
     assert sum(r["rollout/unscored"] for r in seen[:2]) == 4
     assert "a completion was not scored" in text

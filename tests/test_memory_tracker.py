@@ -48,7 +48,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             model.shard(root, lm.model.layers, mesh, compute, torch.float32, checkpointing, False)
             rows = tokens // LENGTH
             source = torch.cat([torch.arange(LENGTH - 1) + r * LENGTH for r in range(rows)])
-            inputs = torch.zeros(rows, LENGTH, dtype=torch.long), source
+            inputs = {"input_ids": torch.zeros(rows, LENGTH, dtype=torch.long)}, source
             if not critic:
                 inputs += torch.zeros(len(source), dtype=torch.long), 1.0, "value"
             for _ in range(1 + grad):

@@ -1,5 +1,6 @@
 """model.py: a folder of weights goes in, and what comes out is the model that transformers has."""
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def load_and_export(world, folder: str, args: model.ModelArgs) -> torch.Tensor:
     for device in (torch.device("cpu"), world.device):
         policy.move(device)
     with torch.no_grad():
-        logp, _ = policy.run(IDS, SOURCE, IDS.flatten()[SOURCE + 1], 1.0, "none")
+        micro = SimpleNamespace(inputs={"input_ids": IDS}, source=SOURCE, learns=False)
+        logp, _ = policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")
     policy.export(folder, f"{folder}-out", notes={"note.json": "{}"})
     return logp
 

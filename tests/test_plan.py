@@ -319,7 +319,7 @@ def place(tmp_path, monkeypatch) -> Path:
     ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
     ("odd.jsonl, row 0 .*no prompt column", dict(model="tiny", eval_data="odd.jsonl")),
     ("tiny:chess is not a model", dict(model="tiny:chess")),
-    ("small2 must be", dict(model="small2"))])
+    ("^--model small2", dict(model="small2"))])
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
     args = Args(plan=planning, **flags)

@@ -159,7 +159,7 @@ def test_same_update_and_metrics_on_1_2_3_4_ranks(models):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_same_update_whole_cross_product(models, dtype):
     cases = cross(dtype)
-    runs = run_on((1, 2, 3, 4), models, cases)
+    runs = run_on((1, 2, 3, 4, 5), models, cases)
     same(cases, runs)
     for prompts in (1, 7, 8):                             # and across budgets
         for aggregation in ("token", "sequence", "constant"):
