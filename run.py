@@ -26,7 +26,7 @@ import model
 import plan
 import rewards
 from batch import score_samples
-from check import Checked, Mistakes, check, eos_ids, is_tiny
+from check import Mistakes, check, eos_ids, is_tiny
 from data import DataArgs
 from evaluate import EvalArgs, evaluation_metrics
 from model import ModelArgs, OptimizerArgs
@@ -141,21 +141,17 @@ def set_up(args) -> "Run":
     checked = mistakes.attempt(check, args, ranks, machine)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run.timeout)
-    stop_together(world, mistakes)
+    together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(checked.source).name, "rows": len(checked.rows),
         "eval_rows": len(checked.eval_rows)}
-    mistakes += world.differences({f"--{name}": value for name, value in flags.items()} | facts)
-    stop_together(world, mistakes)
+    same = {f"--{name}": value for name, value in flags.items()} | facts
+    Mistakes(world.differences(same)).stop()
     stop = dist.Stop(world, args.run.stop_seconds)
     # 3. Open the run's folder. Rank 0 writes it, and its clock names it.
-    folder = mistakes.attempt(log.open_folder, args.name, Path(args.script).stem, args.run.resume,
-                              args.steps)
-    stop_together(world, mistakes)
-    folder = world.gather([folder])[0]
+    folder = world.gather([together(world, log.open_folder, args)])[0]
     run_log = log.Log(folder, world, args.steps, args.run.wandb)
-    mistakes.attempt(run_log.lock)
-    stop_together(world, mistakes)
+    together(world, run_log.lock)
     if world.agree(args.run.save_every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(f"--save_every {args.run.save_every} needs a folder that all machines "
                             f"share; {folder} is not there on every rank. Would work: --save_every "
@@ -165,8 +161,7 @@ def set_up(args) -> "Run":
     saved, notes = find_checkpoint(args, world, folder, settings)
     # 5. Build: the models, the engine, the reward workers.
     run = Run(args, world, stop, run_log, checked, saved, settings)
-    mistakes.attempt(run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
-    stop_together(world, mistakes)
+    together(world, run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
     for line in [checked.plan.text(short=True), *(f"  {note}" for note in checked.notes + notes)]:
         run_log.say(line)
     with run_log.time("loading"):
@@ -174,24 +169,26 @@ def set_up(args) -> "Run":
     return run
 
 
-def stop_together(world: dist.World, mistakes: Mistakes) -> None:
-    """End on every rank with one rank's mistakes, if any rank has some. A collective."""
-    Mistakes(next((m for m in world.gather([list(mistakes)]) if m), [])).stop()
+def together(world, act, *args):
+    """act(*args). A SettingsError of one rank is raised on all. A collective."""
+    mistakes = Mistakes()
+    result = mistakes.attempt(act, *args)
+    Mistakes(world.gather(mistakes)[:1]).stop()
+    return result
 
 
 def find_checkpoint(args, world, folder: Path, settings: dict):
-    """(the checkpoint to go on from, or None, and lines to print). A collective."""
+    """(the checkpoint to go on from, or None; lines to print). A collective."""
     saved, notes = checkpoint.find(folder / "checkpoints", world)
     if saved:
         changed = ", ".join(checkpoint.compare(saved, settings))
-        changed = f"; changed since: {changed}" if changed else ""
-        return saved, [*notes, f"resumed from {saved.path}{changed}"]
-    if log.finished_steps(folder):
+        notes.append(f"resumed from {saved.path}" + f"; changed since: {changed}" * bool(changed))
+    elif log.finished_steps(folder):
         raise SettingsError(f"{folder} is finished and has no checkpoint, so it cannot go on to "
                             f"--steps {args.steps}; choose another --name.")
-    if (folder / "metrics.jsonl").exists():
+    elif (folder / "metrics.jsonl").exists():
         notes.append(f"{folder} has no checkpoint: the run starts again from the beginning")
-    return None, notes
+    return saved, notes
 
 
 # ---- the run ----
@@ -199,7 +196,7 @@ def find_checkpoint(args, world, folder: Path, settings: dict):
 class Run:
     """What a loop works with, and what stands between its steps."""
 
-    def __init__(self, args, world, stop, run_log, checked: Checked, saved, settings: dict):
+    def __init__(self, args, world, stop, run_log, checked, saved, settings):
         self.args, self.world, self.stop, self.log = args, world, stop, run_log
         self.checked, self.saved, self.settings = checked, saved, settings
         self.stream = data.Stream(checked.rows, args.seed)
@@ -208,15 +205,12 @@ class Run:
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.evaluation.eval_only else args.steps
-        due = lambda step, every: every and step % every == 0
-        steps, every = range(self.start, self.end), args.run.save_every
-        self.evaluations = {step for step in steps if checked.eval_rows and (
-            step == 0 or due(step, args.evaluation.eval_every))}
-        self.saves = {step + 1 for step in steps if due(step + 1, every)}  # after so many steps
-        self.saves |= {args.steps} if every else set()
+        every = args.evaluation.eval_every or args.steps
+        self.evaluations = range(0, args.steps, every) if checked.eval_rows else ()
+        every = args.run.save_every
+        self.saves = {*range(0, args.steps, every), args.steps} if every else ()  # steps done
 
     def build(self) -> None:
-        """The workers, the models, the engine, the canary, the checkpoint's state."""
         args, world, checked = self.args, self.world, self.checked
         self.scorer = rewards.Scorer(list(args.reward), args.workers)  # imports while models load
 
@@ -225,9 +219,9 @@ class Run:
             return kind(module, world, args.weights, args.optimizer)
 
         self.policy = load(model.Policy, model.LogprobModel)
-        self.critic = load(model.Critic, model.ValueModel) if args.critic else None
-        self.reference = load(model.Policy, model.LogprobModel, trained=False) \
-            if args.needs_reference else None  # the starting model
+        self.critic = args.critic and load(model.Critic, model.ValueModel)
+        self.reference = args.needs_reference and load(  # the starting model
+            model.Policy, model.LogprobModel, trained=False)
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
@@ -251,7 +245,7 @@ class Run:
             peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
             self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
         if self.saved:
-            self._restore(self.saved.state)
+            self.restore(self.saved.state)
         self.stop.looping = not args.evaluation.eval_only  # now SIGTERM waits for a step's end
 
     # ---- between the steps ----
@@ -271,8 +265,7 @@ class Run:
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
             if self.args.run.export and step:  # before the first step it is --model
-                notes = {"best.json": json.dumps(self.best | metrics, indent=1)}
-                self.export("best", notes)
+                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
 
     def check(self, metrics: dict[str, float]) -> None:
         """Report a gap that jumps and gradients that are not finite: some end the run."""
@@ -291,7 +284,7 @@ class Run:
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
     def export(self, name: str, notes: dict | None = None) -> bool:
-        """Write the model to runs/NAME/`name` → whether that failed, which is printed."""
+        """Write the model to runs/NAME/`name` → whether that failed."""
         folder = f"{self.log.folder}/{name}"
         error = checkpoint.failure(
             self.world, lambda: self.policy.export(self.checked.source, folder, notes))
@@ -300,7 +293,7 @@ class Run:
         return bool(error)
 
     def save(self, step: int) -> str | None:
-        """Write all that the next steps depend on → None, or why that failed."""
+        """A checkpoint → None, or why that failed."""
         began = time.perf_counter()
         self.log.sync()
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
@@ -311,7 +304,7 @@ class Run:
                      f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
         return error
 
-    def _restore(self, state: dict) -> None:
+    def restore(self, state: dict) -> None:
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.position, self.bad_steps = state["position"], state["bad_steps"]
         if self.args.critic and self.args.kl_target is not None:
@@ -323,7 +316,7 @@ class Run:
     # ---- the end ----
 
     def stopped(self, step: int, error: str | None) -> int:
-        """After SIGTERM: close everything → exit status."""
+        """After SIGTERM → exit status."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; " + (
             "they are not saved" if error else
             f"the same command with --name {self.log.folder.name} goes on from here"))
@@ -340,12 +333,12 @@ class Run:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
             missed = args.run.export and self.export("model")
-            missed |= self.world.agree(self.world.rank == 0 and self._summary())
+            missed |= self.world.agree(self.world.rank == 0 and self.summary())
             self.log.finish(args.steps)
         self.close()
         return int(missed)
 
-    def _summary(self) -> bool:
+    def summary(self) -> bool:
         """Print what came of the run → whether it missed --target_reward."""
         rows, target = self.log.rows, self.args.run.target_reward
         curve = self.log.curve()
@@ -365,7 +358,6 @@ class Run:
         return missed
 
     def close(self) -> None:
-        """Shut everything down, the engine last."""
         self.log.close()
         self.scorer.close()
         self.engine.close()
