@@ -227,8 +227,6 @@ class Run:
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
         self.log.say("  packing    " + canary.choose_packing(
             sharing, world, checked.config, checked.plan.longest, bfloat16))
-        for shared in sharing:
-            shared.move(torch.device("cpu"))  # the engine measures what is free
         self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
@@ -236,8 +234,6 @@ class Run:
             max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
         self.engine.sleep()
-        for shared in sharing:
-            shared.move(world.device)
         automatic = args.run.canary == "auto" and world.device.type == "cuda"
         if (automatic or args.run.canary == "on") and not args.evaluation.eval_only:
             peaks = canary.canary(checked.plan, world, checked.config.vocab_size, self.policy,
