@@ -44,7 +44,7 @@ class RunArgs:
     save_every: int = 0
     """Steps between checkpoints, and one after the last step. 0: only after SIGTERM."""
     keep: int = 2
-    """The number of newest checkpoints to keep."""
+    """Checkpoints to keep, the newest."""
     samples_every: int = 10
     """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
@@ -53,7 +53,7 @@ class RunArgs:
     """Exit status 1 unless the mean reward is at most 0.4 in the first 3 steps, and at least this
     in the last 10."""
     export: bool = True
-    """Write the trained model to runs/NAME/model, and the best evaluated one to runs/NAME/best."""
+    """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
     timeout: float = 600.0
     """Seconds that one rank waits for another before the run ends."""
     stop_seconds: float = 25.0
@@ -81,13 +81,13 @@ class CommonArgs:
     max_tokens: int = 256
     """Longest completion, in tokens. One that reaches it is cut, and counted as truncated."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer's logprobs are taken at the same temperature."""
+    """Of sampling, and of the trainer's logprobs."""
     steps: int = 60
     """Rollouts, each followed by its update."""
     lr: float | None = None
     """Peak learning rate. Not given: 1e-6, or 3e-4 for the tiny model."""
     seed: int = 0
-    """Seed of the data's order and of every completion's own random stream."""
+    """Of the data's order and of every completion's own random stream."""
     name: str | None = None
     """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
     eval_data: str | None = None
@@ -115,7 +115,7 @@ class CommonArgs:
 
 
 def parse(kind: type, description: str):
-    """The command line → Args of a script, with the learning rates that fit the model."""
+    """The command line → Args, with learning rates that fit the model."""
     said = io.StringIO()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no é
     try:
@@ -201,7 +201,7 @@ class Run:
         self.checked, self.saved, self.settings = checked, saved, settings
         self.stream = data.Stream(checked.rows, args.seed)
         self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
-        self.bad_steps = 0  # steps in a row with a bad gradient
+        self.bad_steps = 0  # in a row
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.evaluation.eval_only else args.steps
@@ -219,9 +219,9 @@ class Run:
             return kind(module, world, args.weights, args.optimizer)
 
         self.policy = load(model.Policy, model.LogprobModel)
-        self.critic = args.critic and load(model.Critic, model.ValueModel)
-        self.reference = args.needs_reference and load(  # the starting model
-            model.Policy, model.LogprobModel, trained=False)
+        self.critic = load(model.Critic, model.ValueModel) if args.critic else None
+        self.reference = load(model.Policy, model.LogprobModel, trained=False) \
+            if args.needs_reference else None  # the starting model
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
@@ -234,20 +234,21 @@ class Run:
             max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
         self.engine.sleep()
+        trains = not args.evaluation.eval_only
         automatic = args.run.canary == "auto" and world.device.type == "cuda"
-        if (automatic or args.run.canary == "on") and not args.evaluation.eval_only:
+        if trains and (automatic or args.run.canary == "on"):
             peaks = canary.canary(checked.plan, world, checked.config.vocab_size, self.policy,
                                   self.reference, self.critic)
             peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
             self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
         if self.saved:
             self.restore(self.saved.state)
-        self.stop.looping = not args.evaluation.eval_only  # now SIGTERM waits for a step's end
+        self.stop.looping = trains  # now SIGTERM waits for a step's end
 
     # ---- between the steps ----
 
     def evaluate(self, step: int) -> None:
-        """pass@1 and pass@k on --eval_data with the current policy. The best policy is exported."""
+        """pass@1 and pass@k on --eval_data. The best policy so far is exported."""
         args = self.args.evaluation
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
@@ -265,16 +266,16 @@ class Run:
 
     def check(self, metrics: dict[str, float]) -> None:
         """Report a gap that jumps and gradients that are not finite: some end the run."""
-        name = "rollout/logprob_gap_mean"
+        name, say = "rollout/logprob_gap_mean", self.log.say
         *before, gap = [0.0, *(row.get(name) or 0.0 for row in self.log.rows)]
         if before[1:] and gap > max(10 * max(before), self.max_gap / 10):
-            self.log.say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
-                         f"{max(before):.2g}")
+            say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
+                f"{max(before):.2g}")
         bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
-            self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; "
-                         f"such steps in a row: {self.bad_steps}")
+            say(f"{bad} updates had a gradient that is not finite and were not applied; such steps "
+                f"in a row: {self.bad_steps}")
         if self.bad_steps >= self.args.optimizer.max_bad_steps:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
@@ -336,21 +337,21 @@ class Run:
 
     def summary(self) -> bool:
         """Print what came of the run → whether it missed --target_reward."""
-        rows, target = self.log.rows, self.args.run.target_reward
+        rows, target, say = self.log.rows, self.args.run.target_reward, self.log.say
         curve = self.log.curve()
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        seconds = sum(row.get("time/step", 0.0) for row in rows)
-        tokens = sum(row.get("rollout/tokens", 0) for row in rows)
+        seconds, tokens = (sum(row.get(name, 0) for row in rows)
+                           for name in ("time/step", "rollout/tokens"))
         before, after = np.mean(means[:3] or np.nan), np.mean(means[-10:] or np.nan)
-        self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
-                     f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
-                     f"{tokens / seconds:,.0f} tokens/s, all phases")
-        self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/, "
-                     f"{'model/, ' * self.args.run.export}{curve.name if curve else ''}")
+        say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
+            f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
+            f"{tokens / seconds:,.0f} tokens/s, all phases")
+        say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/, "
+            f"{'model/, ' * self.args.run.export}{curve.name if curve else ''}")
         missed = target is not None and not (before <= 0.4 and after >= target)
         if missed:
-            self.log.say(f"missed --target_reward: the mean of the first 3 steps must be at most "
-                         f"0.4 and that of the last 10 at least {target}")
+            say(f"missed --target_reward: the mean of the first 3 steps must be at most 0.4 and "
+                f"that of the last 10 at least {target}")
         return missed
 
     def close(self) -> None:
