@@ -26,7 +26,7 @@ def choose_packing(models: list, world, config, longest: int, bfloat16: bool) ->
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if window and window < longest:
         return f"padded rows: attention has a window of {window:,} tokens, fewer than {longest:,}"
-    if models[0].attention != "sdpa":  # skeleton() chose another one
+    if models[0].attention != "sdpa":
         return "padded rows: the scores of its attention are capped"
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 4, 12))
     samples = [sample(prompt[:8 + g].tolist(), completion[:4 * i + 1])

@@ -43,7 +43,7 @@ class Mistakes(list):
 
 
 class NoTokenizer:
-    """For a model that is not here: its prompts have no tokens."""
+    """Of a model that is not here."""
     added_tokens_decoder, chat_template = {}, None
 
     def __call__(self, text, **options):
@@ -51,12 +51,12 @@ class NoTokenizer:
 
 
 def show_plan(args) -> None:
-    """--plan: print what would run on --ranks ranks, without torchrun, GPU or weights."""
+    """--plan, without torchrun, GPU or weights."""
     print(check(args, args.planning.ranks, None, make=False).plan.text())
 
 
 def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked | None:
-    """Read and check everything but the weights. `machine`: the ranks of one machine.
+    """Everything but the weights. `machine`: the ranks of one machine.
 
     Not `make`: a model that is not here is neither made nor fetched.
     """

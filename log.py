@@ -239,13 +239,12 @@ class Log:
         self.say(f"evaluation after {step} steps: {'  '.join(shown)}")
 
     def curve(self):
-        """Reward, entropy and length over steps."""
         if not any("reward/mean" in row for row in self.rows):
             return None
         from matplotlib.figure import Figure
         figure = Figure(figsize=(12, 3.4), layout="constrained")
-        shown = [["reward/mean"], ["policy/entropy"], ["rollout/length_mean"]]
-        shown[0] += sorted({k for r in self.rows for k in r if k.endswith("/pass@1")})
+        scores = sorted({k for r in self.rows for k in r if k.endswith("/pass@1")})
+        shown = ["reward/mean", *scores], ["policy/entropy"], ["rollout/length_mean"]
         for axis, keys in zip(figure.subplots(1, 3), shown, strict=True):
             for key in keys:  # an evaluation is before its step
                 rows = [r for r in self.rows if r.get(key) is not None]
@@ -283,7 +282,7 @@ class Log:
 
 
 class Peak:
-    """The most memory in use since this was made: of the GPU, or of this process on CPU."""
+    """The most memory in use since this was made: of the GPU, or of this process."""
 
     def __init__(self, device):
         self.on_gpu = device.type == "cuda"
@@ -294,9 +293,9 @@ class Peak:
             Path("/proc/self/clear_refs").write_text("5")
 
     def read(self):
-        """Bytes: on GPU (with tensors, with all that PyTorch keeps), on CPU (resident,)."""
+        """Bytes: (with tensors, with all that PyTorch keeps), on CPU (resident,)."""
         if not self.on_gpu:
-            return (resident(),)
+            return [resident()]
         return (self.others + torch.cuda.max_memory_allocated(),
                 max(gpu_in_use(), self.others + torch.cuda.max_memory_reserved()))
 

@@ -22,7 +22,6 @@ LADDER = [  # the cheapest first
 
 @dataclass
 class Shape:
-    """A dense decoder."""
     hidden: int
     intermediate: int
     layers: int
@@ -79,15 +78,14 @@ def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
     try:
         if sizes:
             return Shape(**{name: int(value) for name, value in (s.split("=") for s in sizes)})
-        if name in SHAPES and not Path(model).is_dir():
-            return SHAPES[name]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise SettingsError("--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… "
                             f"vocab=… ({type(error).__name__}).") from None
+    return None if Path(model).is_dir() else SHAPES.get(name)
 
 
 def shape_from(lm) -> Shape | None:
-    """Of a model without weights too. None: there is no memory plan for it."""
+    """None: there is no memory plan for it."""
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
     if c.model_type == "gemma2":  # its attention is not fused: memory grows with length²
         return None
@@ -152,10 +150,9 @@ class EngineMemory:
                 CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence)))
         free = self.cache - block  # vLLM keeps a block to itself
         self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))
-        working = self.weights + self.workspace
-        sleeps = card and e.sleep_level
-        self.kept = graphs if sleeps else working + self.cache  # while the trainer works
-        self.awake = working if sleeps else working + self.cache  # in a sync
+        self.awake, self.kept = self.weights + self.workspace, graphs  # in a sync; in training
+        if not (card and e.sleep_level):
+            self.awake = self.kept = self.awake + self.cache
 
 
 def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
@@ -205,8 +202,8 @@ def fewest(plan: Plan, shape: Shape, card: float | None) -> dict | None:
 
     def first(tries: list[dict]) -> dict | None:
         for more in (more | other for more in tries for other in [{}, *shares]):
-            other = replace(plan, args=changed(plan.args, **more))
-            if fits(other, shape, card, spare=0.03 * (card or plan.free)):
+            changed_plan = replace(plan, args=changed(plan.args, **more))
+            if fits(changed_plan, shape, card, spare=0.03 * (card or plan.free)):
                 return more
 
     more = first([dict(steps[:n]) for n in range(len(steps) + 1)])

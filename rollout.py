@@ -1,4 +1,4 @@
-"""rollout.py: the colocated vLLM engine. Start it, give it the trainer's weights, sample, end it.
+"""rollout.py: the colocated vLLM engine.
 
 Each rank runs an engine in its own process. With --tp K, K neighbouring ranks are one engine. Every
 completion is a request with a seed of its own: what is sampled does not depend on the layout.
@@ -33,11 +33,11 @@ class EngineArgs:
     tp: int = 1
     """Ranks of one engine (tensor parallel)."""
     gpu_memory_utilization: float = 0.5
-    """The engine's share of each GPU, between 0 and 1."""
+    """The engine's share of each GPU."""
     kv_cache_gb: float = 0.0
     """Key-value cache in GiB. 0: what the share leaves; on CPU what a step can use, up to 1."""
     max_num_seqs: int = 256
-    """Completions that one engine generates at the same time."""
+    """Completions that one engine generates at once."""
     sleep_level: Literal[0, 1, 2] = 2
     """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
     the weights on the host. 0: nothing."""
@@ -138,7 +138,7 @@ class Engine:
         return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
 
     def mine(self, requests: list) -> list:
-        """My engine's contiguous share, the same for all ranks of one engine."""
+        """My engine's share, the same for all its ranks."""
         return requests[share(len(requests), self.engines, self.world.rank // self.args.tp)]
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
@@ -151,9 +151,9 @@ class Engine:
             temperature=temperature, top_p=self.args.top_p, max_tokens=self.max_tokens, seed=r.seed,
             logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
             stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
-        prompts = [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
         outputs = self.llm.generate(
-            prompts, params, use_tqdm=self.log.writing and self.log.doing.count)
+            [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
+            use_tqdm=self.log.writing and self.log.doing.count)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
@@ -169,8 +169,8 @@ def completion_of(output) -> Completion:
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
-        raise RuntimeError(f"the engine's weights are broken: {len(ids)} tokens have the log-probs "
-                           f"{logprobs}")
+        raise RuntimeError(
+            f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
     return Completion(ids, logprobs, output.finish_reason == "length")
 
 

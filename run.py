@@ -1,7 +1,4 @@
-"""run.py: what grpo.py and ppo.py share around their loops: set-up, saving, evaluation, the end.
-
-Set-up has five phases: check, join, open, resume, build. Weights load in the last.
-"""
+"""run.py: what grpo.py and ppo.py share around their loops: set-up, saving, evaluation, the end."""
 import io
 import json
 import os
@@ -134,7 +131,7 @@ def parse(kind: type, description: str):
 # ---- set-up ----
 
 def set_up(args) -> "Run":
-    """Everything that a loop needs, in five phases."""
+    """Everything that a loop needs, in five phases. Weights load in the last."""
     # 1. Check: from flags and files alone. An error waits until all ranks have joined.
     ranks, machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
@@ -152,10 +149,11 @@ def set_up(args) -> "Run":
     folder = world.gather([together(world, log.open_folder, args)])[0]
     run_log = log.Log(folder, world, args.steps, args.run.wandb)
     together(world, run_log.lock)
-    if world.agree(args.run.save_every > 0 and not (folder / ".lock").exists()):
-        raise SettingsError(f"--save_every {args.run.save_every} needs a folder that all machines "
-                            f"share; {folder} is not there on every rank. Would work: --save_every "
-                            f"0.")
+    every = args.run.save_every
+    if world.agree(every > 0 and not (folder / ".lock").exists()):
+        raise SettingsError(
+            f"--save_every {every} needs a folder that all machines share; {folder} is not there "
+            f"on every rank. Would work: --save_every 0.")
     # 4. Resume from the newest checkpoint, if this run has one.
     settings = flags | facts | {"ranks": world.size} | log.versions()
     saved, notes = find_checkpoint(args, world, folder, settings)
@@ -191,8 +189,6 @@ def find_checkpoint(args, world, folder: Path, settings: dict):
     return saved, notes
 
 
-# ---- the run ----
-
 class Run:
     """What a loop works with, and what stands between its steps."""
 
@@ -214,24 +210,26 @@ class Run:
         args, world, checked = self.args, self.world, self.checked
         self.scorer = rewards.Scorer(list(args.reward), args.workers)  # imports while models load
 
-        def load(kind, module, trained=True):
-            module = model.build(module, checked.source, world, args.weights, trained=trained)
-            return kind(module, world, args.weights, args.optimizer)
+        def load(kind, module, wanted=True, trained=True):
+            if wanted:
+                module = model.build(module, checked.source, world, args.weights, trained=trained)
+                return kind(module, world, args.weights, args.optimizer)
 
         self.policy = load(model.Policy, model.LogprobModel)
-        self.critic = load(model.Critic, model.ValueModel) if args.critic else None
-        self.reference = load(model.Policy, model.LogprobModel, trained=False) \
-            if args.needs_reference else None  # the starting model
+        self.critic = load(model.Critic, model.ValueModel, args.critic)
+        self.reference = load(  # the starting model
+            model.Policy, model.LogprobModel, args.needs_reference, trained=False)
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
+        longest = checked.plan.longest
         self.log.say("  packing    " + canary.choose_packing(
-            sharing, world, checked.config, checked.plan.longest, bfloat16))
+            sharing, world, checked.config, longest, bfloat16))
         self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
-            max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
+            max_len=longest, max_tokens=args.max_tokens, seed=args.seed,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
         self.engine.sleep()
         trains = not args.evaluation.eval_only
@@ -291,11 +289,10 @@ class Run:
 
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed."""
-        began = time.perf_counter()
+        began, folder = time.perf_counter(), self.log.folder / "checkpoints"
         self.log.sync()
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
-        folder = self.log.folder / "checkpoints"
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run.keep)
         self.log.say(f"the checkpoint after {step} steps was not written ({error})" if error else
                      f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
@@ -322,16 +319,16 @@ class Run:
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        args, missed = self.args, False
+        missed = False
         if self.checked.eval_rows:
             self.evaluate(self.end)
             self.log.step(self.end, {})
-        if args.evaluation.eval_only:
+        if self.args.evaluation.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
-            missed = args.run.export and self.export("model")
+            missed = self.args.run.export and self.export("model")
             missed |= self.world.agree(self.world.rank == 0 and self.summary())
-            self.log.finish(args.steps)
+            self.log.finish(self.args.steps)
         self.close()
         return int(missed)
 
