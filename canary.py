@@ -1,4 +1,4 @@
-"""canary.py: tried before the first update: packing, the largest micro-batches, the log-probs."""
+"""canary.py: before the first update: can rows be packed, does it fit, is the engine the policy?"""
 import re
 import time
 
@@ -19,10 +19,9 @@ LAST = 64  # tokens that `compare` looks at
 
 
 def choose_packing(models: list, world, config, longest: int, bfloat16: bool) -> str:
-    """Pack from now on, if the log-probs of packed groups are those of plain rows → what it is.
+    """Pack from now on, if that does not change the log-probs of short rows → what it is.
 
-    Some attention cannot be packed: other positions, sinks, recurrence, sliding windows. A window
-    does not show in short rows.
+    It does with other positions, sinks, recurrence. A window does not show in short rows.
     """
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if window and window < longest:
@@ -59,11 +58,11 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
                for trained in (policy, critic) if trained and not trained.optimizer.state
                for p in trained.module.parameters()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
-        trained = critic if phase.name.startswith("critic") else policy
         if phase.name not in peaks:
+            trained = critic if phase.name.startswith("critic") else policy
             forward = forwards.get(phase.name) or critic.values
             peaks[phase.name] = measure(phase, world, vocab, forward, trained)
-            trained.optimizer.zero_grad(set_to_none=True)
+            trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
     return peaks
@@ -88,7 +87,6 @@ def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
 
 
 def sample(prompt: list[int], completion: np.ndarray) -> Sample:
-    """A sample of these tokens."""
     return Sample(Prompt(0, Row(0, "", prompt, None, {}, "")), Completion(
         completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
         Score(0.0, {}, None))
@@ -98,7 +96,7 @@ def worst_micro(tokens: int, longest: int, vocab: int, device, packs: bool):
     """The largest micro-batch of `tokens`: equal rows of at most `longest`.
 
     Padded, prompts have one token. Packed, all rows share a prompt so long that attention gathers
-    as many keys as it may (dist.KEYS).
+    as many keys as it may.
     """
     rows = -(-tokens // longest)
     n = max(2, tokens // rows)
@@ -124,8 +122,8 @@ def end(world, phase: Phase, failed: int):
 def compare(run, samples: list[Sample]):
     """SettingsError if transformers, trainer and engine are not one policy. A collective.
 
-    It looks at the last tokens of one completion of each rank's engine. Rounding moves their mean
-    difference in nats little, and single tokens much.
+    It compares the mean over the last tokens of one completion of each rank's engine: rounding
+    moves it little, and single tokens much.
     """
     world, policy, temperature = run.world, run.policy, run.args.temperature
     sample = max(world.mine(samples) or samples, key=lambda s: len(s.completion.ids))
@@ -139,11 +137,13 @@ def compare(run, samples: list[Sample]):
     plain = (logits / temperature).log_softmax(-1)[range(len(logits)), micro.targets[-LAST:].cpu()]
     engine = torch.from_numpy(sample.completion.logprobs[-LAST:])
     gaps = torch.stack([(trainer - other).abs().mean() for other in (plain, engine)])
-    for gap, words in zip(world.max(gaps.nan_to_num(torch.inf)).tolist(), (
-            "trainer and transformers {} LogprobModel in model.py misses what this family does to "
-            "its logits", "engine and trainer {} the engine did not take all weights, kept a prefix"
-            " cache of old ones, or samples otherwise"), strict=True):
+    for gap, who, cause in zip(
+            world.max(gaps.nan_to_num(torch.inf)).tolist(),
+            ("trainer and transformers", "engine and trainer"),
+            ("LogprobModel in model.py misses what this family does to its logits",
+             "the engine did not take all weights, kept a prefix cache of old ones, or samples "
+             "otherwise"), strict=True):
         if gap > run.max_gap:
-            raise SettingsError(words.format(
-                f"differ before the first update by {gap:.2g} nats a token, more than --max_gap "
-                f"{run.max_gap:g}; likely cause:"))
+            raise SettingsError(
+                f"{who} differ before the first update by {gap:.2g} nats a token, more than "
+                f"--max_gap {run.max_gap:g}; likely cause: {cause}")

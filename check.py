@@ -17,7 +17,6 @@ from plan import SettingsError
 
 @dataclass
 class Checked:
-    """What the check has read and planned."""
     source: str  # the model's folder
     config: object
     tokenizer: object
@@ -29,7 +28,7 @@ class Checked:
 
 
 class Mistakes(list):
-    """Sentences of the SettingsErrors that `attempt` has caught."""
+    """Sentences of SettingsErrors, to raise together."""
 
     def attempt(self, function, *args, **options):
         """The result of function(…), or None and one more sentence."""
@@ -39,13 +38,12 @@ class Mistakes(list):
             self.append(str(error))
 
     def stop(self) -> None:
-        """Raise all of them as one SettingsError."""
         if self:
             raise SettingsError(plan.together(self))
 
 
 class NoTokenizer:
-    """For a model that is not here: its prompts have no tokens."""
+    """Of a model that is not here."""
     added_tokens_decoder, chat_template = {}, None
 
     def __call__(self, text, **options):
@@ -53,12 +51,12 @@ class NoTokenizer:
 
 
 def show_plan(args) -> None:
-    """--plan: print what would run on --ranks ranks, without torchrun, GPU or weights."""
+    """--plan, without torchrun, GPU or weights."""
     print(check(args, args.planning.ranks, None, make=False).plan.text())
 
 
 def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked | None:
-    """Read and check everything but the weights. `machine`: the ranks of one machine.
+    """Everything but the weights. `machine`: the ranks of one machine.
 
     Not `make`: a model that is not here is neither made nor fetched.
     """
@@ -66,42 +64,42 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     if make and not mistakes.attempt(find_model, args.model, make=False):
         check(args, ranks, machine, make=False)  # all else first
     source = mistakes.attempt(find_model, args.model, make)
+    of_model = lambda lm: lm and memory.shape_from(lm)
     if p.plan and (p.sizes or not (source or mistakes)):
         shape = mistakes.attempt(memory.shape_of, args.model, p.sizes)
         if not (shape or source or mistakes):  # config.json comes from the hub
-            lm = mistakes.attempt(model.skeleton, args.model)
-            shape = memory.shape_from(lm) if lm else None
+            shape = of_model(mistakes.attempt(model.skeleton, args.model))
     needs = mistakes.attempt(rewards.check, list(args.reward))
-    lm = mistakes.attempt(model.skeleton, source) if source else None
-    tokenizer = mistakes.attempt(load_tokenizer, args.model, source) if source else None
+    lm = source and mistakes.attempt(model.skeleton, source)
+    tokenizer = source and mistakes.attempt(load_tokenizer, args.model, source)
     load = lambda spec, seed: spec and mistakes.attempt(
         data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed) or ([], None)
     rows, report = load(args.data, args.seed)
     eval_rows, eval_report = load(args.eval_data, 0)  # they do not depend on --seed
-    mistakes.attempt(rewards.check_rows, needs or [], rows + eval_rows)
-    shape = shape or (memory.shape_from(lm) if lm else None)
-    n_rows, n_eval = len(rows), len(eval_rows)
+    everything, n_rows, n_eval = rows + eval_rows, len(rows), len(eval_rows)
+    mistakes.attempt(rewards.check_rows, needs or [], everything)
+    shape = shape or of_model(lm)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
-        mistakes += model_limits(args, lm.config, tokenizer, rows + eval_rows if tokenizer else [])
+        mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
     mistakes.stop()
     if not (source or p.plan):
         return None
 
     card = p.gpu_gb * memory.GIB if p.plan else gpu_bytes()
     free = 0.0 if card else free_bytes() / machine
-    sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval, free=free)
+    sizes = memory.planned(
+        plan.Plan(args, args.script, ranks, n_rows, n_eval, free=free), shape, card)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
-    sizes = memory.planned(sizes, shape, card)
     if shape:
         engine = memory.EngineMemory(sizes, shape, card)
         kv_cache = kv_cache if card else engine.cache
         certain = not card or kv_cache and (
             not engine.holds or engine.weights + engine.cache > card)  # the rest is an estimate
         if certain and not p.plan and not memory.fits(sizes, shape, card):
-            raise SettingsError("this run" + sizes.memory.splitlines()[0].removeprefix(
-                "  memory    ") + ".")
+            words = sizes.memory.splitlines()[0].removeprefix("  memory     ")
+            raise SettingsError(f"this run {words}.")
     notes = [line for line in (report, eval_report) if line]
     notes += [f"note: {line}" for line in plan.warnings(args)]
     if source and not eos_ids(source, tokenizer):
@@ -111,16 +109,16 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
 
 
 def gpu_bytes() -> float | None:
-    """The memory of this rank's GPU; None without one. It makes no CUDA context."""
+    """Of this rank's GPU, if it has one. It makes no CUDA context."""
     if torch.cuda.is_available():
         rank = int(os.environ.get("LOCAL_RANK", 0))
         return torch.cuda.get_device_properties(rank).total_memory
 
 
 def free_bytes() -> int:
-    """Memory that is free on this machine, or the limit of its container."""
-    found = Path("/proc/meminfo").read_text().split()
-    found = [1024 * int(found[found.index("MemAvailable:") + 1])]
+    """Of this machine, or the limit of its container."""
+    words = Path("/proc/meminfo").read_text().split()
+    found = [1024 * int(words[words.index("MemAvailable:") + 1])]
     for path in "memory.max", "memory/memory.limit_in_bytes":
         with suppress(OSError, ValueError):  # another kind of container, or no limit
             found.append(int(Path("/sys/fs/cgroup", path).read_text()))
@@ -128,7 +126,7 @@ def free_bytes() -> int:
 
 
 def find_model(name: str, make: bool) -> str | None:
-    """--model → a folder, or None: it is not here, and not `make`."""
+    """--model → a folder. None: it is not here, and not `make`."""
     if not is_tiny(name):
         return model.find(name) if make or Path(name).is_dir() else None
     from examples import tiny
@@ -144,7 +142,6 @@ def find_model(name: str, make: bool) -> str | None:
 
 
 def load_tokenizer(name: str, source: str):
-    """The folder's tokenizer. SettingsError if transformers cannot load it."""
     from transformers import AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(source)
@@ -157,9 +154,10 @@ def load_tokenizer(name: str, source: str):
 
 
 def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
-    """Sentences for sequences and tokens that the model cannot take."""
-    found, room = [], getattr(config, "max_position_embeddings", None)
+    """Sentences for what the model cannot take."""
+    found, name, vocab = [], f"--model {args.model}", config.vocab_size
     prompt, longest = args.prompts.max_prompt_tokens, args.max_tokens
+    room = getattr(config, "max_position_embeddings", None)
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
@@ -167,26 +165,26 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
     served = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
     if head not in served and not torch.cuda.is_available():
-        found.append(f"--model {args.model} has heads of size {head}; without a GPU vLLM serves "
+        found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
-    if tokenizer and tokenizer.vocab_size > config.vocab_size:  # but for added tokens
-        found.append(f"--model {args.model} has a tokenizer of {tokenizer.vocab_size:,} ids and "
-                     f"weights for {config.vocab_size:,}.")
-    wrong = [r for r in rows if not 0 <= max(r.prompt_ids, default=-1) < config.vocab_size]
-    for row in wrong[:1]:  # inside vLLM it would break the engine
-        found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens with "
-                     f"ids below {config.vocab_size} (the largest is "
-                     f"{max(row.prompt_ids, default=None)}).")
+    if tokenizer and tokenizer.vocab_size > vocab:  # but for added tokens
+        found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
+                     f"{vocab:,}.")
+    for row in rows:
+        largest = max(row.prompt_ids, default=None)
+        if largest is None or largest >= vocab:  # inside vLLM it would break the engine
+            found.append(f"{name}: row {row.index} of {row.source} must have tokens with ids below "
+                         f"{vocab} (the largest is {largest}).")
+            break
     return found
 
 
 def is_tiny(name: str) -> bool:
-    """Whether --model is one that tiny.py makes."""
     return name.partition(":")[0] == "tiny"
 
 
 def eos_ids(source: str, tokenizer) -> list[int]:
-    """All ids that end a completion: the generation config's list and the tokenizer's own."""
+    """What ends a completion, by the generation config and the tokenizer."""
     path = Path(source) / "generation_config.json"
     ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
     ids = ids if isinstance(ids, list) else [ids]

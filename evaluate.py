@@ -29,34 +29,24 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
     1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
     """
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} samples: k must be in 1..{n}")
     return 1.0 - comb(n - correct, k) / comb(n, k)
-
-
-def ks(samples: int) -> list[int]:
-    """The k to report for this many samples a row: the powers of two, and all of them."""
-    return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
 
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
     """eval/SOURCE/NAME for each data source. `eval_samples` consecutive samples share a row."""
-    k = args.eval_samples
-    groups = [samples[i:i + k] for i in range(0, len(samples), k)]
-    metrics = {}
+    k, metrics = args.eval_samples, {}
     for source in dict.fromkeys(s.prompt.row.source for s in samples):
-        rows = [group for group in groups if group[0].prompt.row.source == source]
-        scores = [sample.score for group in rows for sample in group]
-        firsts = [[next(iter(sample.score.parts.values())) for sample in group] for group in rows]
-        correct = [sum(first is not None and first >= args.eval_pass for first in group)
-                   for group in firsts]
-        totals = [score.total for score in scores if score.total is not None]
-        metrics |= {f"eval/{source}/pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(rows)
-                    for j in ks(k)}
-        lengths = [len(sample.completion.ids) for group in rows for sample in group]
-        metrics |= {f"eval/{source}/rows": len(rows),
-                    f"eval/{source}/unscored": len(scores) - len(totals),
-                    f"eval/{source}/length_mean": sum(lengths) / len(lengths)}
+        some = [s for s in samples if s.prompt.row.source == source]
+        firsts = [next(iter(s.score.parts.values())) for s in some]
+        passed = [first is not None and first >= args.eval_pass for first in firsts]
+        correct = [sum(passed[i:i + k]) for i in range(0, len(some), k)]  # of each row
+        totals = [s.score.total for s in some if s.score.total is not None]
+        powers = {2**i for i in range(k.bit_length())}
+        found = {f"pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(correct)
+                 for j in sorted(powers | {k})}
+        found |= {"rows": len(correct), "unscored": len(some) - len(totals),
+                  "length_mean": sum(len(s.completion.ids) for s in some) / len(some)}
         if totals:
-            metrics[f"eval/{source}/reward"] = sum(totals) / len(totals)
+            found["reward"] = sum(totals) / len(totals)
+        metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
     return metrics

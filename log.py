@@ -33,14 +33,15 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = 140
 
 
-def open_folder(name: str | None, script: str, resume: bool, steps: int):
+def open_folder(args):
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
-    folder = Path("runs", name or time.strftime(f"{script}-%Y%m%d-%H%M%S"))
-    if not resume and (folder / "args.json").exists():
-        raise SettingsError(f"--name {name}: {folder} exists; choose another --name, or --resume.")
-    if steps <= (done := finished_steps(folder)):
-        raise SettingsError(f"--name {name}: {folder} is finished, with {done} steps; "
-                            f"choose another --name or more --steps.")
+    default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
+    folder = Path("runs", args.name or time.strftime(default))
+    if not args.run.resume and (folder / "args.json").exists():
+        raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
+    if args.steps <= (done := finished_steps(folder)):
+        raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
+                            f"another --name or more --steps.")
     return folder
 
 
@@ -89,14 +90,13 @@ class Progress(tqdm):
 
     def count(self, items=None, total: int = 0, **_):
         """vLLM makes its bars with this. The first, over prompts, takes no time."""
-        if items is None:
-            self.reset(total)
-        return self if items is None else items
+        if items is not None:
+            return items
+        self.reset(total)
+        return self
 
 
 class Log:
-    """What a run prints and writes; seconds and memory of each phase."""
-
     def __init__(self, folder: Path, world: World, steps: int, project=None):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.rows, self.held, self.writing = [], {}, world.rank == 0
@@ -108,15 +108,10 @@ class Log:
         """Makes the folder and keeps other runs out of it."""
         if not self.writing:
             return
-        try:
+        with self.required():
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
             self.lock_file = open(self.folder / ".lock", "w")
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
-        except OSError as error:
-            held = isinstance(error, BlockingIOError)
-            raise SettingsError(
-                f"another run is writing {self.folder}; choose another --name." if held else
-                f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
 
     def open(self, args: dict, plan_text: str, start: int):
         """Lines from step `start` on go: a killed run wrote them."""
@@ -124,13 +119,10 @@ class Log:
             return
         path, args = self.folder / "metrics.jsonl", args | {"versions": versions()}
         self.rows = [row for row in read_metrics(path) if row["step"] < start]
-        try:
+        with self.required():
             write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
             write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
             write_whole(self.folder / "plan.txt", plan_text)
-        except OSError as error:
-            raise SettingsError(
-                f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
         (self.folder / "done.json").unlink(missing_ok=True)
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, leave=False)
@@ -139,7 +131,25 @@ class Log:
         self.doing = self.bar
         threading.Thread(target=self.beat, daemon=True).start()
         if self.project:
-            self.wandb = self.try_wandb(start_wandb, self.folder, self.project, args)
+            with self.wandb_may_fail():
+                import wandb
+                key = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
+                self.wandb = wandb.init(
+                    project=self.project, name=self.folder.name, id=self.folder.name,
+                    dir=self.folder, config=args, resume="allow", mode=None if key else "offline",
+                    settings={"init_timeout": 30, "silent": True})
+
+    @contextmanager
+    def required(self):
+        """Before the run a disk that fails is a mistake."""
+        try:
+            yield
+        except BlockingIOError:
+            raise SettingsError(
+                f"another run is writing {self.folder}; choose another --name.") from None
+        except OSError as error:
+            raise SettingsError(
+                f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
 
     @contextmanager
     def disk(self, file: str):
@@ -148,6 +158,15 @@ class Log:
             yield
         except OSError as error:
             self.say(f"{self.folder}/{file} was not written ({error.strerror}); the run goes on")
+
+    @contextmanager
+    def wandb_may_fail(self):
+        """A failure of W&B ends W&B, never the run."""
+        try:
+            yield
+        except Exception as error:
+            self.wandb = None
+            self.say(f"wandb is off from here: {type(error).__name__}: {str(error)[:200]}")
 
     def beat(self):
         """A thread: shows that work goes on where nothing counts it."""
@@ -182,33 +201,36 @@ class Log:
         for key, value in row.items():
             if not isinstance(value, int):
                 row[key] = round(float(value), 10) if math.isfinite(value) else None
-        if self.writing:
-            self.rows.append(row)
-            with self.disk("metrics.jsonl"):  # what is left is in its buffer, for the next time
-                self.file.write(json.dumps(row) + "\n")
-            finite = {key: value for key, value in row.items() if value is not None}
-            if shown := [LINE[key].format(finite[key]) for key in LINE if key in finite]:
-                if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"]:
-                    shown.append("nothing to learn from")
-                count = f"{step + 1:>{len(str(self.steps))}}/{self.steps}"
-                self.say("  ".join([f"step {count}", *shown]))
-                self.bar.update()
-            if self.wandb:
-                self.try_wandb(self.wandb.log, finite, step=step)
+        if not self.writing:
+            return
+        self.rows.append(row)
+        with self.disk("metrics.jsonl"):  # what is left is in its buffer, for the next time
+            self.file.write(json.dumps(row) + "\n")
+        finite = {key: value for key, value in row.items() if value is not None}
+        if shown := [LINE[key].format(finite[key]) for key in LINE if key in finite]:
+            if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"]:
+                shown.append("nothing to learn from")
+            count = f"{step + 1:>{len(str(self.steps))}}/{self.steps}"
+            self.say("  ".join([f"step {count}", *shown]))
+            self.bar.update()
+        if self.wandb:
+            with self.wandb_may_fail():
+                self.wandb.log(finite, step=step)
 
     def samples(self, name: str, samples: list, show: int = 0):
         """Writes samples/NAME.txt. Prints `show` of them in short."""
-        if self.writing:
-            text = "".join(
-                f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt"
-                f"\n{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples)
-            with self.disk(f"samples/{name}.txt"):
-                path = self.folder / f"samples/{name}.txt"
-                path.write_bytes(text.encode(errors="backslashreplace"))
-            for s in samples[::max(1, len(samples) // max(1, show))][:show]:
-                reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
-                prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))
-                self.say(f"    [{reward}] {prompt} -> {text}")
+        if not self.writing:
+            return
+        file = f"samples/{name}.txt"
+        text = "".join(
+            f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt\n"
+            f"{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples)
+        with self.disk(file):
+            (self.folder / file).write_bytes(text.encode(errors="backslashreplace"))
+        for s in samples[::max(1, len(samples) // max(1, show))][:show]:
+            reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
+            prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))
+            self.say(f"    [{reward}] {prompt} -> {text}")
 
     def hold(self, metrics: dict, step: int):
         """Goes into the next row."""
@@ -217,13 +239,12 @@ class Log:
         self.say(f"evaluation after {step} steps: {'  '.join(shown)}")
 
     def curve(self):
-        """Reward, entropy and length over steps."""
         if not any("reward/mean" in row for row in self.rows):
             return None
         from matplotlib.figure import Figure
         figure = Figure(figsize=(12, 3.4), layout="constrained")
-        shown = [["reward/mean"], ["policy/entropy"], ["rollout/length_mean"]]
-        shown[0] += sorted({k for r in self.rows for k in r if k.endswith("/pass@1")})
+        scores = sorted({k for r in self.rows for k in r if k.endswith("/pass@1")})
+        shown = ["reward/mean", *scores], ["policy/entropy"], ["rollout/length_mean"]
         for axis, keys in zip(figure.subplots(1, 3), shown, strict=True):
             for key in keys:  # an evaluation is before its step
                 rows = [r for r in self.rows if r.get(key) is not None]
@@ -250,58 +271,37 @@ class Log:
     def close(self):
         """W&B's teardown waits for its writes."""
         if self.wandb:
-            import wandb
-            self.try_wandb(wandb.teardown)
+            with self.wandb_may_fail():
+                import wandb
+                wandb.teardown()
         if self.file:
             with self.disk("metrics.jsonl"):
                 self.file.close()
             self.bar.close()
         self.file = self.wandb = None
 
-    def try_wandb(self, act, *args, **options):
-        """A failure of W&B ends W&B, never the run."""
-        try:
-            return act(*args, **options)
-        except Exception as error:
-            self.wandb = None
-            self.say(f"wandb is off from here: {type(error).__name__}: {str(error)[:200]}")
-
-
-def start_wandb(folder: Path, project: str, args: dict):
-    """A new or resumed W&B run, offline without an API key."""
-    import wandb
-    online = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
-    return wandb.init(
-        project=project, name=folder.name, id=folder.name, dir=folder, config=args, resume="allow",
-        mode=None if online else "offline", settings={"init_timeout": 30, "silent": True})
-
 
 class Peak:
-    """The most memory in use since this was made: of the GPU, or of this process on CPU."""
+    """The most memory in use since this was made: of the GPU, or of this process."""
 
     def __init__(self, device):
-        self.others = gpu_others() if device.type == "cuda" else None
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:  # bytes outside PyTorch: only sums with PyTorch's are true
+            torch.cuda.reset_peak_memory_stats()
+            self.others = gpu_in_use() - torch.cuda.memory_reserved()
         with suppress(OSError):  # the kernel's peak starts again
             Path("/proc/self/clear_refs").write_text("5")
 
     def read(self):
-        """Bytes: on GPU (with tensors, with all that PyTorch keeps), on CPU (resident,)."""
-        return (resident(),) if self.others is None else gpu_peaks(self.others)
+        """Bytes: (with tensors, with all that PyTorch keeps), on CPU (resident,)."""
+        if not self.on_gpu:
+            return [resident()]
+        return (self.others + torch.cuda.max_memory_allocated(),
+                max(gpu_in_use(), self.others + torch.cuda.max_memory_reserved()))
 
 
 def resident():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def gpu_others():
-    """Bytes outside PyTorch, whose peaks start again here. Only sums with those are true."""
-    torch.cuda.reset_peak_memory_stats()
-    return gpu_in_use() - torch.cuda.memory_reserved()
-
-
-def gpu_peaks(others):
-    return (others + torch.cuda.max_memory_allocated(),
-            max(gpu_in_use(), others + torch.cuda.max_memory_reserved()))
 
 
 def gpu_in_use():

@@ -22,7 +22,6 @@ LADDER = [  # the cheapest first
 
 @dataclass
 class Shape:
-    """A dense decoder."""
     hidden: int
     intermediate: int
     layers: int
@@ -79,25 +78,25 @@ def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
     try:
         if sizes:
             return Shape(**{name: int(value) for name, value in (s.split("=") for s in sizes)})
-        if name in SHAPES and not Path(model).is_dir():
-            return SHAPES[name]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise SettingsError("--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… "
                             f"vocab=… ({type(error).__name__}).") from None
+    return None if Path(model).is_dir() else SHAPES.get(name)
 
 
 def shape_from(lm) -> Shape | None:
-    """Of a model, which may be on the meta device. None: there is no memory plan for it."""
+    """None: there is no memory plan for it."""
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
     if c.model_type == "gemma2":  # its attention is not fused: memory grows with length²
         return None
     get = lambda name, default: getattr(c, name, None) or default
-    layer, heads = sum(n for name, n in sizes.items() if ".0." in name), c.num_attention_heads
-    return Shape(c.hidden_size, get("intermediate_size", 4 * c.hidden_size), c.num_hidden_layers,
-                 heads, get("num_key_value_heads", heads), c.vocab_size,
+    layers, heads = c.num_hidden_layers, c.num_attention_heads
+    layer = sum(n for name, n in sizes.items() if ".0." in name)
+    return Shape(c.hidden_size, get("intermediate_size", 4 * c.hidden_size), layers, heads,
+                 get("num_key_value_heads", heads), c.vocab_size,
                  tied="lm_head.weight" not in sizes, head_dim=get("head_dim", 0),
                  qk_norm="q_norm" in str(sizes), layer=layer,
-                 root=sum(sizes.values()) - c.num_hidden_layers * layer)
+                 root=sum(sizes.values()) - layers * layer)
 
 
 def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
@@ -151,9 +150,9 @@ class EngineMemory:
                 CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence)))
         free = self.cache - block  # vLLM keeps a block to itself
         self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))
-        asleep, whole = card and e.sleep_level, self.weights + self.workspace + self.cache
-        self.kept = graphs if asleep else whole  # while the trainer works
-        self.awake = self.weights + self.workspace if asleep else whole  # in a sync
+        self.awake, self.kept = self.weights + self.workspace, graphs  # in a sync; in training
+        if not (card and e.sleep_level):
+            self.awake = self.kept = self.awake + self.cache
 
 
 def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
@@ -176,12 +175,12 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
         parts = widest(
             shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
             head_chunk=w.head_chunk, critic=of_critic, packed=a.group > 1)
-        found.setdefault(phase.name, state | parts | {
+        found.setdefault(phase.name, state | parts | {  # of an uneven cut, the larger part
             "gradients": grad * m * (critic if of_critic else policy) / shards,
-            "engine asleep": engine.kept})  # of an uneven cut, the larger part
-    # Its parts, the whole, and the weight before.
-    one_weight = 4 * c * max(shape.embedding, shape.hidden * shape.intermediate)
-    found["sync"] = rest | {"one weight": one_weight, "engine awake": engine.awake}
+            "engine asleep": engine.kept})
+    found["sync"] = rest | {  # its parts, the whole, and the weight before
+        "one weight": 4 * c * max(shape.embedding, shape.hidden * shape.intermediate),
+        "engine awake": engine.awake}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
@@ -196,16 +195,15 @@ def fewest(plan: Plan, shape: Shape, card: float | None) -> dict | None:
     given, least, share = flags(plan.args), max(plan.longest, 4096), "gpu_memory_utilization"
     steps = [(name, given[name] >> k) for name in BUDGETS if name in given for k in range(1, 12)
              if given[name] >> k >= least] + LADDER
-    steps = [step for step in steps if not broken(
-        changed(plan.args, **dict([step])), plan.ranks, plan.n_rows, plan.n_eval, shape)]
-    shares = [{share: s / 20} for s in range(2, 19) if card]
-    shares.sort(key=lambda other: abs(other[share] - given[share]))
-
-    spare = 0.03 * (card or plan.free)
+    steps = [(name, value) for name, value in steps if not broken(
+        changed(plan.args, **{name: value}), plan.ranks, plan.n_rows, plan.n_eval, shape)]
+    shares = [s / 20 for s in range(2, 19) if card]
+    shares = [{share: s} for s in sorted(shares, key=lambda s: abs(s - given[share]))]
 
     def first(tries: list[dict]) -> dict | None:
         for more in (more | other for more in tries for other in [{}, *shares]):
-            if fits(replace(plan, args=changed(plan.args, **more)), shape, card, spare):
+            changed_plan = replace(plan, args=changed(plan.args, **more))
+            if fits(changed_plan, shape, card, spare=0.03 * (card or plan.free)):
                 return more
 
     more = first([dict(steps[:n]) for n in range(len(steps) + 1)])
@@ -225,23 +223,25 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
     found, best, limit = loads(plan, shape, card), plan, card or plan.free
     words = "fits: " if limit else ""
     if limit and not fits(plan, shape, card):
-        wider = (replace(plan, ranks=plan.ranks << k) for k in range(8 if card else 1))
-        wider, more = next(((p, m) for p in wider if (m := fewest(p, shape, card)) is not None),
-                           (plan, {}))
-        best = replace(wider, args=changed(plan.args, **more))
-        more |= {"ranks": wider.ranks} if wider.ranks > plan.ranks else {}
-        words = f"does not fit; {f'would with {spell(more)}' if more else 'no flag helps'}: "
+        words = "does not fit; no flag helps: "
+        for ranks in [plan.ranks << k for k in range(8 if card else 1)]:
+            wider = replace(plan, ranks=ranks)
+            if (more := fewest(wider, shape, card)) is not None:
+                best = replace(wider, args=changed(plan.args, **more))
+                more |= {"ranks": ranks} if ranks > plan.ranks else {}
+                words = f"does not fit; would with {spell(more)}: "
+                break
     top = max(loads(best, shape, card), key=lambda load: load.total)
     of = f"of {limit / GIB:.3g} " * (limit > 0) + f"GiB {'per GPU' if card else 'free per rank'}"
     asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)
     gib = lambda value: f"{value / GIB:.2f}" if value else ""
-    rows = {part: [gib(load.parts.get(part)) for load in found]
-            for load in found for part in load.parts if load.parts[part]}
+    rows = {"": [load.phase for load in found]}
+    rows |= {part: [gib(load.parts.get(part)) for load in found]
+             for load in found for part in load.parts if load.parts[part]}
     rows["total"] = [gib(load.total) for load in found]
     return replace(plan, memory="\n".join([
         f"  memory     {words}{top.total / GIB:.1f} {of} at most, in {top.phase}",
-        *(f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
-          for name, cells in ({"": [load.phase for load in found]} | rows).items()),
+        *(f"    {name:<18}" + "".join(map("{:>15}".format, cells)) for name, cells in rows.items()),
         f"    {shape.params:,} parameters; the engine's cache holds "
         f"{EngineMemory(plan, shape, card).holds:,} of the longest sequences ({plan.longest:,} "
         f"tokens), and a step asks it for {asked:,}"]))

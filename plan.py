@@ -124,7 +124,6 @@ class Plan:
 
 @dataclass
 class Rule:
-    """One check."""
     holds: bool
     sentence: str  # where it fails; the first word is the flag
     tries: list | tuple = ()  # (flag, values)
@@ -166,7 +165,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
 ) for name in names.split()}
 
 
-def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
+def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
     """Every Rule of several flags; each is in its range here."""
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
@@ -221,7 +220,8 @@ def rules(args, ranks: int, n_rows, n_eval, shape=None, machine=None):
                    [(name, near(given[name])) for name in ("batch", "group", "ranks")])
 
 
-def broken(args, ranks: int, *sizes) -> list[Rule]:
+def broken(args, ranks: int, *sizes, **more) -> list[Rule]:
+    """The checks that fail. *sizes, **more: see `rules`."""
     default, found, usable = flags(type(args)()), [], {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
@@ -230,20 +230,19 @@ def broken(args, ranks: int, *sizes) -> list[Rule]:
             usable[name] = default[name]
             found.append(Rule(False, f"--{name} must be {words} (got {value}).",
                               [(name, [*range(99 * ("least" in words)), default[name]])]))
-    others = [*args.rules(), *rules(changed(args, **usable), max(1, ranks), *sizes)]
+    others = [*args.rules(), *rules(changed(args, **usable), max(1, ranks), *sizes, **more)]
     return found + [rule for rule in others if not rule.holds]
 
 
-def problems(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None) -> list[Rule]:
-    """The checks that fail, each with changes that end it and make no new problem."""
-    sizes = n_rows, n_eval, shape, machine
-    found = broken(args, ranks, *sizes)
+def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
+    """And for each the changes that end it and make no new problem."""
+    found = broken(args, ranks, *sizes, **more)
     kinds = {rule.kind for rule in found}
     for rule in found:
         for flag, values in rule.tries:
             for value in values:
                 there = value if flag == "ranks" else ranks
-                left = broken(changed(args, **{flag: value}), there, *sizes)
+                left = broken(changed(args, **{flag: value}), there, *sizes, **more)
                 if {r.kind for r in left} <= kinds - {rule.kind}:
                     rule.fixes += ((flag, value),)
                     break

@@ -1,4 +1,4 @@
-"""rollout.py: the colocated vLLM engine. Start it, give it the trainer's weights, sample, end it.
+"""rollout.py: the colocated vLLM engine.
 
 Each rank runs an engine in its own process. With --tp K, K neighbouring ranks are one engine. Every
 completion is a request with a seed of its own: what is sampled does not depend on the layout.
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from batch import Completion, Sample
 from data import Prompt
-from dist import World, assert_divisible, share
+from dist import World, share
 from log import Log
 from model import Policy, Trained
 
@@ -33,11 +33,11 @@ class EngineArgs:
     tp: int = 1
     """Ranks of one engine (tensor parallel)."""
     gpu_memory_utilization: float = 0.5
-    """The engine's share of each GPU, between 0 and 1."""
+    """The engine's share of each GPU."""
     kv_cache_gb: float = 0.0
     """Key-value cache in GiB. 0: what the share leaves; on CPU what a step can use, up to 1."""
     max_num_seqs: int = 256
-    """Completions that one engine generates at the same time."""
+    """Completions that one engine generates at once."""
     sleep_level: Literal[0, 1, 2] = 2
     """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
     the weights on the host. 0: nothing."""
@@ -47,15 +47,13 @@ class EngineArgs:
     """Level of vLLM's own log."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """One completion to sample, with the seed of its own random stream."""
+class Request(NamedTuple):
     prompt_ids: list[int]
     seed: int
 
 
 def hash_seed(*parts: int | str) -> int:
-    """63 bits. Hashed, because neighbouring seeds (vLLM's `n=k`: seed + i) share streams."""
+    """63 bits. Neighbouring seeds (vLLM's `n=k`: seed + i) would share streams."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
@@ -63,7 +61,7 @@ class Engine:
     """vLLM in this process. Building one is a collective.
 
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
-    trained: the models that share the GPU with the engine.
+    trained: the models that share the GPU with it.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
@@ -73,14 +71,13 @@ class Engine:
         prepare_environment(gpu, args)
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
-        self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
-        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.tokenizer, self.eos_ids, self.engines = tokenizer, eos_ids, world.size // args.tp
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.sleep_level = args.sleep_level if gpu else 0  # the CPU build has no sleep mode
         # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
         # CPU in any call of more than 4,096 prompt tokens.
-        whole_prompts = dict(enable_chunked_prefill=False,
-                             max_num_batched_tokens=max(4096, max_len))
+        on_cpu = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
+        self.move_trained(torch.device("cpu"))  # vLLM measures what is free
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
             tensor_parallel_size=args.tp, dtype=str(dtype).removeprefix("torch."),
@@ -90,29 +87,31 @@ class Engine:
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
             enforce_eager=args.eager or not gpu, enable_sleep_mode=bool(self.sleep_level),
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache) or None, **({} if gpu else whole_prompts))
+            kv_cache_memory_bytes=int(kv_cache) or None, **({} if gpu else on_cpu))
 
     @contextmanager
     def generating(self, policy: Policy):
-        """Inside, the engine has the policy's weights and the GPU. Then the trainer has it back."""
+        """Inside, the engine has the policy's weights and the GPU."""
         with self.log.phase("sync"):
-            for model in self.trained:
-                model.move(torch.device("cpu"))
+            self.move_trained(torch.device("cpu"))
             self.load(policy.weights(self.dtype))
         yield
         self.sleep()
+
+    def move_trained(self, device: torch.device) -> None:
         for model in self.trained:
-            model.move(self.world.device)
+            model.move(device)
 
     def sleep(self) -> None:
-        """Free the GPU for the trainer."""
+        """The trainer has the GPU back."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
+        self.move_trained(self.world.device)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take new weights, all in one call (a part of a fused layer would leave wrong ones)."""
-        if self.asleep:  # both at once is the classic out-of-memory
+        if self.asleep:  # weights and cache at once is the classic out-of-memory
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         deque(weights, maxlen=0)  # a collective: every rank must use it up
@@ -134,16 +133,16 @@ class Engine:
             # The ranks of one engine made the same completions: each keeps its share of them.
             mine = mine[share(len(mine), self.args.tp, self.world.rank % self.args.tp)]
             completions = self.world.gather(mine)
-            ids = [c.ids for c in completions]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = self.tokenizer.batch_decode(
+                [c.ids for c in completions], skip_special_tokens=True)
         return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
 
     def mine(self, requests: list) -> list:
-        """My engine's contiguous share, the same for all ranks of one engine."""
+        """My engine's share, the same for all its ranks."""
         return requests[share(len(requests), self.engines, self.world.rank // self.args.tp)]
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
-        """A completion for each request; log-probs in nats, of the sampling distribution."""
+        """With log-probs in nats, of the sampling distribution."""
         from vllm import SamplingParams, TokensPrompt
         if not requests:
             return []
@@ -152,13 +151,13 @@ class Engine:
             temperature=temperature, top_p=self.args.top_p, max_tokens=self.max_tokens, seed=r.seed,
             logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
             stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
-        prompts = [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
         outputs = self.llm.generate(
-            prompts, params, use_tqdm=self.log.writing and self.log.doing.count)
+            [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
+            use_tqdm=self.log.writing and self.log.doing.count)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
-        """End the engine and the process group: the last call of a run."""
+        """The last call of a run: it ends the process group too."""
         self.world.barrier()  # else FSDP's threads may abort
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
@@ -166,17 +165,17 @@ class Engine:
 
 
 def completion_of(output) -> Completion:
-    """vLLM's output → ours. RuntimeError where a log-prob is missing or not finite."""
+    """vLLM's output → ours."""
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
-        raise RuntimeError(f"the engine's weights are broken: {len(ids)} tokens have the log-probs "
-                           f"{logprobs}")
+        raise RuntimeError(
+            f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
     return Completion(ids, logprobs, output.finish_reason == "length")
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
-    """What vLLM reads from the environment when it is imported, and one repair on CPU."""
+    """What vLLM reads when it is imported, and one repair on CPU."""
     env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=args.engine_log,
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
@@ -190,7 +189,6 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has no Triton
         logging.getLogger(name).setLevel(logging.ERROR)
     if not gpu and args.tp > 1:
-        # vLLM leaves an engine's shared memory behind, and the next run fails on it ("errno: 17").
-        # So the engine's ranks use gloo.
+        # By gloo: vLLM leaves its shared memory behind, and the next run fails on it ("errno: 17").
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False

@@ -1,7 +1,4 @@
-"""run.py: what grpo.py and ppo.py share around their loops: set-up, saving, evaluation, the end.
-
-Set-up has five phases: check, join, open, resume, build. Weights load in the last.
-"""
+"""run.py: what grpo.py and ppo.py share around their loops: set-up, saving, evaluation, the end."""
 import io
 import json
 import os
@@ -26,7 +23,7 @@ import model
 import plan
 import rewards
 from batch import score_samples
-from check import Checked, Mistakes, check, eos_ids, is_tiny
+from check import Mistakes, check, eos_ids, is_tiny
 from data import DataArgs
 from evaluate import EvalArgs, evaluation_metrics
 from model import ModelArgs, OptimizerArgs
@@ -44,7 +41,7 @@ class RunArgs:
     save_every: int = 0
     """Steps between checkpoints, and one after the last step. 0: only after SIGTERM."""
     keep: int = 2
-    """The number of newest checkpoints to keep."""
+    """Checkpoints to keep, the newest."""
     samples_every: int = 10
     """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
@@ -53,7 +50,7 @@ class RunArgs:
     """Exit status 1 unless the mean reward is at most 0.4 in the first 3 steps, and at least this
     in the last 10."""
     export: bool = True
-    """Write the trained model to runs/NAME/model, and the best evaluated one to runs/NAME/best."""
+    """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
     timeout: float = 600.0
     """Seconds that one rank waits for another before the run ends."""
     stop_seconds: float = 25.0
@@ -81,13 +78,13 @@ class CommonArgs:
     max_tokens: int = 256
     """Longest completion, in tokens. One that reaches it is cut, and counted as truncated."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer's logprobs are taken at the same temperature."""
+    """Of sampling, and of the trainer's logprobs."""
     steps: int = 60
     """Rollouts, each followed by its update."""
     lr: float | None = None
     """Peak learning rate. Not given: 1e-6, or 3e-4 for the tiny model."""
     seed: int = 0
-    """Seed of the data's order and of every completion's own random stream."""
+    """Of the data's order and of every completion's own random stream."""
     name: str | None = None
     """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
     eval_data: str | None = None
@@ -115,7 +112,7 @@ class CommonArgs:
 
 
 def parse(kind: type, description: str):
-    """The command line → Args of a script, with the learning rates that fit the model."""
+    """The command line → Args, with learning rates that fit the model."""
     said = io.StringIO()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no é
     try:
@@ -134,39 +131,35 @@ def parse(kind: type, description: str):
 # ---- set-up ----
 
 def set_up(args) -> "Run":
-    """Everything that a loop needs, in five phases."""
+    """Everything that a loop needs, in five phases. Weights load in the last."""
     # 1. Check: from flags and files alone. An error waits until all ranks have joined.
     ranks, machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
     checked = mistakes.attempt(check, args, ranks, machine)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run.timeout)
-    stop_together(world, mistakes)
+    together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(checked.source).name, "rows": len(checked.rows),
         "eval_rows": len(checked.eval_rows)}
-    mistakes += world.differences({f"--{name}": value for name, value in flags.items()} | facts)
-    stop_together(world, mistakes)
+    same = {f"--{name}": value for name, value in flags.items()} | facts
+    Mistakes(world.differences(same)).stop()
     stop = dist.Stop(world, args.run.stop_seconds)
     # 3. Open the run's folder. Rank 0 writes it, and its clock names it.
-    folder = mistakes.attempt(log.open_folder, args.name, Path(args.script).stem, args.run.resume,
-                              args.steps)
-    stop_together(world, mistakes)
-    folder = world.gather([folder])[0]
+    folder = world.gather([together(world, log.open_folder, args)])[0]
     run_log = log.Log(folder, world, args.steps, args.run.wandb)
-    mistakes.attempt(run_log.lock)
-    stop_together(world, mistakes)
-    if world.agree(args.run.save_every > 0 and not (folder / ".lock").exists()):
-        raise SettingsError(f"--save_every {args.run.save_every} needs a folder that all machines "
-                            f"share; {folder} is not there on every rank. Would work: --save_every "
-                            f"0.")
+    together(world, run_log.lock)
+    every = args.run.save_every
+    if world.agree(every > 0 and not (folder / ".lock").exists()):
+        raise SettingsError(
+            f"--save_every {every} needs a folder that all machines share; {folder} is not there "
+            f"on every rank. Would work: --save_every 0.")
     # 4. Resume from the newest checkpoint, if this run has one.
     settings = flags | facts | {"ranks": world.size} | log.versions()
     saved, notes = find_checkpoint(args, world, folder, settings)
     # 5. Build: the models, the engine, the reward workers.
     run = Run(args, world, stop, run_log, checked, saved, settings)
-    mistakes.attempt(run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
-    stop_together(world, mistakes)
+    together(world, run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
     for line in [checked.plan.text(short=True), *(f"  {note}" for note in checked.notes + notes)]:
         run_log.say(line)
     with run_log.time("loading"):
@@ -174,90 +167,86 @@ def set_up(args) -> "Run":
     return run
 
 
-def stop_together(world: dist.World, mistakes: Mistakes) -> None:
-    """End on every rank with one rank's mistakes, if any rank has some. A collective."""
-    Mistakes(next((m for m in world.gather([list(mistakes)]) if m), [])).stop()
+def together(world, act, *args):
+    """act(*args). A SettingsError of one rank is raised on all. A collective."""
+    mistakes = Mistakes()
+    result = mistakes.attempt(act, *args)
+    Mistakes(world.gather(mistakes)[:1]).stop()
+    return result
 
 
 def find_checkpoint(args, world, folder: Path, settings: dict):
-    """(the checkpoint to go on from, or None, and lines to print). A collective."""
+    """(the checkpoint to go on from, or None; lines to print). A collective."""
     saved, notes = checkpoint.find(folder / "checkpoints", world)
     if saved:
         changed = ", ".join(checkpoint.compare(saved, settings))
-        changed = f"; changed since: {changed}" if changed else ""
-        return saved, [*notes, f"resumed from {saved.path}{changed}"]
-    if log.finished_steps(folder):
+        notes.append(f"resumed from {saved.path}" + f"; changed since: {changed}" * bool(changed))
+    elif log.finished_steps(folder):
         raise SettingsError(f"{folder} is finished and has no checkpoint, so it cannot go on to "
                             f"--steps {args.steps}; choose another --name.")
-    if (folder / "metrics.jsonl").exists():
+    elif (folder / "metrics.jsonl").exists():
         notes.append(f"{folder} has no checkpoint: the run starts again from the beginning")
-    return None, notes
+    return saved, notes
 
-
-# ---- the run ----
 
 class Run:
     """What a loop works with, and what stands between its steps."""
 
-    def __init__(self, args, world, stop, run_log, checked: Checked, saved, settings: dict):
+    def __init__(self, args, world, stop, run_log, checked, saved, settings):
         self.args, self.world, self.stop, self.log = args, world, stop, run_log
         self.checked, self.saved, self.settings = checked, saved, settings
         self.stream = data.Stream(checked.rows, args.seed)
         self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
-        self.bad_steps = 0  # steps in a row with a bad gradient
+        self.bad_steps = 0  # in a row
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.evaluation.eval_only else args.steps
-        due = lambda step, every: every and step % every == 0
-        steps, every = range(self.start, self.end), args.run.save_every
-        self.evaluations = {step for step in steps if checked.eval_rows and (
-            step == 0 or due(step, args.evaluation.eval_every))}
-        self.saves = {step + 1 for step in steps if due(step + 1, every)}  # after so many steps
-        self.saves |= {args.steps} if every else set()
+        every = args.evaluation.eval_every or args.steps
+        self.evaluations = range(0, args.steps, every) if checked.eval_rows else ()
+        every = args.run.save_every
+        self.saves = {*range(0, args.steps, every), args.steps} if every else ()  # steps done
 
     def build(self) -> None:
-        """The workers, the models, the engine, the canary, the checkpoint's state."""
         args, world, checked = self.args, self.world, self.checked
         self.scorer = rewards.Scorer(list(args.reward), args.workers)  # imports while models load
 
-        def load(kind, module, trained=True):
-            module = model.build(module, checked.source, world, args.weights, trained=trained)
-            return kind(module, world, args.weights, args.optimizer)
+        def load(kind, module, wanted=True, trained=True):
+            if wanted:
+                module = model.build(module, checked.source, world, args.weights, trained=trained)
+                return kind(module, world, args.weights, args.optimizer)
 
         self.policy = load(model.Policy, model.LogprobModel)
-        self.critic = load(model.Critic, model.ValueModel) if args.critic else None
-        self.reference = load(model.Policy, model.LogprobModel, trained=False) \
-            if args.needs_reference else None  # the starting model
+        self.critic = load(model.Critic, model.ValueModel, args.critic)
+        self.reference = load(  # the starting model
+            model.Policy, model.LogprobModel, args.needs_reference, trained=False)
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
+        longest = checked.plan.longest
         self.log.say("  packing    " + canary.choose_packing(
-            sharing, world, checked.config, checked.plan.longest, bfloat16))
-        for shared in sharing:
-            shared.move(torch.device("cpu"))  # the engine measures what is free
+            sharing, world, checked.config, longest, bfloat16))
         self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
-            max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
+            max_len=longest, max_tokens=args.max_tokens, seed=args.seed,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
         self.engine.sleep()
-        for shared in sharing:
-            shared.move(world.device)
+        trains = not args.evaluation.eval_only
         automatic = args.run.canary == "auto" and world.device.type == "cuda"
-        if (automatic or args.run.canary == "on") and not args.evaluation.eval_only:
+        if trains and (automatic or args.run.canary == "on"):
             peaks = canary.canary(checked.plan, world, checked.config.vocab_size, self.policy,
                                   self.reference, self.critic)
             peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
             self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
         if self.saved:
-            self._restore(self.saved.state)
-        self.stop.looping = not args.evaluation.eval_only  # now SIGTERM waits for a step's end
+            self.restore(self.saved.state)
+        self.stop.looping = trains  # now SIGTERM waits for a step's end
 
     # ---- between the steps ----
 
     def evaluate(self, step: int) -> None:
-        """pass@1 and pass@k on --eval_data with the current policy. The best policy is exported."""
+        """pass@1 and pass@k on --eval_data. The best policy so far is exported."""
         args = self.args.evaluation
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
@@ -271,27 +260,26 @@ class Run:
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
             if self.args.run.export and step:  # before the first step it is --model
-                notes = {"best.json": json.dumps(self.best | metrics, indent=1)}
-                self.export("best", notes)
+                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
 
     def check(self, metrics: dict[str, float]) -> None:
         """Report a gap that jumps and gradients that are not finite: some end the run."""
-        name = "rollout/logprob_gap_mean"
+        name, say = "rollout/logprob_gap_mean", self.log.say
         *before, gap = [0.0, *(row.get(name) or 0.0 for row in self.log.rows)]
         if before[1:] and gap > max(10 * max(before), self.max_gap / 10):
-            self.log.say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
-                         f"{max(before):.2g}")
+            say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
+                f"{max(before):.2g}")
         bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
-            self.log.say(f"{bad} updates had a gradient that is not finite and were not applied; "
-                         f"such steps in a row: {self.bad_steps}")
+            say(f"{bad} updates had a gradient that is not finite and were not applied; such steps "
+                f"in a row: {self.bad_steps}")
         if self.bad_steps >= self.args.optimizer.max_bad_steps:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
     def export(self, name: str, notes: dict | None = None) -> bool:
-        """Write the model to runs/NAME/`name` → whether that failed, which is printed."""
+        """Write the model to runs/NAME/`name` → whether that failed."""
         folder = f"{self.log.folder}/{name}"
         error = checkpoint.failure(
             self.world, lambda: self.policy.export(self.checked.source, folder, notes))
@@ -300,18 +288,17 @@ class Run:
         return bool(error)
 
     def save(self, step: int) -> str | None:
-        """Write all that the next steps depend on → None, or why that failed."""
-        began = time.perf_counter()
+        """A checkpoint → None, or why that failed."""
+        began, folder = time.perf_counter(), self.log.folder / "checkpoints"
         self.log.sync()
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
-        folder = self.log.folder / "checkpoints"
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run.keep)
         self.log.say(f"the checkpoint after {step} steps was not written ({error})" if error else
                      f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
         return error
 
-    def _restore(self, state: dict) -> None:
+    def restore(self, state: dict) -> None:
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.position, self.bad_steps = state["position"], state["bad_steps"]
         if self.args.critic and self.args.kl_target is not None:
@@ -323,7 +310,7 @@ class Run:
     # ---- the end ----
 
     def stopped(self, step: int, error: str | None) -> int:
-        """After SIGTERM: close everything → exit status."""
+        """After SIGTERM → exit status."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; " + (
             "they are not saved" if error else
             f"the same command with --name {self.log.folder.name} goes on from here"))
@@ -332,40 +319,39 @@ class Run:
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        args, missed = self.args, False
+        missed = False
         if self.checked.eval_rows:
             self.evaluate(self.end)
             self.log.step(self.end, {})
-        if args.evaluation.eval_only:
+        if self.args.evaluation.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
-            missed = args.run.export and self.export("model")
-            missed |= self.world.agree(self.world.rank == 0 and self._summary())
-            self.log.finish(args.steps)
+            missed = self.args.run.export and self.export("model")
+            missed |= self.world.agree(self.world.rank == 0 and self.summary())
+            self.log.finish(self.args.steps)
         self.close()
         return int(missed)
 
-    def _summary(self) -> bool:
+    def summary(self) -> bool:
         """Print what came of the run → whether it missed --target_reward."""
-        rows, target = self.log.rows, self.args.run.target_reward
+        rows, target, say = self.log.rows, self.args.run.target_reward, self.log.say
         curve = self.log.curve()
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        seconds = sum(row.get("time/step", 0.0) for row in rows)
-        tokens = sum(row.get("rollout/tokens", 0) for row in rows)
+        seconds, tokens = (sum(row.get(name, 0) for row in rows)
+                           for name in ("time/step", "rollout/tokens"))
         before, after = np.mean(means[:3] or np.nan), np.mean(means[-10:] or np.nan)
-        self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
-                     f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
-                     f"{tokens / seconds:,.0f} tokens/s, all phases")
-        self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/, "
-                     f"{'model/, ' * self.args.run.export}{curve.name if curve else ''}")
+        say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
+            f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
+            f"{tokens / seconds:,.0f} tokens/s, all phases")
+        say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/, "
+            f"{'model/, ' * self.args.run.export}{curve.name if curve else ''}")
         missed = target is not None and not (before <= 0.4 and after >= target)
         if missed:
-            self.log.say(f"missed --target_reward: the mean of the first 3 steps must be at most "
-                         f"0.4 and that of the last 10 at least {target}")
+            say(f"missed --target_reward: the mean of the first 3 steps must be at most 0.4 and "
+                f"that of the last 10 at least {target}")
         return missed
 
     def close(self) -> None:
-        """Shut everything down, the engine last."""
         self.log.close()
         self.scorer.close()
         self.engine.close()
