@@ -28,14 +28,14 @@ class Completion:
 
 @dataclass
 class Sample:
-    """One completion with its prompt, its text and, once it is scored, its reward."""
+    """One completion with its prompt."""
     prompt: Prompt
     completion: Completion
     text: str
-    score: Score | None = None
+    score: Score | None = None  # its reward
 
 
-def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log) -> None:
+def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log):
     """Give every sample its score. Each rank scores its share, and gets all. A collective."""
     world.same_phase("reward", len(samples))
     with log.time("reward"):
@@ -51,9 +51,9 @@ def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: Worl
     report(scores, told, len(units), scorer, log)
 
 
-def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log) -> None:
-    """Print what rewards printed, and a run's first failure. SettingsError if nothing has a score
-    in this batch and in the last 8 calls: fewer may be an accident."""
+def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log):
+    """Print what rewards printed, and a run's first failure. SettingsError after 8 calls in a row
+    without a score: fewer may be an accident."""
     if printed := "".join(text for _, text in told):
         log.say(f"rewards printed (the last 1,000 characters):\n{printed[-1000:]}")
     none = all(score.total is None for score in scores)
@@ -101,7 +101,7 @@ class Batch:
             owner += not i or prompt != prompts[i - 1]
             self.sizes.append((owner, len(prompt), len(completions[i].ids)))
         self.tokens = sum(map(len, self.sequences))
-        once = tokens(list(range(len(samples))), self.sizes, packed=True)
+        once = tokens(range(len(samples)), self.sizes, packed=True)
         self.packed = packs and self.tokens > WORTH * once
         self.work: dict[str, Counter] = defaultdict(Counter)  # of each phase, on all ranks
 
@@ -114,19 +114,17 @@ class Batch:
                learns=None) -> list["Micro"]:
         """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks.
 
-        learns (N,) bool: which rows have a gradient. The others come last, in micro-batches that
-        are computed without one.
+        learns (N,) bool: the rows with a gradient. The others come last, in other micro-batches.
         """
-        parts, made, work = {True: rows}, [], self.work[phase]
-        if learns is not None:
-            parts = {flag: [r for r in rows if learns[r] == flag] for flag in (True, False)}
-        for flag, part in parts.items():
+        made, work = [], self.work[phase]
+        for flag in (True, False):
+            part = [r for r in rows if flag == (learns is None or learns[r])]
             sizes = [self.sizes[r] for r in part]
             if part or flag:  # the optimizer needs a gradient, even if it is 0
                 lanes = balance(sizes, world.size, budget, self.packed)
                 work["computed"] += sum(
                     tokens(micro, sizes, self.packed) for lane in lanes for micro in lane)
-                work["needed"] += tokens(list(range(len(part))), sizes, packed=True)
+                work["needed"] += tokens(range(len(part)), sizes, packed=True)
                 work[flag] += len(part)
                 made += [Micro(self, [part[i] for i in micro], world.device, flag)
                          for micro in lanes[world.rank]]
@@ -143,7 +141,7 @@ class Batch:
         """forward(micro) → (b, t), without gradient, over all rows → (N, T) on every rank."""
         scores = None
         with torch.no_grad():
-            for micro in self.micros(world, list(range(len(self.sequences))), budget, phase):
+            for micro in self.micros(world, range(len(self.sequences)), budget, phase):
                 out = forward(micro).cpu()
                 scores = out.new_zeros(self.present.shape) if scores is None else scores
                 if micro.rows:
@@ -155,8 +153,8 @@ class Micro:
     """Some rows of the batch as one input. Without rows: one dummy row of weight 0.
 
     The output at a token predicts the next one: `source` makes that shift, here and nowhere else.
-    A padded input is (b, L). Causal attention never looks to the right, where the padding is: no
-    mask is needed. A packed input is (1, S): see packing.py.
+    A padded input is (b, L) and needs no mask: causal attention never looks to the right. A packed
+    one is (1, S): see packing.py.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
@@ -201,9 +199,9 @@ class Meter:
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
 
-    def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None) -> None:
+    def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None):
         """One micro-batch: {name: (b, t)} to average over mask (b, t) with weights (b, t)."""
-        sums = {f"mean {name}": (weights * torch.where(mask, value.detach().double(), 0)).sum()
+        sums = {name: (weights * torch.where(mask, value.detach().double(), 0)).sum()
                 for name, value in metrics.items()}
         sums["weight"] = weights.sum()
         if old_logprobs is not None:  # |trainer - engine|: is the engine the policy?
@@ -221,14 +219,13 @@ class Meter:
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
                f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
-        for name in [name for name in total if name.startswith("mean ")]:
-            mean, name = total[name] / (total["weight"] or 1.0), name.removeprefix("mean ")
-            out[name if "/" in name else prefix + name] = mean
         if "gap" in total:
             gap_max = self.world.max(torch.tensor(self.gap_max, dtype=torch.float64))
-            out |= {"rollout/logprob_gap_mean": total["gap"] / (total["tokens"] or 1.0),
+            out |= {"rollout/logprob_gap_mean": total.pop("gap") / (total.pop("tokens") or 1.0),
                     "rollout/logprob_gap_max": float(gap_max)}
-        return out
+        weight = total.pop("weight", 0.0) or 1.0
+        return out | {name if "/" in name else prefix + name: value / weight
+                      for name, value in total.items()}
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:

@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
     """Writes step_N, N = state["step"], and keeps the newest `keep`. A collective.
 
-    Returns None, or why it failed; then the older checkpoints stay.
+    → None, or why it failed; then the older checkpoints stay.
     """
     path, files = folder / f"step_{state['step']}", {}
     partial = path.with_suffix(".partial")
@@ -78,11 +78,10 @@ def failure(world: World, act, here: bool = True):
     message = []
     try:
         act() if here else None
-    except OSError as error:
-        message = [f"{error.filename or 'state.json'}: {error.strerror}" if error.strerror
-                   else str(error)]
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         message = [str(error)]
+        if why := getattr(error, "strerror", None):
+            message = [f"{error.filename or 'state.json'}: {why}"]
     except CheckpointException as error:  # of any rank
         rank, [why, *_] = next(iter(error.failures.items()))
         message = [f"__{rank}_0.distcp: {str(why).splitlines()[0]}"]
@@ -118,10 +117,10 @@ def read(path: Path):
     """The state of a checkpoint, and what is wrong with its files."""
     try:
         state = json.loads((path / "state.json").read_text())
-        sizes = {name: ((path / name).stat().st_size, size)
-                 for name, size in state.pop("files").items()}
-        return state, [f"{name} is not what was written: {now:,} bytes, not {size:,}"
-                       for name, (now, size) in sizes.items() if now != size]
+        files = state.pop("files")
+        there = written(*(path / name for name in files))
+        return state, [f"{name} is not what was written: {there[name]:,} bytes, not {size:,}"
+                       for name, size in files.items() if there[name] != size]
     except FileNotFoundError as error:
         return {}, [f"{Path(error.filename).name} is missing"]
     except (OSError, ValueError, KeyError) as error:

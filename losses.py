@@ -1,16 +1,14 @@
 """The formulas of grpo.py and ppo.py, as pure functions of tensors.
 
 N completions of the global batch in request order; `group` neighbours share a prompt.
-Token tensors are (B, T), right-padded; position 0 is the first completion token.
+Token tensors are (B, T), right-padded, and begin with the completion.
 mask (B, T) bool: the tokens that bear loss. A completion without loss is a row of False.
 Losses are per token, (B, T). The caller takes `token_weights` over the global minibatch, before
 any split: loss = sum_it weight_it * token_loss_it. So ranks and micro-batches add up.
-Padding may be nan. torch.where removes it from the inputs: 0 * nan = nan, and torch.where on the
-result leaves it in the gradient.
+Padding may be nan: torch.where removes it from the inputs. On a result, nan stays in the gradient.
 A loss keeps its first argument's dtype. Rewards, advantages, returns, weights are float64.
 
-logp = logprobs, r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient,
-|o| = masked length.
+r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = masked length.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -89,8 +87,8 @@ def _groups(rewards, group, scored):
 
 
 def keep_groups(rewards, group, scored):
-    """DAPO's dynamic sampling keeps prompts whose raw rewards differ (a penalty makes all differ).
-    (N,) -> (P,) bool. https://arxiv.org/abs/2503.14476, 3.2"""
+    """(N,) raw rewards -> (P,): do a prompt's differ? (A penalty makes all differ.)
+    https://arxiv.org/abs/2503.14476, 3.2"""
     return ~_groups(rewards, group, scored)[2].squeeze(1)
 
 
@@ -117,7 +115,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, *, kl_coef):
 
         R_t = [t is the last masked token] * score - kl_coef * (logp_t - ref_t)
 
-    scores (B,), old logprobs and ref_logprobs (B, T), or None for no penalty -> (B, T).
+    scores (B,), old logprobs, ref_logprobs (B, T) or None: no penalty -> (B, T).
     The penalty is k1, whose policy gradient is that of KL(pi || ref).
     """
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
@@ -167,9 +165,10 @@ def whiten(values, mask):
 
 # ---- policy losses
 #
-# All take logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, T) or (B, 1), and
-# return token_loss, metrics. With one update per rollout old_logprobs is logprobs.detach(): r = 1,
-# and the gradient is REINFORCE's. Metrics, (B, T), are averaged with the loss's weights:
+# All take logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, T) or (B, 1) and the
+# bounds clip_low, clip_high, dual_clip, and return token_loss, metrics. With one update per rollout
+# old_logprobs is logprobs.detach(): r = 1, and the gradient is REINFORCE's. Metrics, (B, T), are
+# averaged with the loss's weights:
 #
 #   ratio        r_t, or GSPO's s
 #   clip_frac    1 where a bound acts
@@ -182,28 +181,23 @@ def _metrics(log_ratio, ratio, cut):
             "approx_kl": log_ratio.exp() - 1 - log_ratio}
 
 
-def _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip):
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where it has no gradient."""
+def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)."""
     # Where a bound cuts large r, r stays finite: the gradient 0 * inf would be nan. Elsewhere
     # an overflow makes the loss inf, so the step is seen to be bad.
     unbounded = (A < 0) & (dual_clip is None)
-    r = torch.where(unbounded, log_ratio, log_ratio.clamp(max=80)).exp()
+    r = torch.where(unbounded, log_r, log_r.clamp(max=80)).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
-    return bounded * A, (bounded != r) & (A != 0)
+    return -bounded * A, _metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
 
 
-def clip_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
-    """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347
-
-    dual_clip c bounds it by -c A where A < 0.
-    """
+def clip_loss(logprobs, old_logprobs, advantages, mask, **bounds):
+    """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347"""
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
-    surrogate, cut = _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip)
-    return -surrogate, _metrics(log_ratio, log_ratio.exp(), cut)
+    return _clipped(logp - old, logp - old, A, **bounds)
 
 
-def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
+def gspo_loss(logprobs, old_logprobs, advantages, mask, **bounds):
     """GSPO: one ratio a sequence, the geometric mean of its tokens'.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
@@ -213,12 +207,9 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, 
     The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
     """
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
     length = mask.sum(1, keepdim=True).clamp(min=1)
-    log_s = (log_ratio.sum(1, keepdim=True) / length).detach()  # (B, 1)
-    log_s = log_s + (logp - logp.detach())  # (B, T)
-    surrogate, cut = _clipped_surrogate(log_s, A, clip_low, clip_high, dual_clip)
-    return -surrogate, _metrics(log_ratio, log_s.exp(), cut)
+    log_s = ((logp - old).sum(1, keepdim=True) / length).detach()  # (B, 1)
+    return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
 
 
 def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
@@ -229,17 +220,15 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high,
     The paper has no lower bound: clip_low 1. TRL's epsilon_high 5 is clip_high 4.
     """
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
-    ratio = log_ratio.exp()
+    ratio = (logp - old).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
-    return -weight * A * logp, _metrics(log_ratio, ratio, mask & (weight != ratio))
+    return -weight * A * logp, _metrics(logp - old, ratio, mask & (weight != ratio))
 
 
-def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
+def reinforce_loss(logprobs, old_logprobs, advantages, mask, **bounds):
     """-A_t * logp_t. No ratio corrects a second update.  https://doi.org/10.1007/BF00992696"""
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
-    return -A * logp, _metrics(log_ratio, log_ratio.exp(), torch.zeros_like(mask))
+    return -A * logp, _metrics(logp - old, (logp - old).exp(), torch.zeros_like(mask))
 
 
 # ---- critic, reference
@@ -265,8 +254,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, *, kind):
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
     As a loss, the expected gradient at each prefix is, for k1: 0, only noise; k2: that of
-    KL(pi || ref); k3 (GRPO): that of KL(ref || pi). None counts that a token changes the later
-    prefixes. k1 in the reward does (`token_rewards`), and its policy gradient is exact.
+    KL(pi || ref); k3 (GRPO): that of KL(ref || pi). Only k1 in the reward (`token_rewards`) counts
+    that a token changes the later prefixes: its policy gradient is exact.
     """
     logp, ref = select(mask, logprobs, ref_logprobs)
     d = logp - ref
@@ -284,13 +273,13 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
-    """Policy loss weights that correct for sampling with the engine.
+    """Factors of the token losses that correct for sampling with the engine, detached.
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, both from before the update
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
 
-    They multiply the token losses. engine_cut is 1 where w_t was cut. All is detached.
+    engine_cut is 1 where w_t was cut.
     """
     old, engine = select(mask, old_logprobs.detach(), engine_logprobs.detach())
     ratio = (old - engine).exp()
