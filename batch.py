@@ -20,9 +20,9 @@ from rewards import Item, Score, Scorer
 
 @dataclass
 class Completion:
-    """What the engine sampled for one request: ids (T,) int32 and their log-probs (T,) float32."""
-    ids: np.ndarray
-    logprobs: np.ndarray
+    """What the engine sampled for one request."""
+    ids: np.ndarray  # (T,) int32
+    logprobs: np.ndarray  # (T,) float32
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
 
 
@@ -36,7 +36,7 @@ class Sample:
 
 
 def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log):
-    """Give every sample its score. Each rank scores its share, and gets all. A collective."""
+    """Give every sample its score. Each rank scores its share. A collective."""
     world.same_phase("reward", len(samples))
     with log.time("reward"):
         items = [Item(s.prompt.row.prompt, s.text, s.prompt.row.answer, s.prompt.row.columns,
@@ -106,7 +106,7 @@ class Batch:
         self.work: dict[str, Counter] = defaultdict(Counter)  # of each phase, on all ranks
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
-        """The row numbers of each optimizer step: contiguous and as even as possible."""
+        """The row numbers of each optimizer step."""
         rows = list(range(len(self.sequences)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
@@ -132,7 +132,7 @@ class Batch:
         return made
 
     def work_metrics(self, phase: str) -> dict[str, float]:
-        """The rows that a phase computed with and without a gradient, and its wasted tokens."""
+        """Rows of a phase with and without a gradient, and the wasted part of its tokens."""
         work = self.work[phase]
         return {"batch/with_grad": work[True], "batch/without_grad": work[False],
                 "batch/pad_frac": 1 - work["needed"] / (work["computed"] or 1)}
@@ -192,7 +192,7 @@ class Micro:
 
 
 class Meter:
-    """Means of per-token metrics with the loss's own weights, the same on any layout."""
+    """Means of per-token metrics, with the loss's own weights."""
 
     def __init__(self, world: World):
         self.world, self.sums, self.gap_max = world, defaultdict(float), 0.0
@@ -200,7 +200,7 @@ class Meter:
         self.skipped = 0  # minibatches without a token to learn from
 
     def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None):
-        """One micro-batch: {name: (b, t)} to average over mask (b, t) with weights (b, t)."""
+        """One micro-batch. All (b, t), metrics by name."""
         sums = {name: (weights * torch.where(mask, value.detach().double(), 0)).sum()
                 for name, value in metrics.items()}
         sums["weight"] = weights.sum()
@@ -213,7 +213,7 @@ class Meter:
             self.sums[name] += float(value)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
-        """Means over all ranks and optimizer steps; a name without "/" gets the prefix."""
+        """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
         total = dict(zip(self.sums, self.world.sum(sums).tolist(), strict=True))
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
@@ -229,7 +229,7 @@ class Meter:
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Rewards and lengths of all completions of a step, sampled in `seconds`."""
+    """Of all completions of a step, sampled in `seconds`."""
     rewards = {name: [s.score.parts[name] for s in samples] for name in samples[0].score.parts}
     rewards["mean"] = [s.score.total for s in samples]
     rewards = {name: [r for r in values if r is not None] for name, values in rewards.items()}

@@ -32,10 +32,8 @@ class Saved(NamedTuple):
 
 
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
-    """Writes step_N, N = state["step"], and keeps the newest `keep`. A collective.
-
-    → None, or why it failed; then the older checkpoints stay.
-    """
+    """Writes step_N, N = state["step"], and keeps the newest `keep` → None, or why it failed; then
+    the older ones stay. A collective."""
     path, files = folder / f"step_{state['step']}", {}
     partial = path.with_suffix(".partial")
 

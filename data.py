@@ -78,16 +78,16 @@ class Stream:
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[Row], str]:
     """The prompts of `spec` in order, and a sentence with their counts."""
     raw, name = read(spec, seed)
-    controls = [t.content for t in tokenizer.added_tokens_decoder.values()
-                if t.special and t.content]
+    tokens = tokenizer.added_tokens_decoder.values()
+    controls = [t.content for t in tokens if t.special and t.content]
+    markers = ("<|im_start|>", *controls)
     rows, control = [], []
     for index, columns in enumerate(raw):
         try:
             messages, answer = parse(columns, args.prompt_template)
             if not messages:
                 continue
-            finished = any(
-                m["content"].lstrip().startswith(("<|im_start|>", *controls)) for m in messages)
+            finished = any(m["content"].lstrip().startswith(markers) for m in messages)
             text = render(messages, tokenizer, args.system, finished)
             source = str(columns.get("data_source") or name)
             f"{text}{answer}{source}".encode()  # fails at half a surrogate pair
@@ -112,14 +112,13 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         raise SettingsError(
             f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
             f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
-    report = (
+    return kept, (
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
         f"{len(raw) - len(rows)} empty; duplicates (kept): "
-        f"{len(kept) - len({row.prompt for row in kept})}")
-    if control:
-        report += f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
-    return kept, report
+        f"{len(kept) - len({row.prompt for row in kept})}"
+        + (f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
+           if control else ""))
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:

@@ -1,13 +1,12 @@
 """dist.py: ranks. Split a list over them, gather it, balance token work, agree, start and end.
 
-A rank is one process of `torchrun --nproc_per_node W script.py`. The global batch is the same list
-on every rank, and the splits are pure functions of it: ranks cannot disagree about who does what.
+The global batch is the same list on every rank, and the splits are pure functions of it: ranks
+cannot disagree about who does what.
 """
 import datetime
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -42,7 +41,7 @@ def pad_to_multiple(items: list, multiple: int, filler) -> list:
 
 
 def assert_divisible(n: int, by: int, what: str, per: str) -> int:
-    """n // by, or a SettingsError with the numbers and the nearest values of both that work."""
+    """n // by, or a SettingsError with the nearest values of both that work."""
     if n % by == 0:
         return n // by
     divisors = [d for d in range(1, n + 1) if n % d == 0]
@@ -114,15 +113,15 @@ def balance(sizes: list[Size], ranks: int, budget: int, packed: bool) -> list[li
 
 @dataclass
 class World:
-    """All ranks, seen from this one. Every rank must call a collective, in the same order."""
+    """All ranks. Every rank must call a collective, in the same order."""
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    control: td.ProcessGroup  # gloo, on the host: for objects, flags and checks, not weights
+    control: td.ProcessGroup  # gloo: for what is on the host
     timeout: float  # seconds that a rank may be late
-    step: int = -1  # the loop's step, for messages; -1 before the first
+    step: int = -1  # for messages; -1 before the first
     joined: ClassVar["World | None"] = None  # what `join` made, for `run`
 
     def mine(self, items: list) -> list:
@@ -136,16 +135,16 @@ class World:
         return [item for part in lists for item in part]
 
     def agree(self, flag: bool) -> bool:
-        """True on every rank if it is True on any. Branch on this before a collective."""
+        """Is it True on any rank? Branch on this before a collective."""
         return bool(self.max(torch.tensor(int(flag))))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place sum of a host tensor over ranks. A collective."""
+        """In-place sum of a host tensor. A collective."""
         td.all_reduce(tensor, group=self.control)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place maximum of a host tensor over ranks. A collective."""
+        """In-place maximum of a host tensor. A collective."""
         td.all_reduce(tensor, op=td.ReduceOp.MAX, group=self.control)
         return tensor
 
@@ -154,10 +153,8 @@ class World:
         td.barrier(group=self.control)
 
     def same_phase(self, phase: str, count: int):
-        """All ranks begin the same phase with the same count, or the run ends. A collective.
-
-        Else they would wait in different collectives until a watchdog ends them.
-        """
+        """All ranks begin the same phase with the same count, or the run ends: else they would wait
+        in different collectives until a watchdog ends them. A collective."""
         try:
             td.monitored_barrier(self.control, timeout=datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -171,7 +168,7 @@ class World:
                     f"ranks disagree: {place(0, *phases[0])}, but {place(rank, *theirs)}")
 
     def differences(self, facts: dict[str, object]) -> list[str]:
-        """A sentence for each fact that differs between ranks."""
+        """A sentence for each fact that differs. A collective."""
         everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
         for name in facts:
             values = [theirs[name] for theirs in everyone]
@@ -190,13 +187,9 @@ class World:
 
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
-    with socket.socket() as s:  # a free port, for a run without torchrun
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1,
-                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    for name, value in alone.items():
-        os.environ.setdefault(name, str(value))
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port, without torchrun
+    os.environ.update(alone | os.environ)
     rank, local_rank, size, local_size = (int(os.environ[name]) for name in list(alone)[:4])
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"

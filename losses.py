@@ -3,8 +3,8 @@
 N completions of the global batch in request order; `group` neighbours share a prompt.
 Token tensors are (B, T), right-padded, and begin with the completion.
 mask (B, T) bool: the tokens that bear loss. A completion without loss is a row of False.
-Losses are per token, (B, T). The caller takes `token_weights` over the global minibatch, before
-any split: loss = sum_it weight_it * token_loss_it. So ranks and micro-batches add up.
+Losses are per token, (B, T): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
+the global minibatch, before any split, so ranks and micro-batches add up.
 Padding may be nan: torch.where removes it from the inputs. On a result, nan stays in the gradient.
 A loss keeps its first argument's dtype. Rewards, advantages, returns, weights are float64.
 
@@ -44,7 +44,7 @@ class LossArgs:
 
 
 def select(mask, *tensors):
-    """Each tensor in the first one's dtype, 0 outside the mask."""
+    """All in the first one's dtype, 0 outside the mask."""
     return [torch.where(mask, x.to(tensors[0].dtype), 0) for x in tensors]
 
 
@@ -59,9 +59,7 @@ def masked_mean(values, mask):
 def overlong_penalty(lengths, max_tokens, buffer):
     """DAPO's soft overlong punishment.    https://arxiv.org/abs/2503.14476, section 3.4
 
-        0                        L <= Lmax - Lc
-        ((Lmax - Lc) - L) / Lc   Lmax - Lc < L <= Lmax
-        -1                       L > Lmax
+        ((Lmax - Lc) - L) / Lc, between -1 and 0        Lmax = max_tokens, Lc = buffer
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
 
@@ -74,8 +72,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
 #
 # Only rloo is unbiased: R - mean holds R_i itself, which gives (G - 1) / G of the gradient.
-# Dividing by std reweights prompts by difficulty. The advantage is 0 for an unscored completion
-# (it is in no mean or std), and in a group with fewer than two scored or with equal rewards.
+# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
+# advantage is 0 for it, and in a group with fewer than two scored or with equal rewards.
 
 
 def _groups(rewards, group, scored):
@@ -93,7 +91,7 @@ def keep_groups(rewards, group, scored):
 
 
 def group_advantages(rewards, group, *, kind, eps, scored):
-    """(N,) -> (N,). kind: a name above."""
+    """(N,) -> (N,)"""
     R, S, equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
     n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)
     A, others = R - total / n.clamp(min=1), (n - 1).clamp(min=1)
@@ -132,8 +130,8 @@ def gae(rewards, values, mask, *, gamma, lam):
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[:, t] is V of the prompt and the tokens before t, 0 after the last masked token.
-    A masked-out token inside a row is no step: V and A are carried across it.
+    values[:, t] is V of the prompt and the tokens before t. A masked-out token inside a row is no
+    step: V and A are carried across it.
     """
     rewards, values = select(mask, rewards.double(), values)
     advantages = torch.zeros_like(rewards)
@@ -149,7 +147,7 @@ def gae(rewards, values, mask, *, gamma, lam):
 
 
 def rewards_to_go(rewards, mask):
-    """REINFORCE++: A_t = sum_{i>=t} R_i, GAE without a critic."""
+    """A_t = sum_{i>=t} R_i, for REINFORCE++."""
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)[0]
 
 
@@ -198,10 +196,10 @@ def clip_loss(logprobs, old_logprobs, advantages, mask, **bounds):
 
 
 def gspo_loss(logprobs, old_logprobs, advantages, mask, **bounds):
-    """GSPO: one ratio a sequence, the geometric mean of its tokens'.
+    """GSPO-token: one ratio a sequence, the geometric mean of its tokens'.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
-        s_t = sg[s] * exp(logp_t - sg[logp_t])    (GSPO-token: s_t = s in value)
+        s_t = sg[s] * exp(logp_t - sg[logp_t])    (in value s)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
     The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
@@ -235,8 +233,7 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, **bounds):
 
 
 def value_loss(values, old_values, returns, mask, *, clip):
-    """PPO's critic loss and clip_frac.
-    https://github.com/openai/baselines/blob/master/baselines/ppo2/model.py
+    """PPO's critic loss and clip_frac.    https://github.com/openai/baselines, ppo2/model.py
 
         0.5 * max((V - R)^2, (V_clip - R)^2)    V_clip = clip(V, V_old - clip, V_old + clip)
     """
@@ -278,8 +275,6 @@ def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, both from before the update
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
-
-    engine_cut is 1 where w_t was cut.
     """
     old, engine = select(mask, old_logprobs.detach(), engine_logprobs.detach())
     ratio = (old - engine).exp()

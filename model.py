@@ -84,7 +84,7 @@ def find(model: str) -> str:
 
 
 def config_of(folder: str):
-    """SettingsError where trainer and engine could not compute the model, or not alike."""
+    """SettingsError where trainer and engine could not compute the model alike."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
@@ -187,7 +187,7 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
     # Gradients are summed over ranks. FSDP's mean needs a loss scaled by their number, and 3 ranks
-    # would then round unlike 1: 1e-6 where 1e-16 is possible.
+    # would then round unlike 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -204,8 +204,8 @@ class Float64(TorchFunctionMode):
 
 
 def widen(lm):
-    """Norms of transformers compute in float32, also in a float64 model. Their gradient rounds to
-    1e-7, and a shared prompt's token has the sum of its completions' gradients: it would show."""
+    """transformers' norms compute in float32, also in a float64 model: the gradients of packed and
+    padded rows would differ by 1e-7."""
     def wide(forward, *args):
         with Float64():
             return forward(*args)
@@ -223,7 +223,7 @@ def whole(tensor):
 def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
     """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
 
-    hidden (n, H), head(hidden) (n, V), at least float32, targets (n,) → (n,), (n,).
+    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
     if len(hidden) > chunk:  # backward computes the logits again: a few times chunk × V of memory
@@ -352,8 +352,7 @@ class Policy(Trained):
 
     def weights(self, dtype=None):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
-        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too,
-        # but not Gemma 2's.
+        # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
         lm = self.module.lm
         for name, value in lm.state_dict().items():
             if (name, lm.config.model_type) != ("lm_head.weight", "gemma2"):
