@@ -150,7 +150,7 @@ class Batch:
 
 
 class Micro:
-    """Some rows of the batch as one input. Without rows: one dummy row of weight 0.
+    """Rows of the batch as one input; without rows, one dummy row of weight 0.
 
     The output at a token predicts the next one: `source` makes that shift, here and nowhere else.
     A padded input is (b, L) and needs no mask: causal attention never looks to the right. A packed
@@ -181,7 +181,7 @@ class Micro:
         self.source, self.targets = source.to(device), targets.to(device)  # (n,), (n,) their ids
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
-        """(N, T) of the batch → (b, t) of this micro-batch; zeros for the dummy row."""
+        """(N, T) of the batch → (b, t); zeros for the dummy row."""
         if not self.rows:
             return torch.zeros((1, 1), dtype=values.dtype, device=self.device)
         return values[self.rows, :self.present.shape[1]].to(self.device)

@@ -75,7 +75,8 @@ def failure(world: World, act, here: bool = True):
     """act() on the ranks with `here` → the first disk error, on all ranks."""
     message = []
     try:
-        act() if here else None
+        if here:
+            act()
     except (OSError, SafetensorError) as error:
         message = [str(error)]
         if why := getattr(error, "strerror", None):
@@ -97,7 +98,7 @@ def tensors(trained: dict[str, Trained]):
 
 
 def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint; a sentence for each damaged one. A collective."""
+    """The newest whole one; a sentence for each damaged one. A collective."""
     passed = []
     for step in world.gather([steps(folder)])[0][::-1]:
         path = folder / f"step_{step}"

@@ -217,8 +217,7 @@ class Stop:
         self.world, self.seconds = world, seconds
         self.looping = False  # before the first step there is nothing to save
         first = world.rank - world.local_rank
-        pids = world.gather([os.getpid()])[first:first + world.local_size]
-        self.peers = [pid for pid in pids if pid != os.getpid()]
+        self.pids = world.gather([os.getpid()])[first:first + world.local_size]  # of this machine
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGALRM, lambda *_: leave(
             143, f"SIGTERM: no step ended within --stop_seconds {seconds:g}; the step is lost"))
@@ -231,7 +230,7 @@ class Stop:
         return stop
 
     def _terminate(self, *_):
-        if not all(os.path.exists(f"/proc/{pid}") for pid in self.peers):
+        if not all(os.path.exists(f"/proc/{pid}") for pid in self.pids):
             leave(1, "ends because another rank ended")
         if not self.looping:
             leave(143, "SIGTERM before the first step: there is nothing to save")

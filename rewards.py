@@ -159,7 +159,7 @@ class Scorer:
 
     @property
     def needs_groups(self) -> bool:
-        """Is a reward of TRL's kind? SettingsError: cannot load."""
+        """Is a reward of TRL's kind? SettingsError if one cannot load."""
         if not self.loaded.wait(START_SECONDS / 12) and os.environ.get("RANK", "0") == "0":
             print(f"--reward {' '.join(self.specs)} is still loading (limit: {START_SECONDS} s)",
                   flush=True)
