@@ -28,7 +28,7 @@ class Completion:
 
 @dataclass
 class Sample:
-    """One completion with its prompt."""
+    """A completion with its prompt."""
     prompt: Prompt
     completion: Completion
     text: str
@@ -200,7 +200,7 @@ class Meter:
         self.skipped = 0  # minibatches without a token to learn from
 
     def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None):
-        """One micro-batch. All (b, t), metrics by name."""
+        """One micro-batch: metrics {name: (b, t)}, to average over mask (b, t) with weights."""
         sums = {name: (weights * torch.where(mask, value.detach().double(), 0)).sum()
                 for name, value in metrics.items()}
         sums["weight"] = weights.sum()

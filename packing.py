@@ -80,7 +80,8 @@ def pack(owners: list[int], rows: list, device: torch.device):
     parts = [*prompts.values(), *(c[:-1] for _, c in rows)]
     length = torch.tensor([len(part) for part in parts])
     start, none = length.cumsum(0) - length, torch.zeros(len(prompts), dtype=torch.long)
-    of = torch.tensor([[*prompts].index(owner) for owner in owners])  # each row's prompt
+    place = {owner: i for i, owner in enumerate(prompts)}
+    of = torch.tensor([place[owner] for owner in owners])  # each row's prompt
     prefix_start, prefix = torch.cat([none, start[of]]), torch.cat([none, length[of]])
     positions = torch.cat([torch.arange(n, n + m) for n, m in zip(
         prefix.tolist(), length.tolist(), strict=True)])
