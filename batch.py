@@ -20,23 +20,23 @@ from rewards import Item, Score, Scorer
 
 @dataclass
 class Completion:
-    """What the engine sampled for one request: ids (T,) int32 and their log-probs (T,) float32."""
-    ids: np.ndarray
-    logprobs: np.ndarray
+    """What the engine sampled for one request."""
+    ids: np.ndarray  # (T,) int32
+    logprobs: np.ndarray  # (T,) float32
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
 
 
 @dataclass
 class Sample:
-    """One completion with its prompt, its text and, once it is scored, its reward."""
+    """A completion with its prompt."""
     prompt: Prompt
     completion: Completion
     text: str
-    score: Score | None = None
+    score: Score | None = None  # its reward
 
 
-def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log) -> None:
-    """Give every sample its score. Each rank scores its share, and gets all. A collective."""
+def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log):
+    """Give every sample its score. Each rank scores its share. A collective."""
     world.same_phase("reward", len(samples))
     with log.time("reward"):
         items = [Item(s.prompt.row.prompt, s.text, s.prompt.row.answer, s.prompt.row.columns,
@@ -51,9 +51,9 @@ def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: Worl
     report(scores, told, len(units), scorer, log)
 
 
-def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log) -> None:
-    """Print what rewards printed, and a run's first failure. SettingsError if nothing has a score
-    in this batch and in the last 8 calls: fewer may be an accident."""
+def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log):
+    """Print what rewards printed, and a run's first failure. SettingsError after 8 calls in a row
+    without a score: fewer may be an accident."""
     if printed := "".join(text for _, text in told):
         log.say(f"rewards printed (the last 1,000 characters):\n{printed[-1000:]}")
     none = all(score.total is None for score in scores)
@@ -101,12 +101,12 @@ class Batch:
             owner += not i or prompt != prompts[i - 1]
             self.sizes.append((owner, len(prompt), len(completions[i].ids)))
         self.tokens = sum(map(len, self.sequences))
-        once = tokens(list(range(len(samples))), self.sizes, packed=True)
+        once = tokens(range(len(samples)), self.sizes, packed=True)
         self.packed = packs and self.tokens > WORTH * once
         self.work: dict[str, Counter] = defaultdict(Counter)  # of each phase, on all ranks
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
-        """The row numbers of each optimizer step: contiguous and as even as possible."""
+        """The row numbers of each optimizer step."""
         rows = list(range(len(self.sequences)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
@@ -114,19 +114,17 @@ class Batch:
                learns=None) -> list["Micro"]:
         """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks.
 
-        learns (N,) bool: which rows have a gradient. The others come last, in micro-batches that
-        are computed without one.
+        learns (N,) bool: the rows with a gradient. The others come last, in other micro-batches.
         """
-        parts, made, work = {True: rows}, [], self.work[phase]
-        if learns is not None:
-            parts = {flag: [r for r in rows if learns[r] == flag] for flag in (True, False)}
-        for flag, part in parts.items():
+        made, work = [], self.work[phase]
+        for flag in (True, False):
+            part = [r for r in rows if flag == (learns is None or learns[r])]
             sizes = [self.sizes[r] for r in part]
             if part or flag:  # the optimizer needs a gradient, even if it is 0
                 lanes = balance(sizes, world.size, budget, self.packed)
                 work["computed"] += sum(
                     tokens(micro, sizes, self.packed) for lane in lanes for micro in lane)
-                work["needed"] += tokens(list(range(len(part))), sizes, packed=True)
+                work["needed"] += tokens(range(len(part)), sizes, packed=True)
                 work[flag] += len(part)
                 made += [Micro(self, [part[i] for i in micro], world.device, flag)
                          for micro in lanes[world.rank]]
@@ -134,7 +132,7 @@ class Batch:
         return made
 
     def work_metrics(self, phase: str) -> dict[str, float]:
-        """The rows that a phase computed with and without a gradient, and its wasted tokens."""
+        """Rows of a phase with and without a gradient, and the wasted part of its tokens."""
         work = self.work[phase]
         return {"batch/with_grad": work[True], "batch/without_grad": work[False],
                 "batch/pad_frac": 1 - work["needed"] / (work["computed"] or 1)}
@@ -143,7 +141,7 @@ class Batch:
         """forward(micro) → (b, t), without gradient, over all rows → (N, T) on every rank."""
         scores = None
         with torch.no_grad():
-            for micro in self.micros(world, list(range(len(self.sequences))), budget, phase):
+            for micro in self.micros(world, range(len(self.sequences)), budget, phase):
                 out = forward(micro).cpu()
                 scores = out.new_zeros(self.present.shape) if scores is None else scores
                 if micro.rows:
@@ -152,11 +150,11 @@ class Batch:
 
 
 class Micro:
-    """Some rows of the batch as one input. Without rows: one dummy row of weight 0.
+    """Rows of the batch as one input; without rows, one dummy row of weight 0.
 
     The output at a token predicts the next one: `source` makes that shift, here and nowhere else.
-    A padded input is (b, L). Causal attention never looks to the right, where the padding is: no
-    mask is needed. A packed input is (1, S): see packing.py.
+    A padded input is (b, L) and needs no mask: causal attention never looks to the right. A packed
+    one is (1, S): see packing.py.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
@@ -183,7 +181,7 @@ class Micro:
         self.source, self.targets = source.to(device), targets.to(device)  # (n,), (n,) their ids
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
-        """(N, T) of the batch → (b, t) of this micro-batch; zeros for the dummy row."""
+        """(N, T) of the batch → (b, t); zeros for the dummy row."""
         if not self.rows:
             return torch.zeros((1, 1), dtype=values.dtype, device=self.device)
         return values[self.rows, :self.present.shape[1]].to(self.device)
@@ -194,16 +192,16 @@ class Micro:
 
 
 class Meter:
-    """Means of per-token metrics with the loss's own weights, the same on any layout."""
+    """Means of per-token metrics, with the loss's own weights."""
 
     def __init__(self, world: World):
         self.world, self.sums, self.gap_max = world, defaultdict(float), 0.0
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
 
-    def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None) -> None:
-        """One micro-batch: {name: (b, t)} to average over mask (b, t) with weights (b, t)."""
-        sums = {f"mean {name}": (weights * torch.where(mask, value.detach().double(), 0)).sum()
+    def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None):
+        """One micro-batch: metrics {name: (b, t)}, to average over mask (b, t) with weights."""
+        sums = {name: (weights * torch.where(mask, value.detach().double(), 0)).sum()
                 for name, value in metrics.items()}
         sums["weight"] = weights.sum()
         if old_logprobs is not None:  # |trainer - engine|: is the engine the policy?
@@ -215,24 +213,23 @@ class Meter:
             self.sums[name] += float(value)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
-        """Means over all ranks and optimizer steps; a name without "/" gets the prefix."""
+        """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
         total = dict(zip(self.sums, self.world.sum(sums).tolist(), strict=True))
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
                f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
-        for name in [name for name in total if name.startswith("mean ")]:
-            mean, name = total[name] / (total["weight"] or 1.0), name.removeprefix("mean ")
-            out[name if "/" in name else prefix + name] = mean
         if "gap" in total:
             gap_max = self.world.max(torch.tensor(self.gap_max, dtype=torch.float64))
-            out |= {"rollout/logprob_gap_mean": total["gap"] / (total["tokens"] or 1.0),
+            out |= {"rollout/logprob_gap_mean": total.pop("gap") / (total.pop("tokens") or 1.0),
                     "rollout/logprob_gap_max": float(gap_max)}
-        return out
+        weight = total.pop("weight", 0.0) or 1.0
+        return out | {name if "/" in name else prefix + name: value / weight
+                      for name, value in total.items()}
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Rewards and lengths of all completions of a step, sampled in `seconds`."""
+    """Of all completions of a step, sampled in `seconds`."""
     rewards = {name: [s.score.parts[name] for s in samples] for name in samples[0].score.parts}
     rewards["mean"] = [s.score.total for s in samples]
     rewards = {name: [r for r in values if r is not None] for name, values in rewards.items()}

@@ -32,10 +32,8 @@ class Saved(NamedTuple):
 
 
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
-    """Writes step_N, N = state["step"], and keeps the newest `keep`. A collective.
-
-    Returns None, or why it failed; then the older checkpoints stay.
-    """
+    """Writes step_N, N = state["step"], and keeps the newest `keep` → None, or why it failed; then
+    the older ones stay. A collective."""
     path, files = folder / f"step_{state['step']}", {}
     partial = path.with_suffix(".partial")
 
@@ -77,12 +75,12 @@ def failure(world: World, act, here: bool = True):
     """act() on the ranks with `here` → the first disk error, on all ranks."""
     message = []
     try:
-        act() if here else None
-    except OSError as error:
-        message = [f"{error.filename or 'state.json'}: {error.strerror}" if error.strerror
-                   else str(error)]
-    except SafetensorError as error:
+        if here:
+            act()
+    except (OSError, SafetensorError) as error:
         message = [str(error)]
+        if why := getattr(error, "strerror", None):
+            message = [f"{error.filename or 'state.json'}: {why}"]
     except CheckpointException as error:  # of any rank
         rank, [why, *_] = next(iter(error.failures.items()))
         message = [f"__{rank}_0.distcp: {str(why).splitlines()[0]}"]
@@ -100,7 +98,7 @@ def tensors(trained: dict[str, Trained]):
 
 
 def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint; a sentence for each damaged one. A collective."""
+    """The newest whole one; a sentence for each damaged one. A collective."""
     passed = []
     for step in world.gather([steps(folder)])[0][::-1]:
         path = folder / f"step_{step}"
@@ -118,10 +116,10 @@ def read(path: Path):
     """The state of a checkpoint, and what is wrong with its files."""
     try:
         state = json.loads((path / "state.json").read_text())
-        sizes = {name: ((path / name).stat().st_size, size)
-                 for name, size in state.pop("files").items()}
-        return state, [f"{name} is not what was written: {now:,} bytes, not {size:,}"
-                       for name, (now, size) in sizes.items() if now != size]
+        files = state.pop("files")
+        there = written(*(path / name for name in files))
+        return state, [f"{name} is not what was written: {there[name]:,} bytes, not {size:,}"
+                       for name, size in files.items() if there[name] != size]
     except FileNotFoundError as error:
         return {}, [f"{Path(error.filename).name} is missing"]
     except (OSError, ValueError, KeyError) as error:

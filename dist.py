@@ -1,12 +1,12 @@
 """dist.py: ranks. Split a list over them, gather it, balance token work, agree, start and end.
 
-A rank is one process of `torchrun --nproc_per_node W script.py`. The global batch is the same list
-on every rank, and the splits are pure functions of it: ranks cannot disagree about who does what.
+The global batch is the same list on every rank, and the splits are pure functions of it: ranks
+cannot disagree about who does what.
 """
 import datetime
 import os
+import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +23,7 @@ from memory import KEYS
 from plan import SettingsError
 
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
+PEER_ENDED = "Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"
 
 
 # ---- splitting: pure functions of sizes ----
@@ -35,26 +36,25 @@ def share(n: int, ranks: int, rank: int) -> slice:
 
 
 def pad_to_multiple(items: list, multiple: int, filler) -> list:
-    """The items, and as many fillers (of weight 0) as make their number a multiple."""
+    """The items, and fillers up to a multiple."""
     return items + [filler] * (-len(items) % multiple)
 
 
 def assert_divisible(n: int, by: int, what: str, per: str) -> int:
-    """n // by, or a SettingsError with the numbers and the nearest values of both that work."""
+    """n // by, or a SettingsError with the nearest values of both that work."""
     if n % by == 0:
         return n // by
-    values = sorted({n - n % by, n + by - n % by} - {0})
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    near = sorted({max((d for d in divisors if d < by), default=1),
-                   min((d for d in divisors if d > by), default=n)})
-    values, near = (" or ".join(map(str, numbers)) for numbers in (values, near))
+    values = {n - n % by, n + by - n % by} - {0}
+    near = {max(d for d in divisors if d < by), min((d for d in divisors if d > by), default=n)}
+    values, near = (" or ".join(map(str, sorted(numbers))) for numbers in (values, near))
     raise SettingsError(f"{what} is {n} and {per} is {by}: {n} is not a multiple of {by}. "
                         f"Would work: {what} {values}, or {per} {near}.")
 
 
-# A row is a prompt's number, the prompt's tokens p and the completion's tokens c. A padded
-# micro-batch is a matrix of rows. A packed one has each of its prompts once, and completions
-# without their last token, which predicts nothing.
+# A row: its prompt's number, the prompt's tokens p, the completion's tokens c. A padded micro-batch
+# is a matrix of rows. A packed one has each of its prompts once, and completions without their last
+# token, which predicts nothing.
 Size = tuple[int, int, int]
 
 
@@ -62,15 +62,13 @@ def tokens(rows: list[int], sizes: list[Size], packed: bool) -> int:
     """What a micro-batch computes, padding included."""
     if not packed:
         return len(rows) * max((sum(sizes[r][1:]) for r in rows), default=0)
-    return sum({sizes[r][0]: sizes[r][1] for r in rows}.values()) + sum(
-        sizes[r][2] - 1 for r in rows)
+    return sum(dict(sizes[r][:2] for r in rows).values()) + sum(sizes[r][2] - 1 for r in rows)
 
 
 def cut(sizes: list[Size], budget: int, packed: bool) -> list[list[int]]:
     """Rows → micro-batches of row numbers, each of at most `budget` tokens.
 
-    Padded: longest first. Packed: in order, so a prompt's rows are neighbours. ValueError if a row
-    alone has more tokens.
+    Padded: longest first. Packed: in order, so a prompt's rows are neighbours.
     """
     order, micros, last = range(len(sizes)), [], None
     room = keys = width = 0
@@ -94,8 +92,7 @@ def balance(sizes: list[Size], ranks: int, budget: int, packed: bool) -> list[li
     """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` tokens.
 
     Every rank has the same number of them, because FSDP counts collectives; [] is padding alone.
-    There are as few rounds as the budget allows. The micro-batches of a round cost about the same,
-    because ranks wait for each other.
+    There are as few rounds as the budget allows, and a round's micro-batches cost about the same.
     """
     cost = lambda micro: tokens(micro, sizes, packed)
     rounds = max(1, -(-len(cut(sizes, budget, packed)) // ranks))
@@ -116,57 +113,48 @@ def balance(sizes: list[Size], ranks: int, budget: int, packed: bool) -> list[li
 
 @dataclass
 class World:
-    """All ranks, seen from this one. Every rank must call a collective, in the same order."""
+    """All ranks. Every rank must call a collective, in the same order."""
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    control: td.ProcessGroup  # gloo, on the host: for objects, flags and checks, not weights
+    control: td.ProcessGroup  # gloo: for what is on the host
     timeout: float  # seconds that a rank may be late
-    step: int = -1  # the loop's step, for messages; -1 before the first
+    step: int = -1  # for messages; -1 before the first
     joined: ClassVar["World | None"] = None  # what `join` made, for `run`
 
     def mine(self, items: list) -> list:
-        """My contiguous share of a list that is the same on every rank."""
+        """My share of a list that is the same on every rank."""
         return items[share(len(items), self.size, self.rank)]
 
     def gather(self, mine: list) -> list:
         """Everyone's lists, joined in rank order: undoes `mine`. A collective."""
-        if self.size == 1:
-            return list(mine)
         lists: list = [None] * self.size
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
 
     def agree(self, flag: bool) -> bool:
-        """True on every rank if it is True on any. Branch on this before a collective."""
+        """Is it True on any rank? Branch on this before a collective."""
         return bool(self.max(torch.tensor(int(flag))))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place sum of a tensor over ranks, on the tensor's own device. A collective."""
-        if self.size > 1:
-            td.all_reduce(tensor, group=self.control if tensor.device.type == "cpu" else None)
+        """In-place sum of a host tensor. A collective."""
+        td.all_reduce(tensor, group=self.control)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In-place maximum of a host tensor over ranks. A collective."""
-        if self.size > 1:
-            td.all_reduce(tensor, op=td.ReduceOp.MAX, group=self.control)
+        """In-place maximum of a host tensor. A collective."""
+        td.all_reduce(tensor, op=td.ReduceOp.MAX, group=self.control)
         return tensor
 
-    def barrier(self) -> None:
+    def barrier(self):
         """Wait for every rank. A collective."""
-        if self.size > 1:
-            td.barrier(group=self.control)
+        td.barrier(group=self.control)
 
-    def same_phase(self, phase: str, count: int) -> None:
-        """All ranks begin the same phase with the same count, or the run ends. A collective."""
-        if self.size > 1:
-            self._compare(phase, count)
-
-    def _compare(self, phase: str, count: int) -> None:
-        """Else ranks that disagree wait in different collectives until a watchdog ends them."""
+    def same_phase(self, phase: str, count: int):
+        """All ranks begin the same phase with the same count, or the run ends: else they would wait
+        in different collectives until a watchdog ends them. A collective."""
         try:
             td.monitored_barrier(self.control, timeout=datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
@@ -180,14 +168,13 @@ class World:
                     f"ranks disagree: {place(0, *phases[0])}, but {place(rank, *theirs)}")
 
     def differences(self, facts: dict[str, object]) -> list[str]:
-        """A sentence for each fact that differs between ranks."""
+        """A sentence for each fact that differs. A collective."""
         everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
         for name in facts:
             values = [theirs[name] for theirs in everyone]
-            rank = next((r for r, value in enumerate(values) if value != values[0]), 0)
-            if rank:
-                found.append(f"{name} is {values[0]} on rank 0 and {values[rank]} on rank {rank}; "
-                             f"it must be the same on all ranks.")
+            if others := [rank for rank, value in enumerate(values) if value != values[0]]:
+                found.append(f"{name} is {values[0]} on rank 0 and {values[others[0]]} on rank "
+                             f"{others[0]}; it must be the same on all ranks.")
         return found
 
     def late(self, seconds: float = 10.0) -> list[int]:
@@ -200,13 +187,9 @@ class World:
 
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
-    with socket.socket() as s:  # a free port, for a run without torchrun
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1,
-                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    for name, value in alone.items():
-        os.environ.setdefault(name, str(value))
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port, without torchrun
+    os.environ.update(alone | os.environ)
     rank, local_rank, size, local_size = (int(os.environ[name]) for name in list(alone)[:4])
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
@@ -215,9 +198,9 @@ def join(timeout: float = 600.0) -> World:
         device, backend = torch.device("cpu"), "gloo"
         if "OMP_NUM_THREADS" not in os.environ:  # this machine's ranks divide its cores
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    seconds = datetime.timedelta(seconds=timeout)
-    td.init_process_group(backend, timeout=seconds)
-    control = td.new_group(backend="gloo", timeout=seconds)
+    limit = datetime.timedelta(seconds=timeout)
+    td.init_process_group(backend, timeout=limit)
+    control = td.new_group(backend="gloo", timeout=limit)
     World.joined = World(rank, size, local_rank, local_size, device, control, timeout)
     return World.joined
 
@@ -225,10 +208,8 @@ def join(timeout: float = 600.0) -> World:
 # ---- ending ----
 
 class Stop:
-    """SIGTERM: end after this step, with a checkpoint. A second one ends the rank at once.
-
-    torchrun also sends SIGTERM after a rank has failed: then this rank ends at once.
-    """
+    """SIGTERM: end after this step, with a checkpoint. A second one ends the rank at once; so does
+    the first, after a rank has failed: torchrun sends it then too."""
     since: ClassVar[float | None] = None  # when SIGTERM came to this process: `run` reads it too
     AGAIN = 2.0  # a scheduler signals torchrun and its ranks: that is one SIGTERM
 
@@ -236,8 +217,7 @@ class Stop:
         self.world, self.seconds = world, seconds
         self.looping = False  # before the first step there is nothing to save
         first = world.rank - world.local_rank
-        pids = world.gather([os.getpid()])[first:first + world.local_size]
-        self.peers = [pid for pid in pids if pid != os.getpid()]
+        self.pids = world.gather([os.getpid()])[first:first + world.local_size]  # of this machine
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGALRM, lambda *_: leave(
             143, f"SIGTERM: no step ended within --stop_seconds {seconds:g}; the step is lost"))
@@ -249,8 +229,8 @@ class Stop:
             signal.setitimer(signal.ITIMER_REAL, 0)  # the step ended in time: now it is saved
         return stop
 
-    def _terminate(self, *_) -> None:
-        if not all(os.path.exists(f"/proc/{pid}") for pid in self.peers):
+    def _terminate(self, *_):
+        if not all(os.path.exists(f"/proc/{pid}") for pid in self.pids):
             leave(1, "ends because another rank ended")
         if not self.looping:
             leave(143, "SIGTERM before the first step: there is nothing to save")
@@ -261,18 +241,18 @@ class Stop:
             leave(143, "a second SIGTERM: ended at once; the last checkpoint is kept")
 
 
-def leave(status: int, text: str) -> None:
-    """End this process at once, with one line on the screen."""
+def leave(status: int, text: str):
+    """End this process at once, with one line."""
     os.write(2, f"[rank {os.environ.get('RANK', '0')}] {text}\n".encode())
     os._exit(status)
 
 
-def run(main, *args) -> None:
-    """main(*args) → exit status, as a rank. If one rank fails, all end; the cause is shown last.
+def run(main, *args):
+    """main(*args), then exit. If one rank fails, all end; the cause is shown last.
 
-    0; 1: a failure or a missed grade; 2: a mistake in the settings; 75: stopped and saved; 130:
-    Ctrl-C; 143: SIGTERM without a save. torchrun's own status is 1 for all of these; its last lines
-    name the ranks'. The process leaves by os._exit: the engine's threads may hang a normal exit.
+    Status 0; 1: a failure or a missed grade; 2: a mistake in the settings; 75: stopped and saved;
+    130: Ctrl-C; 143: SIGTERM without a save. torchrun's own is 1 for all of these; its last lines
+    name the ranks'. Exit is os._exit: the engine's threads may hang a normal one.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     report, rank = get_error_handler(), os.environ.get("RANK", "0")
@@ -292,7 +272,7 @@ def run(main, *args) -> None:
         print(f"[rank {rank}] interrupted", file=sys.stderr)
     except BaseException as error:
         status = 1
-        if _peer_ended(error):  # not the cause: leave the screen to the cause
+        if isinstance(error, RuntimeError) and re.search(PEER_ENDED, str(error)):  # not the cause
             print(f"[rank {rank}] ends because another rank ended", file=sys.stderr, flush=True)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(0 if Stop.since else 15)  # torchrun ends this rank when it sees the cause
@@ -306,8 +286,3 @@ def run(main, *args) -> None:
     sys.stderr.flush()
     os._exit(status)
 
-
-def _peer_ended(error: BaseException) -> bool:
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
-             "Socket closed", "remote process exited")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -1,16 +1,14 @@
 """The formulas of grpo.py and ppo.py, as pure functions of tensors.
 
 N completions of the global batch in request order; `group` neighbours share a prompt.
-Token tensors are (B, T), right-padded; position 0 is the first completion token.
+Token tensors are (B, T), right-padded, and begin with the completion.
 mask (B, T) bool: the tokens that bear loss. A completion without loss is a row of False.
-Losses are per token, (B, T). The caller takes `token_weights` over the global minibatch, before
-any split: loss = sum_it weight_it * token_loss_it. So ranks and micro-batches add up.
-Padding may be nan. torch.where removes it from the inputs: 0 * nan = nan, and torch.where on the
-result leaves it in the gradient.
+Losses are per token, (B, T): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
+the global minibatch, before any split, so ranks and micro-batches add up.
+Padding may be nan: torch.where removes it from the inputs. On a result, nan stays in the gradient.
 A loss keeps its first argument's dtype. Rewards, advantages, returns, weights are float64.
 
-logp = logprobs, r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient,
-|o| = masked length.
+r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = masked length.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -46,7 +44,7 @@ class LossArgs:
 
 
 def select(mask, *tensors):
-    """Each tensor in the first one's dtype, 0 outside the mask."""
+    """All in the first one's dtype, 0 outside the mask."""
     return [torch.where(mask, x.to(tensors[0].dtype), 0) for x in tensors]
 
 
@@ -61,9 +59,7 @@ def masked_mean(values, mask):
 def overlong_penalty(lengths, max_tokens, buffer):
     """DAPO's soft overlong punishment.    https://arxiv.org/abs/2503.14476, section 3.4
 
-        0                        L <= Lmax - Lc
-        ((Lmax - Lc) - L) / Lc   Lmax - Lc < L <= Lmax
-        -1                       L > Lmax
+        ((Lmax - Lc) - L) / Lc, between -1 and 0        Lmax = max_tokens, Lc = buffer
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
 
@@ -76,8 +72,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
 #
 # Only rloo is unbiased: R - mean holds R_i itself, which gives (G - 1) / G of the gradient.
-# Dividing by std reweights prompts by difficulty. The advantage is 0 for an unscored completion
-# (it is in no mean or std), and in a group with fewer than two scored or with equal rewards.
+# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
+# advantage is 0 for it, and in a group with fewer than two scored or with equal rewards.
 
 
 def _groups(rewards, group, scored):
@@ -89,13 +85,13 @@ def _groups(rewards, group, scored):
 
 
 def keep_groups(rewards, group, scored):
-    """DAPO's dynamic sampling keeps prompts whose raw rewards differ (a penalty makes all differ).
-    (N,) -> (P,) bool. https://arxiv.org/abs/2503.14476, 3.2"""
+    """(N,) raw rewards -> (P,): do a prompt's differ? (A penalty makes all differ.)
+    https://arxiv.org/abs/2503.14476, 3.2"""
     return ~_groups(rewards, group, scored)[2].squeeze(1)
 
 
 def group_advantages(rewards, group, *, kind, eps, scored):
-    """(N,) -> (N,). kind: a name above."""
+    """(N,) -> (N,)"""
     R, S, equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
     n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)
     A, others = R - total / n.clamp(min=1), (n - 1).clamp(min=1)
@@ -117,7 +113,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, *, kl_coef):
 
         R_t = [t is the last masked token] * score - kl_coef * (logp_t - ref_t)
 
-    scores (B,), old logprobs and ref_logprobs (B, T), or None for no penalty -> (B, T).
+    scores (B,), old logprobs, ref_logprobs (B, T) or None: no penalty -> (B, T).
     The penalty is k1, whose policy gradient is that of KL(pi || ref).
     """
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
@@ -134,8 +130,8 @@ def gae(rewards, values, mask, *, gamma, lam):
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[:, t] is V of the prompt and the tokens before t, 0 after the last masked token.
-    A masked-out token inside a row is no step: V and A are carried across it.
+    values[:, t] is V of the prompt and the tokens before t. A masked-out token inside a row is no
+    step: V and A are carried across it.
     """
     rewards, values = select(mask, rewards.double(), values)
     advantages = torch.zeros_like(rewards)
@@ -151,7 +147,7 @@ def gae(rewards, values, mask, *, gamma, lam):
 
 
 def rewards_to_go(rewards, mask):
-    """REINFORCE++: A_t = sum_{i>=t} R_i, GAE without a critic."""
+    """A_t = sum_{i>=t} R_i, for REINFORCE++."""
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)[0]
 
 
@@ -167,9 +163,10 @@ def whiten(values, mask):
 
 # ---- policy losses
 #
-# All take logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, T) or (B, 1), and
-# return token_loss, metrics. With one update per rollout old_logprobs is logprobs.detach(): r = 1,
-# and the gradient is REINFORCE's. Metrics, (B, T), are averaged with the loss's weights:
+# All take logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, T) or (B, 1) and the
+# bounds clip_low, clip_high, dual_clip, and return token_loss, metrics. With one update per rollout
+# old_logprobs is logprobs.detach(): r = 1, and the gradient is REINFORCE's. Metrics, (B, T), are
+# averaged with the loss's weights:
 #
 #   ratio        r_t, or GSPO's s
 #   clip_frac    1 where a bound acts
@@ -182,43 +179,35 @@ def _metrics(log_ratio, ratio, cut):
             "approx_kl": log_ratio.exp() - 1 - log_ratio}
 
 
-def _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip):
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where it has no gradient."""
+def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)."""
     # Where a bound cuts large r, r stays finite: the gradient 0 * inf would be nan. Elsewhere
     # an overflow makes the loss inf, so the step is seen to be bad.
     unbounded = (A < 0) & (dual_clip is None)
-    r = torch.where(unbounded, log_ratio, log_ratio.clamp(max=80)).exp()
+    r = torch.where(unbounded, log_r, log_r.clamp(max=80)).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
-    return bounded * A, (bounded != r) & (A != 0)
+    return -bounded * A, _metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
 
 
-def clip_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
-    """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347
-
-    dual_clip c bounds it by -c A where A < 0.
-    """
+def clip_loss(logprobs, old_logprobs, advantages, mask, **bounds):
+    """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347"""
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
-    surrogate, cut = _clipped_surrogate(log_ratio, A, clip_low, clip_high, dual_clip)
-    return -surrogate, _metrics(log_ratio, log_ratio.exp(), cut)
+    return _clipped(logp - old, logp - old, A, **bounds)
 
 
-def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
-    """GSPO: one ratio a sequence, the geometric mean of its tokens'.
+def gspo_loss(logprobs, old_logprobs, advantages, mask, **bounds):
+    """GSPO-token: one ratio a sequence, the geometric mean of its tokens'.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
-        s_t = sg[s] * exp(logp_t - sg[logp_t])    (GSPO-token: s_t = s in value)
+        s_t = sg[s] * exp(logp_t - sg[logp_t])    (in value s)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
     The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
     """
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
     length = mask.sum(1, keepdim=True).clamp(min=1)
-    log_s = (log_ratio.sum(1, keepdim=True) / length).detach()  # (B, 1)
-    log_s = log_s + (logp - logp.detach())  # (B, T)
-    surrogate, cut = _clipped_surrogate(log_s, A, clip_low, clip_high, dual_clip)
-    return -surrogate, _metrics(log_ratio, log_s.exp(), cut)
+    log_s = ((logp - old).sum(1, keepdim=True) / length).detach()  # (B, 1)
+    return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
 
 
 def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
@@ -229,25 +218,22 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high,
     The paper has no lower bound: clip_low 1. TRL's epsilon_high 5 is clip_high 4.
     """
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
-    ratio = log_ratio.exp()
+    ratio = (logp - old).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
-    return -weight * A * logp, _metrics(log_ratio, ratio, mask & (weight != ratio))
+    return -weight * A * logp, _metrics(logp - old, ratio, mask & (weight != ratio))
 
 
-def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, dual_clip):
+def reinforce_loss(logprobs, old_logprobs, advantages, mask, **bounds):
     """-A_t * logp_t. No ratio corrects a second update.  https://doi.org/10.1007/BF00992696"""
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_ratio = logp - old
-    return -A * logp, _metrics(log_ratio, log_ratio.exp(), torch.zeros_like(mask))
+    return -A * logp, _metrics(logp - old, (logp - old).exp(), torch.zeros_like(mask))
 
 
 # ---- critic, reference
 
 
 def value_loss(values, old_values, returns, mask, *, clip):
-    """PPO's critic loss and clip_frac.
-    https://github.com/openai/baselines/blob/master/baselines/ppo2/model.py
+    """PPO's critic loss and clip_frac.    https://github.com/openai/baselines, ppo2/model.py
 
         0.5 * max((V - R)^2, (V_clip - R)^2)    V_clip = clip(V, V_old - clip, V_old + clip)
     """
@@ -265,8 +251,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, *, kind):
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
     As a loss, the expected gradient at each prefix is, for k1: 0, only noise; k2: that of
-    KL(pi || ref); k3 (GRPO): that of KL(ref || pi). None counts that a token changes the later
-    prefixes. k1 in the reward does (`token_rewards`), and its policy gradient is exact.
+    KL(pi || ref); k3 (GRPO): that of KL(ref || pi). Only k1 in the reward (`token_rewards`) counts
+    that a token changes the later prefixes: its policy gradient is exact.
     """
     logp, ref = select(mask, logprobs, ref_logprobs)
     d = logp - ref
@@ -284,13 +270,11 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
-    """Policy loss weights that correct for sampling with the engine.
+    """Factors of the token losses that correct for sampling with the engine, detached.
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, both from before the update
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
-
-    They multiply the token losses. engine_cut is 1 where w_t was cut. All is detached.
     """
     old, engine = select(mask, old_logprobs.detach(), engine_logprobs.detach())
     ratio = (old - engine).exp()

@@ -70,7 +70,7 @@ class OptimizerArgs:
 
 
 def find(model: str) -> str:
-    """A folder, or a name on the Hugging Face hub."""
+    """A folder, or a name on the Hugging Face hub → a folder."""
     if Path(model, "config.json").is_file():
         return model
     why = "this folder has no config.json"
@@ -84,7 +84,7 @@ def find(model: str) -> str:
 
 
 def config_of(folder: str):
-    """SettingsError where trainer and engine could not compute the model, or not alike."""
+    """SettingsError where trainer and engine could not compute the model alike."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
@@ -145,8 +145,7 @@ def compute_dtype(args: ModelArgs, device: torch.device):
 def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True):
     """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights.
 
-    Master weights are at least float32; a model that is not trained has none. SettingsError if the
-    files do not fit config.json.
+    Master weights are at least float32; a model that is not trained has none.
     """
     from transformers import AttentionInterface
     AttentionInterface.register("packed", packing.attention)
@@ -163,7 +162,14 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     layers = next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
-    fill(lm, folder)
+    for module in lm.modules():  # rotary frequencies are in no file
+        if module._non_persistent_buffers_set:
+            for p in module.parameters():
+                p._is_hf_initialized = True  # it is left alone
+            lm._init_weights(module)
+    names = names_in_files(lm, folder)
+    dcp.load({names[name]: p for name, p in lm.named_parameters()},  # it converts dtypes
+             storage_reader=dcp.HuggingFaceStorageReader(folder))  # each rank reads its part
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
         raise SettingsError(f"--model {folder}: {bad[0]} has values that are not finite.")
@@ -182,22 +188,10 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
     # Gradients are summed over ranks. FSDP's mean needs a loss scaled by their number, and 3 ranks
-    # would then round unlike 1: 1e-6 where 1e-16 is possible.
+    # would then round unlike 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-def fill(lm, folder: str):
-    """A folder's weights into the model. Each rank reads its part. A collective."""
-    for module in lm.modules():  # rotary frequencies are in no file
-        if module._non_persistent_buffers_set:
-            for p in module.parameters():
-                p._is_hf_initialized = True  # it is left alone
-            lm._init_weights(module)
-    names = names_in_files(lm, folder)
-    dcp.load({names[name]: p for name, p in lm.named_parameters()},  # it converts dtypes
-             storage_reader=dcp.HuggingFaceStorageReader(folder))
 
 
 class Float64(TorchFunctionMode):
@@ -211,8 +205,8 @@ class Float64(TorchFunctionMode):
 
 
 def widen(lm):
-    """Norms of transformers compute in float32, also in a float64 model. Their gradient rounds to
-    1e-7, and a shared prompt's token has the sum of its completions' gradients: it would show."""
+    """transformers' norms compute in float32, also in a float64 model: the gradients of packed and
+    padded rows would differ by 1e-7."""
     def wide(forward, *args):
         with Float64():
             return forward(*args)
@@ -230,11 +224,14 @@ def whole(tensor):
 def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
     """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
 
-    hidden (n, H), head(hidden) (n, V), at least float32, targets (n,) → (n,), (n,).
+    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
-    if len(hidden) > chunk:
-        return _in_chunks(hidden, head, targets, temperature, chunk, entropy)
+    if len(hidden) > chunk:  # backward computes the logits again: a few times chunk × V of memory
+        part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
+        parts = [part(h, head, t, temperature, chunk, entropy)
+                 for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
     logits = head(hidden) / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
@@ -245,17 +242,10 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
     return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
 
 
-def _in_chunks(hidden, head, targets, temperature, chunk, entropy):
-    """Backward computes the logits again: a few times chunk × V of memory."""
-    part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-    parts = [part(h, head, t, temperature, chunk, entropy)
-             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-
-def pick(hidden, source):
-    """(b, L, H) → (n, H). The prompt's end may be there more than once: x[i] has then a gradient
-    that depends on the threads."""
+def hidden_states(lm, inputs, source):
+    """(n, H) at `source`. It may name a prompt's end more than once: x[i] has then a gradient that
+    depends on the threads."""
+    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
@@ -276,9 +266,8 @@ class LogprobModel(nn.Module):
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy):
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
-        return token_logprobs(pick(hidden, source), self.head, targets, temperature / self.scale,
-                              self.chunk, entropy)
+        return token_logprobs(hidden_states(self.lm, inputs, source), self.head, targets,
+                              temperature / self.scale, self.chunk, entropy)
 
     def logits(self, ids, keep):
         """transformers' own, at the positions `keep`."""
@@ -295,8 +284,8 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
 
     def forward(self, inputs, source):
-        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
-        values = self.head(pick(hidden, source)).sum(-1)  # no squeeze: hooks need no view
+        hidden = hidden_states(self.lm, inputs, source)
+        values = self.head(hidden).sum(-1)  # no squeeze: hooks need no view
         return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
 
 
@@ -320,7 +309,7 @@ class Trained:
         return out
 
     def backward(self, loss):
-        """Adds a gradient, which FSDP sums over ranks; nothing where the micro-batch has none."""
+        """Adds a gradient, which FSDP sums over ranks, where the micro-batch has one."""
         if loss.requires_grad:
             loss.backward()
 
@@ -334,16 +323,14 @@ class Trained:
         return norm
 
     def pack(self, packs: bool):
-        """From now on, take packed micro-batches (see packing.py), or padded ones only."""
+        """From now on, take packed micro-batches, or padded ones only."""
         self.packs = packs
         self.module.lm.set_attn_implementation("packed" if packs else self.module.lm.attention)
 
     def move(self, device: torch.device):
         """What --offload names goes to the host before generation, and back after it."""
-        if self.world.device.type == "cuda":
-            self._move(device)
-
-    def _move(self, device: torch.device):
+        if self.world.device.type != "cuda":
+            return
         if "params" in self.moving:
             self.module.to(device)
         if "optimizer" in self.moving:
@@ -365,8 +352,7 @@ class Policy(Trained):
 
     def weights(self, dtype=None):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
-        # state_dict, not named_parameters: of tied weights the engine needs lm_head.weight too,
-        # but not Gemma 2's.
+        # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
         lm = self.module.lm
         for name, value in lm.state_dict().items():
             if (name, lm.config.model_type) != ("lm_head.weight", "gemma2"):
@@ -374,23 +360,24 @@ class Policy(Trained):
 
     def export(self, source: str, folder: str, notes: dict | None = None):
         """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
-        target, weights, dtype = Path(folder), {}, config_of(source).dtype or torch.float32
+        weights, dtype = {}, config_of(source).dtype or torch.float32
         names = names_in_files(self.module.lm, source)  # of tied weights only the first
-        unfinished, writes = target.with_name(target.name + ".partial"), self.world.rank == 0
         for name, value in self.weights(dtype):
-            if writes and name in names:
+            if self.world.rank == 0 and name in names:
                 weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
-        if writes:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            for path in Path(source).iterdir():
-                if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
-                    shutil.copy(path, unfinished)
-            save_torch_state_dict(weights, unfinished)
-            for name, text in (notes or {}).items():
-                (unfinished / name).write_text(text)
-            shutil.rmtree(target, ignore_errors=True)
-            unfinished.rename(target)
+        if self.world.rank:
+            return
+        unfinished = Path(f"{folder}.partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for path in Path(source).iterdir():
+            if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
+                shutil.copy(path, unfinished)
+        save_torch_state_dict(weights, unfinished)
+        for name, text in (notes or {}).items():
+            (unfinished / name).write_text(text)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
 
 
 class Critic(Trained):

@@ -4,9 +4,8 @@
                        [p p p b b b]                                     b: positions 3 …
                        [q c . . . .]
 
-All prompts come first, then all completions without their last tokens, which predict nothing. The
-linear layers, the norms and the head see real tokens only. A row's attention is what it was: this
-changes no log-prob (docs/packing.md).
+All prompts come first, then all completions without their last tokens, which predict nothing. A
+row's attention is what it was: this changes no log-prob (docs/packing.md).
 """
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,11 +76,11 @@ def pack(owners: list[int], rows: list, device: torch.device):
 
     rows: (prompt, completion) each; those of one owner share the prompt.
     """
-    heads = {owner: row for row, owner in reversed(list(enumerate(owners)))}  # its first row
-    place = {owner: i for i, owner in enumerate(heads)}
-    parts = [rows[row][0] for row in heads.values()] + [c[:-1] for _, c in rows]
+    prompts = {owner: prompt for owner, (prompt, _) in zip(owners, rows, strict=True)}
+    parts = [*prompts.values(), *(c[:-1] for _, c in rows)]
     length = torch.tensor([len(part) for part in parts])
-    start, none = length.cumsum(0) - length, torch.zeros(len(heads), dtype=torch.long)
+    start, none = length.cumsum(0) - length, torch.zeros(len(prompts), dtype=torch.long)
+    place = {owner: i for i, owner in enumerate(prompts)}
     of = torch.tensor([place[owner] for owner in owners])  # each row's prompt
     prefix_start, prefix = torch.cat([none, start[of]]), torch.cat([none, length[of]])
     positions = torch.cat([torch.arange(n, n + m) for n, m in zip(
@@ -89,7 +88,7 @@ def pack(owners: list[int], rows: list, device: torch.device):
     some = length > 0  # a completion of one token has none here
     packed = Packed(start[some], length[some], prefix_start[some], prefix[some], device)
     return (torch.cat(parts).unsqueeze(0), positions.unsqueeze(0), packed,
-            start[of] + length[of] - 1, start[len(heads):])
+            start[of] + length[of] - 1, start[len(prompts):])
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, packed=None, **options):

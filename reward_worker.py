@@ -54,7 +54,7 @@ def load(part: Part) -> tuple:
     return kind, function, takes, needs
 
 
-def shut_eval(library: str) -> None:
+def shut_eval(library: str):
     """Import the library, and keep eval away from what a model wrote."""
     from sympy.parsing import sympy_parser
     stringify = sympy_parser.stringify_expr   # sympy evals it
@@ -134,7 +134,7 @@ def answer(rewards: list[tuple], items: list[Item]) -> tuple:
     return list(zip(*columns, strict=True)), errors, trace, usable
 
 
-def guard() -> None:
+def guard():
     """Go on in a fork. When it ends, this process kills all that it started."""
     prctl = ctypes.CDLL(None).prctl
     prctl(36, 1)   # CHILD_SUBREAPER: orphans become children of this process
@@ -159,13 +159,13 @@ def guard() -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def work(fd: str, memory: str, *specs: str) -> None:
+def work(fd: str, memory: str, *specs: str):
     guard()
     resource.setrlimit(resource.RLIMIT_AS, (int(memory),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     me, pipe = os.getpid(), socket.socket(fileno=int(fd))
 
-    def send(message) -> None:
+    def send(message):
         if os.getpid() != me:   # a reward forked
             os._exit(0)
         # A surrogate alone has no bytes.

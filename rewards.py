@@ -82,7 +82,7 @@ def check(specs: list[str]) -> list:
         return scorer.loads[1]
 
 
-def check_rows(needs: list, rows: list) -> None:
+def check_rows(needs: list, rows: list):
     """SettingsError if a row lacks what a reward needs."""
     for name, column in needs:
         lack = [row for row in rows if (
@@ -133,7 +133,7 @@ class Worker:
         line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
@@ -159,7 +159,7 @@ class Scorer:
 
     @property
     def needs_groups(self) -> bool:
-        """Is a reward of TRL's kind? SettingsError: cannot load."""
+        """Is a reward of TRL's kind? SettingsError if one cannot load."""
         if not self.loaded.wait(START_SECONDS / 12) and os.environ.get("RANK", "0") == "0":
             print(f"--reward {' '.join(self.specs)} is still loading (limit: {START_SECONDS} s)",
                   flush=True)
@@ -178,14 +178,14 @@ class Scorer:
         self.units.join()
         return self.scores
 
-    def close(self) -> None:
+    def close(self):
         self.closed.set()
         for _ in self.threads:
             self.units.put(None)
         for thread in self.threads:
             thread.join(5)
 
-    def _serve(self) -> None:
+    def _serve(self):
         """A thread starts its workers itself: PDEATHSIG is tied to a *thread*."""
         worker = self._replace(None)
         while unit := self.units.get():

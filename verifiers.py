@@ -1,7 +1,7 @@
-"""A completion and the row's answer -> a number. --reward names these functions.
+"""A completion and the row's answer -> a number. --reward names the functions in REWARDS.
 
 A completion is hostile text: parse it, never evaluate it. **row has the row's columns, prompt,
-tokens and truncated. New rewards go into REWARDS.
+tokens and truncated.
 """
 import functools
 import re
@@ -21,14 +21,12 @@ def numbers_in(text: str) -> list[Decimal]:
 
 def last_boxed(text: str) -> str | None:
     r"""What is in the last \boxed{...}, or None. Its braces must be balanced."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth, start = 0, start + len(r"\boxed")
-    for brace in re.finditer("[{}]", text[start:]):
+    _, box, rest = text.rpartition(r"\boxed{")
+    depth = 1
+    for brace in re.finditer("[{}]", rest if box else ""):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start + 1:start + brace.start()]
+            return rest[:brace.start()]
     return None
 
 
@@ -39,21 +37,13 @@ def last_answer(text: str) -> str | None:
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
 
 
-def well_tagged(completion: str, prompt: str) -> bool:
-    """Are TAGS there in this order, each once? A <think> that ends the prompt counts."""
-    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
-        completion = "<think>" + completion
-    places = [completion.find(tag) for tag in TAGS]
-    return places == sorted(places) and all(completion.count(tag) == 1 for tag in TAGS)
-
-
 def arithmetic(text: str) -> tuple[Fraction, list[int]]:
     """The value of an expression of integers with + - * / ( ), and the integers."""
     if len(text) > 300:   # limits the recursion
         raise ValueError("too long")
     tokens, numbers = re.findall(r"[0-9]+|\S", text)[::-1], []
 
-    def operand() -> Fraction:
+    def operand():
         token = tokens.pop() if tokens else ""
         if token == "-":
             return -operand()
@@ -67,13 +57,13 @@ def arithmetic(text: str) -> tuple[Fraction, list[int]]:
         numbers.append(int(token))
         return Fraction(numbers[-1])
 
-    def factors() -> Fraction:
+    def factors():
         value = operand()
         while tokens and tokens[-1] in "*/":
             value = value * operand() if tokens.pop() == "*" else value / operand()
         return value
 
-    def terms() -> Fraction:
+    def terms():
         value = factors()
         while tokens and tokens[-1] in "+-":
             value = value + factors() if tokens.pop() == "+" else value - factors()
@@ -91,10 +81,10 @@ def gsm8k(completion, answer, **row):
     if not gold:
         raise ValueError(f"gsm8k needs a number in the answer (got {answer!r:.200})")
     _, mark, after = completion.rpartition("####")
-    boxed = last_boxed(completion)
     if mark:
         given = numbers_in(after.lstrip().partition("\n")[0])[:1]
     else:
+        boxed = last_boxed(completion)
         given = numbers_in(completion if boxed is None else boxed)[-1:]
     return float(given == gold)
 
@@ -103,7 +93,7 @@ def math_reward(completion, answer, **row):
     r"""1 if math-verify finds the two answers equal, else 0.
 
     The answer is LaTeX, or has a \boxed{}, or ends in GSM8K's "#### 72". math-verify's timers are
-    off (they give 0): the worker has its own.
+    off: they give 0, and the worker has its own.
     """
     from math_verify import parse, verify
     given = parse(completion, parsing_timeout=None)
@@ -142,7 +132,7 @@ def kk(completion, answer, prompt="", **row):
     gold = dict(re.findall(r"([\w'-]+) is an? (knight|knave)", text))
     if not gold:
         raise ValueError(f"kk needs 'NAME is a knight' in the answer (got {text[:200]!r})")
-    if not well_tagged(completion, prompt):
+    if not format_tags(completion, prompt):
         return -3.0
     said = last_answer(completion).lower()
     # "a knight or a knave" is no answer
@@ -160,9 +150,12 @@ def kk01(completion, answer, prompt="", **row):
     return float(kk(completion, answer, prompt) == 3.0)
 
 
-def format_tags(completion, answer=None, prompt="", **row):
-    """1 if well_tagged, else 0."""
-    return float(well_tagged(completion, prompt))
+def format_tags(completion, prompt="", **row):
+    """1 if TAGS are there, each once, in this order. A <think> that ends the prompt counts."""
+    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
+        completion = "<think>" + completion
+    places = [completion.find(tag) for tag in TAGS]
+    return float(places == sorted(places) and all(completion.count(tag) == 1 for tag in TAGS))
 
 
 def exact(completion, answer, **row):
@@ -170,7 +163,7 @@ def exact(completion, answer, **row):
     return float(completion.strip() == str(answer).strip())
 
 
-def short(completion, answer=None, tokens=0, **row):
+def short(completion, tokens, **row):
     """With `short:0.1` a completion of 2,000 tokens costs 0.2."""
     return -tokens / 1000
 
