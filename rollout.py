@@ -18,7 +18,7 @@ import torch
 
 from batch import Completion, Sample
 from data import Prompt
-from dist import World, share
+from dist import World, assert_divisible, share
 from log import Log
 from model import Policy, Trained
 
@@ -71,7 +71,8 @@ class Engine:
         prepare_environment(gpu, args)
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
-        self.tokenizer, self.eos_ids, self.engines = tokenizer, eos_ids, world.size // args.tp
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.sleep_level = args.sleep_level if gpu else 0  # the CPU build has no sleep mode
         # Else vLLM computes prompts in parts and rewinds their random generators, which fails on

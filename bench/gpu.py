@@ -29,9 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -183,7 +184,7 @@ def update(bench: Bench) -> list[str]:
         assert 0 < policy.step(1e-6) < float("inf")
 
     seconds, = bench.seconds(step)
-    shape = " x ".join(map(str, micros[0].ids.shape))
+    shape = " x ".join(map(str, micros[0].inputs["input_ids"].shape))
     return [*bench.speed(batch, 3, seconds), shape + ", checkpointing" * way["checkpointing"]]
 
 
@@ -230,9 +231,9 @@ def start_engine(bench: Bench) -> None:
     bench.before = bench.in_use()
     bench.engine = rollout.Engine(
         str(bench.folder), bench.world, rollout.EngineArgs(), tokenizer=None, eos_ids=[],
-        vocab_size=bench.shape.vocab, dtype=bench.dtype, max_len=bench.longest,
-        max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30, log=None,
-        trained=[policy])
+        dtype=bench.dtype, max_len=bench.longest,
+        max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30,
+        log=SimpleNamespace(phase=lambda name: nullcontext(), writing=False), trained=[policy])
     bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
     bench.load()
 
