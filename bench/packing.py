@@ -1,13 +1,13 @@
 """One update, packed and without useless gradients, beside padded rows that all have a gradient.
 
     python bench/packing.py                    all cases, random weights, no engine, one thread
-    python bench/packing.py --only tiny,real       some of them
+    python bench/packing.py --only tiny,real   some of them
     python bench/packing.py --model FOLDER --only real    a model on disk
 
-Both contestants are the shipped `grpo.learn` (ppo: `Policy` alone) on equal samples, in turns. CPU
-seconds of this process; a ratio is the median over rounds, with the smallest and the largest. The
-bound counts FLOPs: 6 per parameter of the layers and token, 14 per channel of attention and (query,
-key) pair, 6 per parameter of the head and predicted token.
+Both contestants are the shipped `grpo.learn` on equal samples, in turns. CPU seconds of this
+process (on a GPU, seconds). A ratio is the median over rounds, with the smallest and the largest.
+The bound counts FLOPs: 6 per parameter of the layers and token, 14 per channel of attention and
+(query, key) pair, 6 per parameter of the head and predicted token; a third without a backward.
 """
 import argparse
 import os
@@ -97,14 +97,20 @@ def measure(world, name: str, case: tuple, times: int, folder: str | None) -> No
     policy = model.Policy(module, world, args.weights, args.optimizer)
     samples = make_samples(min(320, module.lm.config.vocab_size), prompts, group, *rest)
     took, metrics = {False: [], True: []}, {}
+    def now() -> float:
+        if world.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
     for turn in range(times + 1):
         for shipped, seconds in took.items():
             policy.pack(shipped)
             Batch.micros = MICROS if shipped else every_row
-            began = time.process_time()
+            began = now()
             metrics[shipped] = grpo.learn(args, world, policy, samples, lr=1e-9)
             if turn:
-                seconds.append(time.process_time() - began)
+                seconds.append(now() - began)
     gap = abs(metrics[True]["grad/norm"] / metrics[False]["grad/norm"] - 1)
     ratios = [a / b for a, b in zip(*took.values(), strict=True)]
     print(f"| {name} | {statistics.median(took[False]):.2f} → {statistics.median(took[True]):.2f} "
