@@ -78,7 +78,7 @@ WORTH = 1.25  # packing costs as much as this factor on the tokens (bench/RESULT
 class Batch:
     """N samples in request order. (N, T) tensors are right-padded and begin with the completion.
 
-    packs: whether the model can take packed micro-batches (canary.packs).
+    packs: whether the model can take packed micro-batches (canary.choose_packing).
     """
 
     def __init__(self, samples: list[Sample], packs: bool = False):
