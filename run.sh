@@ -64,7 +64,8 @@ train() {  # SCRIPT STEPS TARGET FLAGS...: one rank for each GPU, or two ranks o
 run_tests() {
   local status=0
   .venv/bin/ruff check
-  .venv/bin/python -m pytest -q "$@" || status=$?
+  # Most tests wait for a start or for one core, so two files run at a time (-n 0: one).
+  .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
   .venv/bin/python tests/test_sizes.py  # prints the sizes, whatever the tests found
   exit "$status"
 }

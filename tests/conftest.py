@@ -6,11 +6,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# These come first, because they are fast. The others start engines.
-FIRST = ("sizes", "losses", "dist", "plan", "data", "rewards", "memory", "checkpoint",
-         "same_update", "situations", "ppo", "tiny")
+# Fast files come first, then the longest: ./run.sh test runs two files at a time.
+ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "engine", "layouts",
+         "situations", "ppo", "checkpoint", "dist", "packing", "families", "turns", "lora")
 
 
 def pytest_collection_modifyitems(items):
-    place = {f"test_{name}": i for i, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+    place = {f"test_{name}": i for i, name in enumerate(ORDER)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(ORDER)))
