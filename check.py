@@ -92,7 +92,7 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     sizes = memory.planned(
         plan.Plan(args, args.script, ranks, n_rows, n_eval, free=free), shape, card)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
-    if shape:
+    if shape and shape.fused:
         engine = memory.EngineMemory(sizes, shape, card)
         kv_cache = kv_cache if card else engine.cache
         certain = not card or kv_cache and (
