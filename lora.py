@@ -55,6 +55,13 @@ class Lora(nn.Linear):
             return y
         return y + F.linear(F.linear(x, self.lora_A) * self.scale, self.lora_B)
 
+    def merged(self, device):
+        """W + scale · B A, added in at least float32: a new tensor. A collective."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        w, a, b = (p.detach().to(device).full_tensor().to(wide)
+                   for p in (self.weight, self.lora_A, self.lora_B))
+        return w + self.scale * (b @ a)
+
 
 class Base:
     """The policy without its adapters: the model that training started from. No second model."""
@@ -74,11 +81,11 @@ class Base:
 
 
 def put_in(lm, args: LoraArgs, dtype):
-    """Freeze a model on `meta` and give its targets adapters, in place: all other names stay."""
+    """Freeze a model and give its targets empty adapters, in place: all other names stay."""
     lm.requires_grad_(False)
     for name, layer in lm.named_modules():
         if isinstance(layer, nn.Linear) and args.chosen(name.rpartition(".")[2]):
-            empty = partial(torch.empty, device="meta", dtype=dtype)
+            empty = partial(torch.empty, device=layer.weight.device, dtype=dtype)
             layer.__class__, layer.scale = Lora, args.scale
             layer.lora_A = nn.Parameter(empty(args.lora_rank, layer.in_features))
             layer.lora_B = nn.Parameter(empty(layer.out_features, args.lora_rank))
@@ -99,12 +106,6 @@ def start(lm, seed: int):
 
 def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
-
-
-def merged(weight, a, b, scale: float):
-    """W + scale·B·A, added in at least float32. A new tensor: W itself never changes."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(wide) + scale * (b.to(wide) @ a.to(wide))
 
 
 def peft_config(lm, args: LoraArgs, model: str) -> dict:

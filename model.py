@@ -368,13 +368,10 @@ class Policy(Trained):
         """
         # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
         lm, device = self.module.lm, self.world.device
-        state = lm.state_dict()
-        for name, value in state.items():
-            layer, to = name.removesuffix(".weight"), dtype or value.dtype
-            if merge and f"{layer}.lora_A" in state:
-                w, a, b = (whole(state[f"{layer}.{part}"].to(device))
-                           for part in ("weight", "lora_A", "lora_B"))
-                yield name, lora.merged(w, a, b, lm.get_submodule(layer).scale).to(to)
+        for name, value in lm.state_dict().items():
+            layer, to = lm.get_submodule(name.rpartition(".")[0]), dtype or value.dtype
+            if merge and isinstance(layer, lora.Lora) and name.endswith(".weight"):
+                yield name, layer.merged(device).to(to)
             elif not lora.is_adapter(name) and (
                     (name, lm.config.model_type) != ("lm_head.weight", "gemma2")):
                 yield name, whole(value.to(device, to))

@@ -63,7 +63,8 @@ class Engine:
     """vLLM in this process. Building one is a collective.
 
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
-    trained: the models that share the GPU with it. adapter: what lora.peft_config has.
+    trained: the models that share the GPU with it. adapter: that of the policy, as
+    lora.peft_config has it, if the engine takes it.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
@@ -79,12 +80,13 @@ class Engine:
         self.adapter, self.request, self.syncs = adapter, None, 0
         # The CPU build has no sleep mode. With an adapter the weights come once: they are kept.
         self.sleep_level = min(args.sleep_level, 1 if adapter else 2) if gpu else 0
-        adapters = adapter and dict(
-            enable_lora=True, max_lora_rank=next(r for r in RANKS if r >= adapter["r"]),
-            lora_target_modules=adapter["target_modules"])
         # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
         # CPU in any call of more than 4,096 prompt tokens.
-        on_cpu = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
+        more = {} if gpu else dict(
+            enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
+        if adapter:
+            more |= dict(enable_lora=True, lora_target_modules=adapter["target_modules"],
+                         max_lora_rank=next(r for r in RANKS if r >= adapter["r"]))
         self.move_trained(torch.device("cpu"))  # vLLM measures what is free
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
@@ -95,8 +97,7 @@ class Engine:
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
             enforce_eager=args.eager or not gpu, enable_sleep_mode=bool(self.sleep_level),
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache) or None, **({} if gpu else on_cpu),
-            **(adapters or {}))
+            kv_cache_memory_bytes=int(kv_cache) or None, **more)
 
     @contextmanager
     def generating(self, policy: Policy):
