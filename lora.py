@@ -1,8 +1,6 @@
-"""lora.py: LoRA. A layer's weights W stay, and a small product B·A beside them is trained.
+"""lora.py: a layer's weights W stay, and a small product beside them is trained: docs/lora.md.
 
-    y = W x + alpha / rank · B (A x)        A (rank, in), B (out, rank); B starts at zero
-
-https://arxiv.org/abs/2106.09685. docs/lora.md has the flags and the measurements.
+    y = W x + alpha / rank · B (A x)    A (rank, in), B (out, rank)    arxiv.org/abs/2106.09685
 """
 import json
 import random

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import check
 import families
 import grpo
 import lora
@@ -21,19 +22,20 @@ from ranks import results
 from test_script import place, script  # noqa: F401
 
 
-def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
+def compare(folder: Path, name: str, ranks: int, tp: int, *more: str) -> dict:
     """What lora_worker.py finds with a random model of a family."""
     families.make(name, str(folder / "model"))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp)],
+         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp),
+         "all-linear", *more],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads((folder / "out").read_bytes()) | {"folder": folder}
 
 
-def check(found: dict) -> None:
+def all_holds(found: dict) -> None:
     """All that must hold of one outcome."""
     gap = dict(found["gap"])
     assert found["start"], "at step 0 the log-probs are not those of the base model"
@@ -57,14 +59,15 @@ def found(tmp_path_factory) -> dict:
 
 
 def test_engine_with_adapter_or_merged_weights_is_the_trainer(found):
-    check(found)
+    all_holds(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, ranks, tp", [
-    ("Qwen2", 1, 1), ("Qwen2", 2, 2), ("Phi3", 2, 1), ("GLM", 1, 1), ("GPT-NeoX", 2, 2)])
-def test_on_other_layouts_and_families(tmp_path, name, ranks, tp):
-    check(compare(tmp_path, name, ranks, tp))
+@pytest.mark.parametrize("name, ranks, tp, more", [
+    ("Qwen2", 1, 1, []), ("Qwen2", 2, 2, []), ("Llama", 1, 1, ["lm_head"]), ("Phi3", 2, 1, []),
+    ("GLM", 1, 1, []), ("GPT-NeoX", 2, 2, [])])
+def test_on_other_layouts_and_families(tmp_path, name, ranks, tp, more):
+    all_holds(compare(tmp_path, name, ranks, tp, *more))
 
 
 PLAIN = """
@@ -176,6 +179,16 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
     args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
     kinds = [rule.kind for rule in plan.problems(args, 1, shape=shape)]
     assert kinds[0] == "--lora_rank"
+
+
+@pytest.mark.parametrize("flags, works", [
+    ({}, True), (dict(lora_sync="adapter"), False), (dict(plan=True), False),
+    (dict(plan=True, lora_sync="merged"), True), (dict(dtype="bfloat16"), False)])
+def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags, works):
+    families.make("StableLM", str(tmp_path))
+    args = plan.changed(grpo.Args(), **dict(lora_rank=4) | flags)
+    found = check.model_limits(args, model.config_of(str(tmp_path)), None, [])
+    assert works != any("--lora_sync merged" in sentence for sentence in found), found
 
 
 @pytest.mark.slow
