@@ -22,12 +22,12 @@ class LoraArgs:
     lora_rank: int = 0
     """Train adapters of this rank and nothing else (and the critic's head). 0: all weights."""
     lora_alpha: float | None = None
-    """What an adapter adds is scaled by alpha / rank. Not given: 2 x rank."""
+    """What it adds is scaled by alpha / rank. Not given: 2 x rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Layers with an adapter, by their last names: q_proj v_proj. all-linear: all but the head."""
     lora_sync: Literal["auto", "adapter", "merged"] = "auto"
-    """What the engine gets: the adapter, or weights with it added, which bfloat16 rounds. auto: the
-    adapter in bfloat16, else merged."""
+    """What the engine gets: the adapter, or merged weights, which bfloat16 rounds. auto: the adapter
+    in bfloat16, else merged."""
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,7 @@ class Lora(nn.Linear):
 
 
 class Base:
-    """The policy without its adapters: the model that training started from. No second model."""
+    """The policy without its adapters: the model that training started from."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -122,11 +122,8 @@ def tensors(lm, device):
 
 
 def serve(llm, config: dict, adapter, sync: int):
-    """Put an adapter into the engine, from memory → the request for it.
-
-    The prefix cache knows an adapter by its path. A new path for each sync, which exists nowhere,
-    keeps it from serving an old one.
-    """
+    """Put an adapter into the engine → the request for it. Its path exists nowhere, and is new in
+    each sync: the prefix cache knows an adapter by it, and would serve an old one."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest

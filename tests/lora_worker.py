@@ -1,5 +1,5 @@
-"""Run by torchrun from test_lora.py: `lora_worker.py FOLDER OUT TP TARGETS` compares an engine that takes
-adapters, the same engine with merged weights, and the trainer. Rank 0 writes OUT."""
+"""Run by torchrun from test_lora.py: `lora_worker.py FOLDER OUT TP TARGETS` compares an engine that
+takes adapters, the same engine with merged weights, and the trainer. Rank 0 writes OUT."""
 import pickle
 import sys
 from contextlib import nullcontext
