@@ -26,8 +26,8 @@ class LoraArgs:
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Layers with an adapter, by their last names: q_proj v_proj. all-linear: all but the head."""
     lora_sync: Literal["auto", "adapter", "merged"] = "auto"
-    """What the engine gets: the adapter, or merged weights, which bfloat16 rounds. auto: the adapter
-    in bfloat16, else merged."""
+    """What the engine gets: adapter, or merged weights, which bfloat16 rounds. auto: adapter in
+    bfloat16, else merged."""
 
     @property
     def scale(self) -> float:
