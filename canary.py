@@ -56,7 +56,7 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
                                 for model in (policy, reference) if model][-1]}
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
                for trained in (policy, critic) if trained and not trained.optimizer.state
-               for p in trained.module.parameters()]  # held, as in the first optimizer step
+               for p in trained.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:
             trained = critic if phase.name.startswith("critic") else policy

@@ -92,7 +92,7 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     sizes = memory.planned(
         plan.Plan(args, args.script, ranks, n_rows, n_eval, free=free), shape, card)
     kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
-    if shape:
+    if shape and shape.fused:
         engine = memory.EngineMemory(sizes, shape, card)
         kv_cache = kv_cache if card else engine.cache
         certain = not card or kv_cache and (
@@ -167,6 +167,11 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     if head not in served and not torch.cuda.is_available():
         found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
+    gpu = args.planning.plan or torch.cuda.is_available()
+    dtype = model.compute_dtype(args.weights, torch.device("cuda" if gpu else "cpu"))
+    if args.lora.in_engine(dtype == torch.bfloat16) and config.model_type == "stablelm":
+        found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
+                     f"--lora_sync merged.")
     if tokenizer and tokenizer.vocab_size > vocab:  # but for added tokens
         found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
                      f"{vocab:,}.")

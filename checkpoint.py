@@ -23,7 +23,8 @@ from model import Trained
 from plan import SettingsError
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
-         "max_prompt_tokens", "reward", "group", "seed", "dtype")  # else it is another run
+         "max_prompt_tokens", "reward", "group", "seed", "dtype", "lora_rank", "lora_alpha",
+         "lora_targets")  # else it is another run
 
 
 class Saved(NamedTuple):
@@ -91,7 +92,7 @@ def tensors(trained: dict[str, Trained]):
     """{"policy.lm.model.norm.weight": …, "….exp_avg": …}, tied weights once."""
     found = {}
     for who, it in trained.items():
-        for name, p in it.module.named_parameters():
+        for name, p in it.parameters.items():
             found[f"{who}.{name}"] = p.detach()
             found |= {f"{who}.{name}.{key}": value for key, value in it.optimizer.state[p].items()}
     return found
@@ -141,7 +142,7 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
     reader = dcp.FileSystemReader(saved.path)
     there = reader.read_metadata().state_dict_metadata
     for who, it in trained.items():
-        for name, p in it.module.named_parameters():
+        for name, p in it.parameters.items():
             if f"{who}.{name}.step" in there:  # AdamW makes its state in its first step only
                 empty = {k: torch.zeros_like(p).detach() for k in ("exp_avg", "exp_avg_sq")}
                 it.optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | empty

@@ -3,7 +3,7 @@ from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plan import BUDGETS, Plan, SettingsError, broken, changed, flags, typed
+from plan import BUDGETS, RANKS, Plan, SettingsError, broken, changed, flags, typed
 
 GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
@@ -34,6 +34,8 @@ class Shape:
     qk_norm: int = 0  # q and k are normalized
     layer: int = 0  # parameters of a layer; 0: attention, norms, MLP
     root: int = 0  # of the rest; 0: embedding, head, last norm
+    linears: dict | None = None  # {name: in + out} of a layer; None: a plain decoder's
+    fused: bool = True  # attention; else its memory grows with length²
 
     def __post_init__(self):
         head = self.head_dim or self.hidden // self.heads
@@ -44,6 +46,17 @@ class Shape:
             + 2 * self.hidden + self.qk_norm * 2 * head + 3 * self.hidden * self.intermediate)
         self.root = self.root or self.embedding * (2 - self.tied) + self.hidden
         self.params = self.layers * self.layer + self.root
+        h, i = self.hidden, self.intermediate
+        if self.linears is None:
+            self.linears = dict(
+                q_proj=h + self.q, k_proj=h + self.kv, v_proj=h + self.kv, o_proj=self.q + h,
+                gate_proj=h + i, up_proj=h + i, down_proj=i + h)
+
+    def adapter(self, lora) -> int:
+        """Parameters of LoRA's adapters."""
+        layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
+        head = lora.chosen("lm_head") * (self.hidden + self.vocab)
+        return lora.lora_rank * (self.layers * layer + head)
 
     def saved(self, c: int, packed: bool = False) -> float:
         """Bytes that a layer keeps for backward, per token. c: bytes of a computed number."""
@@ -84,11 +97,8 @@ def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
     return None if Path(model).is_dir() else SHAPES.get(name)
 
 
-def shape_from(lm) -> Shape | None:
-    """None: there is no memory plan for it."""
+def shape_from(lm) -> Shape:
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
-    if c.model_type == "gemma2":  # its attention is not fused: memory grows with length²
-        return None
     get = lambda name, default: getattr(c, name, None) or default
     layers, heads = c.num_hidden_layers, c.num_attention_heads
     layer = sum(n for name, n in sizes.items() if ".0." in name)
@@ -96,14 +106,18 @@ def shape_from(lm) -> Shape | None:
                  get("num_key_value_heads", heads), c.vocab_size,
                  tied="lm_head.weight" not in sizes, head_dim=get("head_dim", 0),
                  qk_norm="q_norm" in str(sizes), layer=layer,
-                 root=sum(sizes.values()) - layers * layer)
+                 root=sum(sizes.values()) - layers * layer, fused=c.model_type != "gemma2",
+                 linears={name.rpartition(".")[2]: m.in_features + m.out_features
+                          for name, m in lm.named_modules()
+                          if ".0." in name and hasattr(m, "in_features")})
 
 
 def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
-           head_chunk: int = 0, critic: bool = False, packed: bool = False) -> dict[str, float]:
+           head_chunk: int = 0, critic: bool = False, packed: bool = False,
+           frozen: bool = False) -> dict[str, float]:
     """The bytes of each part in the fullest moment of a micro-batch of `tokens`.
 
-    c, m: bytes of a computed number, of a master weight.
+    c, m: bytes of a computed number, of a master weight. frozen: only adapters have a gradient.
     """
     s, h, i = shape, tokens * shape.hidden * c, tokens * shape.intermediate * c
     root = (s.embedding + s.hidden if critic else s.root) * c
@@ -121,6 +135,8 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointi
         (two + s.layer * m, mlp - kept, head),  # the one before; the last one's is reduced
         (root + s.layer * m, 2 * h, 2 * s.embedding * c + head),  # the embedding
         (root * (1 + m / c), 0, 0)]  # its gradient is reduced
+    if frozen:
+        moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
     if not grad:
         moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk),
                    (two, 4 * h + max(3 * i, tokens * 12 * s.hidden, packed * (saved - 4 * i)), 0)]
@@ -139,7 +155,10 @@ class EngineMemory:
             plan.args.weights.dtype]  # bytes of a computed number
         graphs = ENGINE_GRAPHS * bool(card and not e.eager)
         activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
-        self.weights = s.params * c / e.tp
+        lora = plan.args.lora
+        self.adapter = lora.in_engine(c == 2)
+        room = next((r for r in RANKS if r >= lora.lora_rank), 0) / max(1, lora.lora_rank)
+        self.weights = (s.params / e.tp + self.adapter * room * s.adapter(lora)) * c
         self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
         tokens = 16 if card else 128
         block = tokens * 2 * s.layers * max(s.kv / e.tp, s.kv / s.kv_heads) * c
@@ -161,11 +180,14 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
     c, m = engine.c, max(4, engine.c)
     critic = policy - (1 - shape.tied) * shape.embedding if a.critic else 0
     offload = w.offload if card else ()  # without a GPU there is one memory
-    reference = c * policy if a.needs_reference and "reference" not in offload else 0
+    adapter = shape.adapter(a.lora)  # 0: all weights are trained
+    trains = {False: adapter or policy, True: adapter * bool(a.critic) or critic}
+    frozen = c * (policy + critic) * bool(adapter)
+    reference = a.needs_reference and "reference" not in offload and not adapter
     shards = float("inf") if card and w.cpu_offload else w.shard_size or plan.ranks
     state = {"set aside": RESERVED if card else 0,
-             "parameters": (m * (policy + critic) + reference) / shards,
-             "optimizer": 2 * m * (policy + critic) / shards}
+             "parameters": (m * sum(trains.values()) + frozen + c * policy * reference) / shards,
+             "optimizer": 2 * m * sum(trains.values()) / shards}
     rest = state | {part: 0 for part, name in (("parameters", "params"), ("optimizer",) * 2)
                     if name in offload}
     found = {"rollout": rest | {"engine weights": engine.weights, "kv cache": engine.cache,
@@ -174,9 +196,10 @@ def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
         of_critic, grad = phase.name.startswith("critic"), phase.name.endswith("update")
         parts = widest(
             shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
-            head_chunk=w.head_chunk, critic=of_critic, packed=a.group > 1)
+            head_chunk=w.head_chunk, critic=of_critic, packed=a.group > 1,
+            frozen=bool(adapter))
         found.setdefault(phase.name, state | parts | {  # of an uneven cut, the larger part
-            "gradients": grad * m * (critic if of_critic else policy) / shards,
+            "gradients": grad * m * trains[of_critic] / shards,
             "engine asleep": engine.kept})
     found["sync"] = rest | {  # its parts, the whole, and the weight before
         "one weight": 4 * c * max(shape.embedding, shape.hidden * shape.intermediate),
@@ -218,7 +241,7 @@ def spell(values: dict) -> str:
 
 
 def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
-    if not shape:
+    if not (shape and shape.fused):
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
     found, best, limit = loads(plan, shape, card), plan, card or plan.free
     words = "fits: " if limit else ""
@@ -234,6 +257,7 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
     top = max(loads(best, shape, card), key=lambda load: load.total)
     of = f"of {limit / GIB:.3g} " * (limit > 0) + f"GiB {'per GPU' if card else 'free per rank'}"
     asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)
+    adapter, engine = shape.adapter(plan.args.lora), EngineMemory(plan, shape, card)
     gib = lambda value: f"{value / GIB:.2f}" if value else ""
     rows = {"": [load.phase for load in found]}
     rows |= {part: [gib(load.parts.get(part)) for load in found]
@@ -243,5 +267,9 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
         f"  memory     {words}{top.total / GIB:.1f} {of} at most, in {top.phase}",
         *(f"    {name:<18}" + "".join(map("{:>15}".format, cells)) for name, cells in rows.items()),
         f"    {shape.params:,} parameters; the engine's cache holds "
-        f"{EngineMemory(plan, shape, card).holds:,} of the longest sequences ({plan.longest:,} "
-        f"tokens), and a step asks it for {asked:,}"]))
+        f"{engine.holds:,} of the longest sequences ({plan.longest:,} "
+        f"tokens), and a step asks it for {asked:,}",
+        *[f"  lora       {adapter:,} parameters are trained; the engine takes " + (
+            "them alone" + ", and keeps its weights on the host (sleep level 1)" * bool(
+                card and plan.args.engine.sleep_level) if engine.adapter else
+            "weights with them merged")] * bool(adapter)]))

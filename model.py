@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import lora
 import packing
 from batch import Micro
 from dist import World
+from lora import LoraArgs
 from memory import HEAD_LOGITS
 from plan import SettingsError
 
@@ -129,6 +131,8 @@ def names_in_files(lm, folder: str) -> dict[str, str]:
         except (SafetensorError, OSError) as error:
             raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
     for name, p in lm.named_parameters():
+        if lora.is_adapter(name):
+            continue
         tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
         found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
         if (there := shapes.get(found[name])) != list(p.shape):
@@ -142,16 +146,19 @@ def compute_dtype(args: ModelArgs, device: torch.device):
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
-def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True):
+def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True,
+          adapters: LoraArgs | None = None, seed: int = 0):
     """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights.
 
-    Master weights are at least float32; a model that is not trained has none.
+    Master weights are at least float32; what is not trained has none.
     """
     from transformers import AttentionInterface
     AttentionInterface.register("packed", packing.attention)
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
-    lm = skeleton(folder, master)
+    lm = skeleton(folder, compute if adapters else master)
+    if adapters:
+        lora.put_in(lm, adapters, master)
     if master == torch.float64:
         widen(lm)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
@@ -167,8 +174,10 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
             for p in module.parameters():
                 p._is_hf_initialized = True  # it is left alone
             lm._init_weights(module)
-    names = names_in_files(lm, folder)
-    dcp.load({names[name]: p for name, p in lm.named_parameters()},  # it converts dtypes
+    lora.start(lm, seed)
+    weights = dict(lm.named_parameters())
+    dcp.load({there: weights[name]  # it converts dtypes
+              for name, there in names_in_files(lm, folder).items()},
              storage_reader=dcp.HuggingFaceStorageReader(folder))  # each rank reads its part
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
@@ -281,7 +290,8 @@ class ValueModel(nn.Module):
         super().__init__()
         self.lm = lm
         del lm.lm_head
-        self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta", dtype=lm.dtype)
+        self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta",
+                              dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
         hidden = hidden_states(self.lm, inputs, source)
@@ -298,8 +308,9 @@ class Trained:
         if next(module.parameters()).device.type != world.device.type:
             self.moving = ()  # --cpu_offload
         self.max_grad_norm = args.max_grad_norm or math.inf
-        self.optimizer = torch.optim.AdamW(
-            module.parameters(), betas=args.betas, weight_decay=args.weight_decay, fused=True)
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
+                                           weight_decay=args.weight_decay, fused=True)
 
     def run(self, micro: Micro, *inputs):
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
@@ -315,7 +326,7 @@ class Trained:
 
     def step(self, lr: float) -> float:
         """One AdamW step on the clipped gradient → its norm. Not finite: no step."""
-        norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)))
+        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
@@ -350,13 +361,20 @@ class Policy(Trained):
         logp, ent = self.run(micro, micro.targets, temperature, entropy)
         return micro.spread(logp), micro.spread(ent)
 
-    def weights(self, dtype=None):
-        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
+    def weights(self, dtype=None, merge: bool = True):
+        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.
+
+        merge: with what adapters add.
+        """
         # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
-        lm = self.module.lm
+        lm, device = self.module.lm, self.world.device
         for name, value in lm.state_dict().items():
-            if (name, lm.config.model_type) != ("lm_head.weight", "gemma2"):
-                yield name, whole(value.to(self.world.device, dtype or value.dtype))
+            layer, to = lm.get_submodule(name.rpartition(".")[0]), dtype or value.dtype
+            if merge and isinstance(layer, lora.Lora) and name.endswith(".weight"):
+                yield name, layer.merged(device).to(to)
+            elif not lora.is_adapter(name) and (
+                    (name, lm.config.model_type) != ("lm_head.weight", "gemma2")):
+                yield name, whole(value.to(device, to))
 
     def export(self, source: str, folder: str, notes: dict | None = None):
         """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""

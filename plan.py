@@ -145,13 +145,15 @@ def typed(flag: str, value: object) -> str:
 
 
 INF = float("inf")
+RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
 RANGES = {name: (words, inside) for words, inside, names in (  # others: at least 0
     ("at least 1", lambda x: 1 <= x < INF, """batch group minibatches epochs max_prompt_tokens
         max_tokens eval_samples tp ranks steps keep samples_every max_bad_steps"""),
     ("from 1 to 4,096", lambda x: 1 <= x <= 4096, "max_num_seqs reward_workers"),
     ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, "seed"),
-    ("more than 0", lambda x: 0 < x < INF, "lr critic_lr gpu_gb kl_target kl_horizon max_gap"),
+    ("more than 0", lambda x: 0 < x < INF, """lr critic_lr gpu_gb kl_target
+        kl_horizon max_gap lora_alpha"""),
     ("from 0.01 to 2", lambda x: 0.01 <= x <= 2, "temperature"),  # vLLM's own limits
     ("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2, "eval_temperature"),
     ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout reward_timeout stop_seconds"),
@@ -198,6 +200,20 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
         value = given.get(name, limit)
         yield Rule(value >= limit if words == "at least" else value <= limit,
                    f"--{name} must be {words} {limit:,} (got {value:,}): {why}.", [(name, [limit])])
+
+    rank, targets, off = given["lora_rank"], given["lora_targets"], [("lora_rank", [0])]
+    yield Rule(rank <= RANKS[-1] or given["lora_sync"] == "merged",
+               f"--lora_rank must be at most {RANKS[-1]}, which the engine has room for, or "
+               f"--lora_sync merged (got {rank:,}).",
+               [("lora_rank", [RANKS[-1]]), ("lora_sync", ["merged"])])
+    if rank and shape:
+        there = [*shape.linears, *["lm_head"] * (not shape.tied)]
+        yield Rule(shape.linears, "--lora_rank needs layers of torch.nn.Linear, and this model has "
+                   "none.", off)
+        yield Rule(targets and not {*targets} - {"all-linear", *there}, f"--lora_targets must be "
+                   f"all-linear or some of {' '.join(there)} (got {' '.join(targets) or 'none'}"
+                   f"{'; the head is the embedding' * ('lm_head' in targets and shape.tied)}).",
+                   [("lora_targets", [("all-linear",)]), *off])
 
     parts = [(ranks, "ranks"), (machine or 0, "ranks of a machine")]
     if shape:  # vLLM copies key-value heads, and pads the vocabulary to 64

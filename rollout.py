@@ -16,11 +16,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+import lora
 from batch import Completion, Sample
 from data import Prompt
 from dist import World, assert_divisible, share
 from log import Log
 from model import Policy, Trained
+from plan import RANKS
 
 
 @dataclass
@@ -61,12 +63,13 @@ class Engine:
     """vLLM in this process. Building one is a collective.
 
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
-    trained: the models that share the GPU with it.
+    trained: the models that share the GPU with it. adapter: that of the policy, as
+    lora.peft_config has it, if the engine takes it.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
-                 kv_cache: float, log: Log, trained: list[Trained]):
+                 kv_cache: float, log: Log, trained: list[Trained], adapter: dict | None = None):
         gpu = world.device.type == "cuda"
         prepare_environment(gpu, args)
         from vllm import LLM
@@ -74,10 +77,16 @@ class Engine:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
-        self.sleep_level = args.sleep_level if gpu else 0  # the CPU build has no sleep mode
+        self.adapter, self.request, self.syncs = adapter, None, 0
+        # The CPU build has no sleep mode. With an adapter the weights come once: they are kept.
+        self.sleep_level = min(args.sleep_level, 1 if adapter else 2) if gpu else 0
         # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
         # CPU in any call of more than 4,096 prompt tokens.
-        on_cpu = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
+        more = {} if gpu else dict(
+            enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
+        if adapter:
+            more |= dict(enable_lora=True, lora_target_modules=adapter["target_modules"],
+                         max_lora_rank=next(r for r in RANKS if r >= adapter["r"]))
         self.move_trained(torch.device("cpu"))  # vLLM measures what is free
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
@@ -88,14 +97,15 @@ class Engine:
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
             enforce_eager=args.eager or not gpu, enable_sleep_mode=bool(self.sleep_level),
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache) or None, **({} if gpu else on_cpu))
+            kv_cache_memory_bytes=int(kv_cache) or None, **more)
 
     @contextmanager
     def generating(self, policy: Policy):
         """Inside, the engine has the policy's weights and the GPU."""
         with self.log.phase("sync"):
             self.move_trained(torch.device("cpu"))
-            self.load(policy.weights(self.dtype))
+            self.load(policy.weights(self.dtype, merge=not self.adapter),
+                      self.adapter and lora.tensors(policy.module.lm, self.world.device))
         yield
         self.sleep()
 
@@ -110,12 +120,18 @@ class Engine:
             self.asleep = True
         self.move_trained(self.world.device)
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights, all in one call (a part of a fused layer would leave wrong ones)."""
+    def load(self, weights: Iterator, adapter: Iterator | None = None) -> None:
+        """Take new weights, all in one call (a part of a fused layer would leave wrong ones).
+
+        Both yield (name, tensor). With an adapter, the weights are its base: they are taken once.
+        """
         if self.asleep:  # weights and cache at once is the classic out-of-memory
             self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        deque(weights, maxlen=0)  # a collective: every rank must use it up
+        if not (adapter and self.request):
+            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+            deque(weights, maxlen=0)  # a collective: every rank must use it up
+        self.syncs += 1
+        self.request = adapter and lora.serve(self.llm, self.adapter, adapter, self.syncs)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -154,7 +170,7 @@ class Engine:
             stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
-            use_tqdm=self.log.writing and self.log.doing.count)
+            use_tqdm=self.log.writing and self.log.doing.count, lora_request=self.request)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:

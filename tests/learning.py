@@ -10,6 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import data
 import grpo
+import lora
 import model
 import plan
 import rewards
@@ -109,7 +110,7 @@ class Spy(model.Policy):
     """The shipped policy, which keeps the gradient of each optimizer step."""
 
     def step(self, lr):
-        self.gradients.append([p.grad.to_local().clone() for p in self.module.parameters()])
+        self.gradients.append([p.grad.to_local().clone() for p in self.parameters.values()])
         return super().step(lr)
 
     def shards(self) -> list[torch.Tensor]:
@@ -123,8 +124,10 @@ def reset(module, folder: str, noise: float = 0.0) -> None:
     for name, p in module.named_parameters():
         if folder not in WEIGHTS:
             WEIGHTS[folder] = load_file(f"{folder}/model.safetensors")
-        full = WEIGHTS[folder][name.removeprefix("lm.")]
         generator = torch.Generator().manual_seed(len(name))
+        if lora.is_adapter(name):  # no B is zero: every gradient counts
+            WEIGHTS[folder][name] = torch.randn(p.shape, generator=generator).double() / 10
+        full = WEIGHTS[folder][name if lora.is_adapter(name) else name.removeprefix("lm.")]
         noises = torch.randn(full.shape, generator=generator, dtype=torch.float64)
         full = (full * (1 + noise * noises)).to(p.dtype)
         with torch.no_grad():
@@ -143,9 +146,11 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
         outcome = Outcome()
 
         def module(kind: str, noise: float, case=case, source=source, args=args):
-            key = kind, case.tied, case.dtype, case.shard_size
+            key = kind, case.tied, case.dtype, case.shard_size, (
+                args.lora.lora_rank, args.weights.checkpointing)
             if key not in built:
-                built[key] = model.build(model.LogprobModel, source, world, args.weights)
+                built[key] = model.build(model.LogprobModel, source, world, args.weights,
+                                         adapters=args.lora.lora_rank and args.lora)
             reset(built[key], source, noise)
             return built[key]
 
@@ -153,7 +158,9 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
         policy = Spy(module("policy", 0.0), world, args.weights, args.optimizer)
         policy.gradients = outcome.gradients
         policy.pack(case.packs)
-        if args.needs_reference:
+        if args.needs_reference and args.lora.lora_rank:
+            reference = lora.Base(policy)
+        elif args.needs_reference:
             reference = model.Policy(module("reference", 0.05), world, args.weights, args.optimizer)
             reference.pack(case.packs)
 

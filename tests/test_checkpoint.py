@@ -22,11 +22,13 @@ def folder(tmp_path_factory) -> str:
 # ---- what the ranks do ----
 
 def make(world, folder):
+    """The critic has adapters: of it, only they and its head are saved."""
+    import lora
     import model
     args = model.ModelArgs(dtype="float32"), model.OptimizerArgs(weight_decay=0.01)
-    build = lambda kind: model.build(kind, folder, world, args[0])
-    return {"policy": model.Policy(build(model.LogprobModel), world, *args),
-            "critic": model.Critic(build(model.ValueModel), world, *args)}
+    build = lambda kind, adapters: model.build(kind, folder, world, args[0], adapters=adapters)
+    return {"policy": model.Policy(build(model.LogprobModel, None), world, *args),
+            "critic": model.Critic(build(model.ValueModel, lora.LoraArgs(2)), world, *args)}
 
 
 def learn(trained, step: int) -> None:
@@ -34,7 +36,7 @@ def learn(trained, step: int) -> None:
     import torch
     from torch.distributed.tensor import distribute_tensor
     for it in trained.values():
-        for i, p in enumerate(it.module.parameters()):
+        for i, p in enumerate(it.parameters.values()):
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + i))
             p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
         it.step(1e-2)
@@ -158,6 +160,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(folder, uninterrupte
     for (state, numbers), (_, expected) in zip(resumed, whole, strict=True):
         assert state == {"step": 2, "position": 5, "settings": {"group": 8}}
         assert numbers.keys() == expected.keys() and any(k.endswith("exp_avg_sq") for k in numbers)
+        critic = {k.split(".")[-1] for k in numbers if k.startswith("critic.lm")}
+        assert critic == {"lora_A", "lora_B", "step", "exp_avg", "exp_avg_sq"}
         assert all((numbers[k] == expected[k]).all() for k in expected)
 
 

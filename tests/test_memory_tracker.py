@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import lora
 import memory
 import model
 from memory import SHAPES
@@ -28,7 +29,7 @@ def config_of(name: str, layers: int):
 
 
 def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool,
-             head_chunk: int = 0, critic: bool = False, layers: int = 0):
+             head_chunk: int = 0, critic: bool = False, layers: int = 0, rank: int = 0):
     """(bytes at the peak by the tracker, by the plan) of a second micro-batch.
 
     They count parameters, gradients, activations and what FSDP gathers.
@@ -38,13 +39,15 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
     try:
         mesh = init_device_mesh("cpu", (ranks,))
         with FakeTensorMode():
-            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
-                                                  attn_implementation="sdpa")
+            compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
+            lm = AutoModelForCausalLM.from_config(
+                config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
+            if rank:
+                lora.put_in(lm, adapters, torch.float32)
             root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
             if critic:                          # it is on meta until the weights are filled in
                 root.head = torch.nn.Linear(config.hidden_size, 1, bias=False)
             root.eval()
-            compute = {2: torch.bfloat16, 4: torch.float32}[c]
             model.shard(root, lm.model.layers, mesh, compute, torch.float32, checkpointing, False)
             rows = tokens // LENGTH
             source = torch.cat([torch.arange(LENGTH - 1) + r * LENGTH for r in range(rows)])
@@ -60,14 +63,14 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                         (out if critic else out[0]).sum().backward()
                     del out
             ours = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-            params = sum(p.numel() for p in root.parameters())
+            held = sum(p.nbytes + grad * p.requires_grad * p.nbytes for p in root.parameters())
     finally:
         td.destroy_process_group()
     with torch.device("meta"):
         shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
     plan = memory.widest(shape, tokens, grad=grad, c=c, m=4, checkpointing=checkpointing,
-                         head_chunk=head_chunk, critic=critic)
-    return ours, sum(plan.values()) + 4 * params / ranks * (1 + grad)
+                         head_chunk=head_chunk, critic=critic, frozen=bool(rank))
+    return ours, sum(plan.values()) + held / ranks
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,9 @@ def test_a_few_layers(name, checkpointing):
 @pytest.mark.parametrize("case", [
     dict(grad=True, checkpointing=False), dict(grad=True, checkpointing=True),
     dict(grad=False, checkpointing=False), dict(grad=True, checkpointing=True, critic=True),
-    dict(grad=False, checkpointing=False, critic=True)])
+    dict(grad=False, checkpointing=False, critic=True), dict(
+        grad=True, checkpointing=False, rank=16), dict(grad=True, checkpointing=True, rank=16),
+    dict(grad=True, checkpointing=True, rank=16, critic=True)])
 @pytest.mark.parametrize("tokens", [4 * LENGTH, 16 * LENGTH])
 def test_whole_models(name, ranks, case, tokens):
     ours, plan = measured(name, ranks, tokens, c=2, **case)

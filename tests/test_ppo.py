@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import learning
+import lora
 import model
 import plan
 import ppo
@@ -23,7 +24,7 @@ class SpyCritic(model.Critic):
     """The shipped critic, which keeps the gradient of each optimizer step."""
 
     def step(self, lr):
-        self.gradients.append([p.grad.to_local().clone() for p in self.module.parameters()])
+        self.gradients.append([p.grad.to_local().clone() for p in self.parameters.values()])
         return super().step(lr)
 
 
@@ -33,12 +34,13 @@ def shards(trained: model.Trained) -> list[torch.Tensor]:
     return [p.detach().to_local().clone() for p in trained.module.parameters()]
 
 
-def learn_all(world, folder: str, prompts: int, dtype: str) -> list[dict]:
+def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[dict]:
     """One ppo.learn per case. The critic's head is not zero, so values matter from the start."""
     out, source = [], f"{folder}/tied"
     weights = model.ModelArgs(dtype=dtype)
     kinds = (model.LogprobModel, model.ValueModel, model.LogprobModel)
-    modules = [model.build(kind, source, world, weights) for kind in kinds]
+    modules = [model.build(kind, source, world, weights, adapters=rank and lora.LoraArgs(rank))
+               for kind in kinds]
     for case in CASES:
         args = learning.arguments(ppo, **BASE | case)
         policy, critic, reference = (
@@ -60,13 +62,14 @@ def learn_all(world, folder: str, prompts: int, dtype: str) -> list[dict]:
     return out
 
 
-@pytest.mark.parametrize("dtype, prompts, limit", [
-    ("float64", 7, 1e-12), pytest.param("float32", 1, 1e-5, marks=pytest.mark.slow)])
-def test_same_update_on_any_ranks_and_budgets(tmp_path_factory, dtype, prompts, limit):
+@pytest.mark.parametrize("dtype, prompts, rank, limit", [
+    ("float64", 7, 0, 1e-12), pytest.param("float32", 1, 0, 1e-5, marks=pytest.mark.slow),
+    pytest.param("float64", 7, 2, 1e-12, marks=pytest.mark.slow)])
+def test_same_update_on_any_ranks_and_budgets(tmp_path_factory, dtype, prompts, rank, limit):
     folder = str(tmp_path_factory.mktemp("models"))
     ranks.results(1, make_models, folder)
-    runs = {size: list(zip(*ranks.results(size, learn_all, folder, prompts, dtype), strict=True))
-            for size in (1, 2, 4)}
+    each = lambda size: ranks.results(size, learn_all, folder, prompts, dtype, rank)
+    runs = {size: list(zip(*each(size), strict=True)) for size in (1, 2, 4)}
 
     def gap(what: str, many, one, k=None) -> float:
         part = lambda o: o[what] if k is None else o[what][k]

@@ -57,6 +57,10 @@ SOME = [
          loss="gspo", aggregation="sequence", update_tokens=40),
     case(3, advantage="reinforce++-baseline", loss="cispo", minibatches=2, epochs=2, steps=2,
          update_tokens=40),
+    # LoRA: the reference is scale 0.
+    case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, update_tokens=64),
+    case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, score_tokens=96,
+         checkpointing=True, cpu_offload=True),
     case(1, samples="plain", minibatches=3),            # 4 completions in 3 minibatches
     case(2, samples="unscored", minibatches=3),         # nothing to learn from
     case(0, samples="none", minibatches=2),             # --dynamic_sampling that found no group
@@ -137,7 +141,8 @@ def test_same_update_and_metrics_on_1_2_3_4_ranks(models):
     by_maths: dict[tuple, torch.Tensor] = {}
     for c, outcomes in zip(SOME, runs[1], strict=True):
         if outcomes[0].gradients:
-            maths = tuple(a for a in c.args if a[0] not in ("update_tokens", "score_tokens"))
+            maths = tuple(a for a in c.args if a[0] not in (
+                "update_tokens", "score_tokens", "checkpointing", "cpu_offload"))
             key = c.prompts, c.samples, c.tied, maths, c.dtype
             gradient = whole([o.gradients[0] for o in outcomes])
             same_maths = by_maths.setdefault(key, gradient)

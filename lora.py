@@ -1,0 +1,153 @@
+"""lora.py: a layer's weights W stay, and a small product beside them is trained: docs/lora.md.
+
+    y = W x + alpha / rank · B (A x)    A (rank, in), B (out, rank)    arxiv.org/abs/2106.09685
+"""
+import json
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from torch.nn import functional as F
+
+
+@dataclass
+class LoraArgs:
+    """LoRA (docs/lora.md)."""
+    lora_rank: int = 0
+    """Train adapters of this rank and nothing else (and the critic's head). 0: all weights."""
+    lora_alpha: float | None = None
+    """What it adds is scaled by alpha / rank. Not given: 2 x rank."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Layers with an adapter, by their last names: q_proj v_proj. all-linear: all but the head."""
+    lora_sync: Literal["auto", "adapter", "merged"] = "auto"
+    """What the engine gets: adapter, or merged weights, which bfloat16 rounds. auto: adapter in
+    bfloat16, else merged."""
+
+    @property
+    def scale(self) -> float:
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+
+    def in_engine(self, bfloat16: bool) -> bool:
+        """Whether the engine gets the adapter itself."""
+        sync = "adapter" if self.lora_sync == "auto" and bfloat16 else self.lora_sync
+        return self.lora_rank > 0 and sync == "adapter"
+
+    def chosen(self, name: str) -> bool:
+        """Whether the linear layer with this last name has an adapter."""
+        return name in self.lora_targets or (
+            "all-linear" in self.lora_targets and name != "lm_head")
+
+
+class Lora(nn.Linear):
+    """An nn.Linear with an adapter."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.scale:
+            return y
+        return y + F.linear(F.linear(x, self.lora_A) * self.scale, self.lora_B)
+
+    def merged(self, device):
+        """W + scale · B A, added in at least float32: a new tensor. A collective."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        w, a, b = (p.detach().to(device).full_tensor().to(wide)
+                   for p in (self.weight, self.lora_A, self.lora_B))
+        return w + self.scale * (b @ a)
+
+
+class Base:
+    """The policy without its adapters: the model that training started from."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.layers = [m for m in policy.module.modules() if isinstance(m, Lora)]
+
+    def logprobs(self, *args):
+        scale = self.layers[0].scale
+        for layer in self.layers:
+            layer.scale = 0
+        found = self.policy.logprobs(*args)
+        for layer in self.layers:
+            layer.scale = scale
+        return found
+
+
+def put_in(lm, args: LoraArgs, dtype):
+    """Freeze a model and give its targets empty adapters, in place: all other names stay."""
+    lm.requires_grad_(False)
+    for name, layer in lm.named_modules():
+        if isinstance(layer, nn.Linear) and args.chosen(name.rpartition(".")[2]):
+            empty = partial(torch.empty, device=layer.weight.device, dtype=dtype)
+            layer.__class__, layer.scale = Lora, args.scale
+            layer.lora_A = nn.Parameter(empty(args.lora_rank, layer.in_features))
+            layer.lora_B = nn.Parameter(empty(layer.out_features, args.lora_rank))
+
+
+def start(lm, seed: int):
+    """A: uniform in ± 1/sqrt(in), from the seed and its name, so the same on any layout. B: 0."""
+    for name, p in lm.named_parameters():
+        if is_adapter(name):
+            full = torch.zeros(p.shape)
+            if name.endswith("A"):
+                own = torch.Generator().manual_seed(random.Random(f"{seed} {name}").getrandbits(63))
+                full.uniform_(-1, 1, generator=own).div_(full.shape[1] ** 0.5)
+            full = distribute_tensor(
+                full.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+            p.detach().to_local().copy_(full.to_local())
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def peft_config(lm, args: LoraArgs, model: str) -> dict:
+    """adapter_config.json, as peft and vLLM read it."""
+    targets = {name.rpartition(".")[2] for name, m in lm.named_modules() if isinstance(m, Lora)}
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model,
+            "r": args.lora_rank, "lora_alpha": args.scale * args.lora_rank, "bias": "none",
+            "target_modules": sorted(targets), "inference_mode": True}
+
+
+def tensors(lm, device):
+    """Yields (peft's name, full tensor) of each A and B. A collective: use it up."""
+    for name, p in lm.named_parameters():
+        if is_adapter(name):
+            yield f"base_model.model.{name}.weight", p.detach().to(device).full_tensor()
+
+
+def serve(llm, config: dict, adapter, sync: int):
+    """Put an adapter into the engine → the request for it. Its path exists nowhere, and is new in
+    each sync: the prefix cache knows an adapter by it, and would serve an old one."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    copies = {name: t.to("cpu", copy=True) for name, t in adapter}  # vLLM scales B in place
+
+    def put(model):
+        manager, renames = model.lora_manager, getattr(model, "hf_to_vllm_mapper", None)
+        made = LoRAModel.from_lora_tensors(
+            1, copies, PEFTHelper.from_dict(config), device="cpu",
+            dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size,
+            weights_mapper=renames and renames.get_rename_mapper())
+        manager.remove_adapter(1)
+        manager.add_adapter(made)
+        manager.activate_adapter(1)
+
+    llm.apply_model(put)
+    return LoRARequest("policy", 1, f"memory/sync_{sync}")
+
+
+def export(lm, device, config: dict, folder: str):
+    """peft's two files, in float32, written by rank 0. A collective."""
+    found = dict(tensors(lm, device))
+    if torch.distributed.get_rank() == 0:
+        Path(folder).mkdir(exist_ok=True)
+        found = {name: t.float().cpu().contiguous() for name, t in found.items()}
+        save_file(found, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+        Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -1,0 +1,240 @@
+"""lora.py: an adapter is the policy in the trainer, in the engine and in the exported folders."""
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import check
+import families
+import grpo
+import lora
+import memory
+import model
+import plan
+from families import ROOT
+from ranks import results
+from test_script import place, script  # noqa: F401
+
+
+def compare(folder: Path, name: str, ranks: int, tp: int, *more: str) -> dict:
+    """What lora_worker.py finds with a random model of a family."""
+    families.make(name, str(folder / "model"))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp),
+         "all-linear", *more],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pickle.loads((folder / "out").read_bytes()) | {"folder": folder}
+
+
+def all_holds(found: dict) -> None:
+    """All that must hold of one outcome."""
+    gap = dict(found["gap"])
+    assert found["start"], "at step 0 the log-probs are not those of the base model"
+    assert gap.pop("no cache reset, old path") > 1e-2   # so a stale prefix would show
+    assert max(gap.values()) < 1e-5 and len(gap) == 6, gap
+    assert found["effect"] > 0.1                        # the adapters change what is compared
+    assert found["reference"], "scale 0 is not the base model"
+    assert found["untouched"], "a sync changed the trainer's tensors"
+    first, *later = found["gradients"]
+    names = {n for n in found["moved"] if lora.is_adapter(n)}
+    assert names == first.keys() and len(names) >= 2 * 2 * 4    # A and B, layers, linears
+    for gradients in later:
+        assert min(gradients.values()) > 0, gradients
+    assert all((norm > 0) == name.endswith("B") for name, norm in first.items())
+    assert all((moved > 0) == (name in names) for name, moved in found["moved"].items())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    return compare(tmp_path_factory.mktemp("lora"), "Llama, tied", 2, 1)
+
+
+def test_engine_with_adapter_or_merged_weights_is_the_trainer(found):
+    all_holds(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, ranks, tp, more", [
+    ("Qwen2", 1, 1, []), ("Qwen2", 2, 2, []), ("Llama", 1, 1, ["lm_head"]), ("Phi3", 2, 1, []),
+    ("GLM", 1, 1, []), ("GPT-NeoX", 2, 2, [])])
+def test_on_other_layouts_and_families(tmp_path, name, ranks, tp, more):
+    all_holds(compare(tmp_path, name, ranks, tp, *more))
+
+
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+folder, adapter, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
+          max_model_len=256, enable_lora=True)
+params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+out = llm.generate([TokensPrompt(prompt_token_ids=r) for r in rows], params, use_tqdm=False,
+                   lora_request=LoRARequest('trained', 1, adapter))
+print('LOGPROBS', json.dumps([[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]]
+                              for o in out]))
+"""
+
+
+def logprobs_of(lm, rows: list[list[int]]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        logits = [lm(torch.tensor([row])).logits[0].log_softmax(-1) for row in rows]
+    return [x[range(len(row) - 1), row[1:]] for x, row in zip(logits, rows, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def exported(found):
+    """Rows, their log-probs by the merged folder in transformers, the base, and the adapter."""
+    from transformers import AutoModelForCausalLM
+    rows = [s.tolist() for s in found["batch"].sequences]
+    merged = AutoModelForCausalLM.from_pretrained(f"{found['folder']}/out.model")
+    logits = torch.cat([merged(torch.tensor([row])).logits[0, -n - 1:-1].div(0.7).log_softmax(-1)[
+        range(n), row[-n:]] for row, n in zip(rows, found["batch"].lengths.tolist(), strict=True)])
+    ours = found["logprobs"][found["batch"].present]
+    assert (logits - ours).abs().max() < 1e-5           # the merged folder is the policy
+    return rows, logprobs_of(merged, rows), f"{found['folder']}/model", (
+        f"{found['folder']}/out.adapter")
+
+
+def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(exported):
+    rows, _, base, adapter = exported
+    assert sorted(os.listdir(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads(Path(adapter, "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["lora_alpha"] == 8
+    assert config["base_model_name_or_path"] == base and "q_proj" in config["target_modules"]
+
+
+def started(world, folder: str) -> dict:
+    """The parameters of a bfloat16 model with new adapters, whole, and their own dtypes."""
+    weights = model.ModelArgs(dtype="bfloat16")
+    module = model.build(model.LogprobModel, folder, world, weights, True, lora.LoraArgs(4), 7)
+    policy = model.Policy(module, world, weights, model.OptimizerArgs())
+    return {n: (p.dtype, n in policy.parameters, p.detach().full_tensor().float().numpy())
+            for n, p in module.named_parameters()}
+
+
+def test_adapters_start_alike_on_any_layout(tmp_path):
+    families.make("Qwen2", str(tmp_path))
+    one, = results(1, started, str(tmp_path))
+    two = results(3, started, str(tmp_path))[2]
+    draws = []
+    for name, (dtype, trained, value) in one.items():
+        assert two[name][:2] == (dtype, trained) and (two[name][2] == value).all()
+        assert trained == lora.is_adapter(name)
+        assert dtype == (torch.float32 if trained else torch.bfloat16)    # no masters of the base
+        if name.endswith("lora_B"):
+            assert not value.any()
+        elif trained:
+            bound = value.shape[1] ** -0.5
+            assert 0.9 * bound < abs(value).max() <= bound and abs(value.mean()) < bound / 4
+            draws.append(value[0, :8].tolist())
+    assert len(draws) == 14 and len({*map(str, draws)}) == 14       # each has its own numbers
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Phi3", "GPT-NeoX", "Gemma 2"])
+@pytest.mark.parametrize("targets", [("all-linear",), ("lm_head",), ("all-linear", "lm_head")])
+def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targets):
+    families.make(name, str(tmp_path))
+    lm, args = model.skeleton(str(tmp_path)), plan.changed(
+        grpo.Args(), lora_rank=4, lora_targets=targets, lr=1e-3)
+    shape = memory.shape_from(lm)
+    wrong = [str(rule) for rule in plan.problems(args, 1, shape=shape) if "lora" in rule.kind]
+    if shape.tied and "lm_head" in targets:
+        assert "the head is the embedding" in wrong[0] and len(wrong) == 1
+        return
+    lora.put_in(lm, args.lora, torch.float32)
+    sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
+    assert not wrong and shape.adapter(args.lora) == sum(sizes) > 0
+    assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (dict(lora_targets=("q_proj", "query")), "--lora_targets must be all-linear or some of q_proj "
+     "k_proj v_proj o_proj gate_proj up_proj down_proj (got q_proj query). Would work: "
+     "--lora_targets all-linear"),
+    (dict(lora_targets=()), "(got none)"),
+    (dict(lora_rank=600), "at most 512, which the engine has room for, or --lora_sync merged (got "
+     "600). Would work: --lora_rank 512 or --lora_sync merged."),
+    (dict(lora_alpha=0.0), "--lora_alpha must be more than 0"),
+    (dict(lora_rank=-1), "--lora_rank must be at least 0"),
+    (dict(lora_rank=600, lora_sync="merged"), None)])
+def test_refusals(options, sentence):
+    args = plan.changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
+    found = [str(rule) for rule in plan.problems(args, 1, shape=memory.SHAPES["tiny"])]
+    assert len(found) == bool(sentence) and (not sentence or sentence in found[0])
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    families.make("GPT-2", str(tmp_path))
+    shape = memory.shape_from(model.skeleton(str(tmp_path)))
+    args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
+    kinds = [rule.kind for rule in plan.problems(args, 1, shape=shape)]
+    assert kinds[0] == "--lora_rank"
+
+
+@pytest.mark.parametrize("flags, works", [
+    ({}, True), (dict(lora_sync="adapter"), False), (dict(plan=True), False),
+    (dict(plan=True, lora_sync="merged"), True), (dict(dtype="bfloat16"), False)])
+def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags, works):
+    families.make("StableLM", str(tmp_path))
+    args = plan.changed(grpo.Args(), **dict(lora_rank=4) | flags)
+    found = check.model_limits(args, model.config_of(str(tmp_path)), None, [])
+    assert works != any("--lora_sync merged" in sentence for sentence in found), found
+
+
+@pytest.mark.slow
+def test_peft_loads_the_adapter(exported):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+    rows, expected, base, adapter = exported
+    lm = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    for theirs, ours in zip(logprobs_of(lm, rows), expected, strict=True):
+        assert (theirs - ours).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_vllm_serves_the_adapter(exported):
+    rows, expected, base, adapter = exported
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                        "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run([sys.executable, "-c", PLAIN, base, adapter, json.dumps(rows)],
+                          env=env, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("LOGPROBS")]
+    assert lines, done.stderr[-2000:]
+    for theirs, ours in zip(json.loads(lines[0].removeprefix("LOGPROBS")), expected, strict=True):
+        assert (torch.tensor(theirs) - ours).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_other_ranks_and_exports_its_adapter(place):  # noqa: F811
+    """The real command line: the steps after a resume on one rank are those of two ranks."""
+    flags = """--lora_rank 4 --lora_sync adapter --kl_loss_coef 0.05 --batch 4 --group 4 --seed 3
+        --max_prompt_tokens 64 --max_tokens 16 --update_tokens 256 --save_every 2""".split()
+    whole = script(*flags, "--steps", "4", "--name", "whole", ranks=2, cwd=place)
+    script(*flags, "--steps", "2", "--name", "part", ranks=2, cwd=place)
+    again = script(*flags, "--steps", "4", "--name", "part", ranks=1, cwd=place)
+    assert whole.returncode == again.returncode == 0, whole.stderr[-3000:] + again.stderr[-3000:]
+    runs = [place / "runs" / name for name in ("whole", "part")]
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for run in runs]
+    assert len(rows[0]) == len(rows[1]) == 4
+    for ours, theirs in zip(*rows, strict=True):
+        assert theirs["rollout/logprob_gap_max"] < 1e-4
+        for key in ("reward/mean", "loss/policy", "loss/kl", "grad/norm", "rollout/tokens"):
+            assert abs(ours[key] - theirs[key]) < 1e-4 * max(1, abs(ours[key])), (key, ours, theirs)
+    tensors = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
+    assert all((tensors[0][n] - t).abs().max() < 1e-4 for n, t in tensors[1].items())
+    saved = sum(f.stat().st_size for f in (runs[0] / "checkpoints/step_4").iterdir())
+    assert saved < 4 * os.path.getsize(runs[0] / "adapter/adapter_model.safetensors")
+    changed = script(*flags, "--lora_targets", "q_proj", "--steps", "5", "--name", "part",
+                     cwd=place)
+    assert changed.returncode == 2 and "lora_targets was" in changed.stderr
