@@ -30,6 +30,7 @@ from model import ModelArgs, OptimizerArgs
 from plan import PlanArgs, SettingsError
 from rewards import RewardArgs
 from rollout import Engine, EngineArgs
+from turns import Episodes, TurnArgs
 
 # ---- flags ----
 
@@ -104,6 +105,7 @@ class CommonArgs:
     weights: ModelArgs = field(default_factory=ModelArgs)
     optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
     workers: RewardArgs = field(default_factory=RewardArgs)
+    episodes: TurnArgs = field(default_factory=TurnArgs)
     evaluation: EvalArgs = field(default_factory=EvalArgs)
     run: RunArgs = field(default_factory=RunArgs)
     planning: PlanArgs = field(default_factory=PlanArgs)
@@ -225,12 +227,14 @@ class Run:
         longest = checked.plan.longest
         self.log.say("  packing    " + canary.choose_packing(
             sharing, world, checked.config, longest, bfloat16))
+        self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
         self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
             max_len=longest, max_tokens=args.max_tokens, seed=args.seed,
-            kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+            kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
+            episodes=self.episodes)
         self.engine.sleep()
         trains = not args.evaluation.eval_only
         automatic = args.run.canary == "auto" and world.device.type == "cuda"
@@ -354,4 +358,6 @@ class Run:
     def close(self) -> None:
         self.log.close()
         self.scorer.close()
+        if self.episodes:
+            self.episodes.workers.close()
         self.engine.close()
