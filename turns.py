@@ -43,7 +43,7 @@ class Bridge:
     def __post_init__(self):
         self.closing = 1  # ids in which a turn's end can be
         if self.tokenizer.chat_template:
-            chat = self.render([{"role": "assistant", "content": WORDS[1]}], False)
+            chat = self.render([said(WORDS[1])], False)
             self.closing = max(1, len(self.encode(chat.rpartition(WORDS[1])[2])))
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
@@ -65,11 +65,13 @@ class Bridge:
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
         for words in WORDS:
             try:
-                before = self.render([], True) + words
-                after = self.render([{"role": "assistant", "content": words}, *messages], True)
+                start = self.render([], True).rstrip()
+                after = self.render([said(words), *messages], True)
             except (TemplateError, ValueError, TypeError, KeyError) as error:
                 raise SettingsError(f"--reply: the chat template takes no message of role {roles} "
                                     f"after the model's turn ({error}).") from None
+            before = start + words
+            after = start + after[len(start):].lstrip()  # the model may begin with a space
             if not after.startswith(before):
                 at = next(i for i, c in enumerate(before) if after[i:i + 1] != c)
                 part = slice(max(0, at - 20), at + 20)
