@@ -146,10 +146,9 @@ class Episodes:
 
         complete(requests): the engine's. seed(i, turn): of a turn of completion i.
         """
-        decode = lambda some: map(said, self.bridge.tokenizer.batch_decode(
-            [c.ids for c in some], skip_special_tokens=True))
-        for c, message in zip(completions, decode(completions), strict=True):
-            c.turns = [message]
+        message = lambda c: said(self.bridge.tokenizer.decode(c.ids, skip_special_tokens=True))
+        for c in completions:
+            c.turns = [message(c)]
         running = range(len(completions))
         for turn in range(1, self.max_turns):  # a round: a reply to each episode, one call
             running = [i for i in running if not completions[i].truncated]
@@ -161,9 +160,9 @@ class Episodes:
             new = complete([Request(
                 prompts[i].row.prompt_ids + completions[i].ids.tolist(), seed(i, turn),
                 self.max_tokens - len(completions[i].ids)) for i in running])
-            for i, c, message in zip(running, new, decode(new), strict=True):
+            for i, c in zip(running, new, strict=True):
                 append(completions[i], c.ids, c.logprobs, True)
-                completions[i].turns.append(message)
+                completions[i].turns.append(message(c))
                 completions[i].truncated = c.truncated
 
     def reply(self, episodes: list[tuple[Row, Completion]]) -> list[tuple[Score, list[int]]]:
