@@ -20,7 +20,7 @@ from plan import SettingsError
 from rewards import Item, Score, Scorer, check_rows
 from rollout import Request
 
-WORDS = "<think>\nt\n</think>\n\nyes", "yes"  # of a turn; some templates drop the first part
+WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Bridge:
     def __post_init__(self):
         self.closing = 1  # ids in which a turn's end can be
         if self.tokenizer.chat_template:
-            chat = self.render([said(WORDS[1])], False)
-            self.closing = max(1, len(self.encode(chat.rpartition(WORDS[1])[2])))
+            end = self.render([said(WORDS)], False).rpartition("yes")[2]
+            self.closing = max(1, len(self.encode(end)))
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
         system = [{"role": "system", "content": self.system}] * (self.system is not None)
@@ -63,21 +63,20 @@ class Bridge:
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
-        for words in WORDS:
-            try:
-                start = self.render([], True).rstrip()
-                after = self.render([said(words), *messages], True)
-            except (TemplateError, ValueError, TypeError, KeyError) as error:
-                raise SettingsError(f"--reply: the chat template takes no message of role {roles} "
-                                    f"after the model's turn ({error}).") from None
-            before = start + words
-            after = start + after[len(start):].lstrip()  # the model may begin with a space
-            if not after.startswith(before):
-                at = next(i for i, c in enumerate(before) if after[i:i + 1] != c)
-                part = slice(max(0, at - 20), at + 20)
-                raise SettingsError(
-                    f"--reply: the chat template rewrites earlier turns: before a message of role "
-                    f"{roles}, {before[part]!r} becomes {after[part]!r}.")
+        start = self.render([], True).rstrip()
+        try:
+            after = self.render([said(WORDS), *messages], True)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise SettingsError(f"--reply: the chat template takes no message of role {roles} "
+                                f"after the model's turn ({error}).") from None
+        before = start + WORDS
+        after = start + after[len(start):].lstrip()  # the model may begin with a space
+        if not after.startswith(before):
+            at = next(i for i, c in enumerate(before) if after[i:i + 1] != c)
+            part = slice(max(0, at - 20), at + 20)
+            raise SettingsError(
+                f"--reply: the chat template rewrites earlier turns: before a message of role "
+                f"{roles}, {before[part]!r} becomes {after[part]!r}.")
         return after[len(before):]
 
     def ids(self, last: int, messages: list[dict]) -> list[int]:
