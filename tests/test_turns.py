@@ -3,6 +3,7 @@ episode. Most tests have a fake engine; turns_worker.py has the real one."""
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -25,8 +26,11 @@ import rollout
 import turns
 from batch import Batch, Completion, Sample
 from examples import again, calculator, guess, tiny
+from faults import Attempt, differences, metrics
 from plan import SettingsError
 from rewards import Item, RewardArgs, Score, Scorer
+from test_layouts import run
+from test_layouts import same as same_run
 
 ROOT = Path(__file__).parent.parent
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}
@@ -481,3 +485,65 @@ def test_hostile_replies_among_real_ones(real):
         roles = [turn["role"] for turn in s["turns"]]
         assert roles[0] == roles[-1] == "assistant"
         assert roles.count("assistant") in ((3,) if s["kind"] in ("plain", "tools") else (2,))
+
+
+# ---- the real script
+
+AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--max_tokens", "60",
+         "--reward", f"{ROOT}/examples/again.py:right")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    ran = run(tmp_path_factory.mktemp("one"), *AGAIN)
+    assert all(row["rollout/turns_mean"] > 1.5 for row in ran.rows[:2])
+    assert "--- user\nThat is wrong (try 1). Try again.\n--- assistant\n" in ran.samples[1]
+    return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_each, flags", [(2, ()), (3, ()), (2, ("--tp", "2"))])
+def test_any_layout_plays_the_same_episodes(tmp_path, one, ranks_each, flags):
+    same_run(run(tmp_path, *AGAIN, *flags, ranks_each=ranks_each), one)
+
+
+@pytest.mark.slow
+def test_a_reply_that_always_ends_changes_nothing(tmp_path):
+    """To the bit, in metrics and weights."""
+    (tmp_path / "never.py").write_text("def reply(row, turns): return None")
+    ran = []
+    for name, flags in ("without", ()), ("with", ("--reply", f"{tmp_path}/never.py:reply")):
+        (tmp_path / name).mkdir()
+        ran.append(run(tmp_path / name, *flags))
+    left, right = (metrics(next((tmp_path / name).rglob("metrics.jsonl")).parent)
+                   for name in ("without", "with"))
+    assert left == right and left[0]["rollout/turns_mean"] == 1
+    assert torch.equal(ran[0].weights, ran[1].weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path, script):
+    def go(name, faults=""):
+        return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
+                       "--steps", "5", *AGAIN, script=script, faults=faults).end()
+
+    status, text = go("alone")
+    assert status == 0, text
+    status, text = go("x", "reply:1:3:kill")
+    assert status == 1 and "exitcode  : -9" in text, text
+    status, text = go("x")
+    assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
+    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
+    assert max(row["rollout/turns_mean"] for row in metrics(tmp_path / "runs/x")) > 1.5
+
+
+@pytest.mark.slow
+def test_the_game_is_learned(tmp_path):
+    """The command of docs/turns.md."""
+    blocks = re.findall("^```\n(.*?)^```", (ROOT / "docs/turns.md").read_text(), re.S | re.M)
+    command = next(block for block in blocks if "tiny:guess" in block)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "runs").symlink_to(ROOT / "runs")
+    flags = command.replace("\\\n", " ").split("grpo.py", 1)[1].split()
+    launch(tmp_path, ROOT / "grpo.py", *flags, size=2)     # --target_reward grades it
