@@ -67,7 +67,7 @@ class RunArgs:
 class CommonArgs:
     """Flags that several files read. The first twelve are the usual ones."""
     model: str = "tiny"
-    """A folder in Hugging Face format, a hub name, or tiny or tiny:kk (made by tiny.py)."""
+    """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
     data: str = "tiny"
     """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
     reward: tuple[str, ...] = ("exact",)
