@@ -59,8 +59,9 @@ def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: Worl
         scores = world.gather(scorer.score(sum(world.mine(units), []), size))
         told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
     for sample, score in zip(samples, scores, strict=True):
-        lost = Score(None, dict.fromkeys(score.parts), "its reply failed")
-        sample.score = lost if sample.completion.failed else score
+        sample.score = score
+        if sample.completion.failed:  # whatever its reward says
+            sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
     report(scores, told, len(units), scorer, log)
 
 

@@ -223,10 +223,10 @@ class Log:
             return
         file = f"samples/{name}.txt"
         turns = lambda s: s.completion.turns or [{"role": "completion", "content": s.text}]
-        text = "".join(
-            f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt\n"
-            f"{s.prompt.row.prompt}\n" + "".join(
-                f"--- {m['role']}\n{m['content']}\n" for m in turns(s)) for s in samples)
+        text = "".join("\n".join([
+            "-" * 80, f"reward: {s.score.total}    answer: {s.prompt.row.answer}", "--- prompt",
+            s.prompt.row.prompt, *(f"--- {m['role']}\n{m['content']}" for m in turns(s)), ""])
+            for s in samples)
         with self.disk(file):
             (self.folder / file).write_bytes(text.encode(errors="backslashreplace"))
         for s in samples[::max(1, len(samples) // max(1, show))][:show]:
