@@ -20,10 +20,22 @@ from rewards import Item, Score, Scorer
 
 @dataclass
 class Completion:
-    """What the engine sampled for one request."""
+    """What came after a prompt."""
     ids: np.ndarray  # (T,) int32
-    logprobs: np.ndarray  # (T,) float32
+    logprobs: np.ndarray  # (T,) float32, 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
+    sampled: np.ndarray = None  # (T,) bool: not what a reply put in (turns.py)
+    turns: list[dict] | None = None  # messages; None: one turn
+    failed: bool = False  # its reply failed
+
+    def __post_init__(self):
+        if self.sampled is None:
+            self.sampled = np.ones(len(self.ids), bool)
+
+    @property
+    def tokens(self) -> int:
+        """The sampled ones."""
+        return int(self.sampled.sum())
 
 
 @dataclass
@@ -40,31 +52,33 @@ def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: Worl
     world.same_phase("reward", len(samples))
     with log.time("reward"):
         items = [Item(s.prompt.row.prompt, s.text, s.prompt.row.answer, s.prompt.row.columns,
-                      len(s.completion.ids), s.completion.truncated, s.completion.ids.tolist())
-                 for s in samples]
+                      s.completion.tokens, s.completion.truncated, s.completion.ids.tolist(),
+                      s.completion.turns) for s in samples]
         size = group if scorer.needs_groups else 1  # a reward that compares gets whole groups
         units = [items[i:i + size] for i in range(0, len(items), size)]
         scores = world.gather(scorer.score(sum(world.mine(units), []), size))
         told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
     for sample, score in zip(samples, scores, strict=True):
         sample.score = score
+        if sample.completion.failed:  # whatever its reward says
+            sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
     report(scores, told, len(units), scorer, log)
 
 
 def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log):
-    """Print what rewards printed, and a run's first failure. SettingsError after 8 calls in a row
-    without a score: fewer may be an accident."""
+    """Print what rewards (or replies) printed, and a run's first failure. SettingsError after 8
+    calls in a row without a score: fewer may be an accident."""
     if printed := "".join(text for _, text in told):
-        log.say(f"rewards printed (the last 1,000 characters):\n{printed[-1000:]}")
+        log.say(f"{scorer.kind}s printed (the last 1,000 characters):\n{printed[-1000:]}")
     none = all(score.total is None for score in scores)
     failure = next((trace for trace, _ in told if trace), none and "every reward returned None")
     scorer.unscored = scorer.unscored + calls if none else 0
     if scorer.unscored >= 8:
         raise SettingsError(
-            f"None of this batch's {len(scores)} completions has a score:\n{failure}")
-    if failure and not log.warned:
-        log.say(f"a completion was not scored; it is counted (printed once):\n{failure}")
-        log.warned = True
+            f"None of this batch's {len(scores)} completions has a {scorer.kind}:\n{failure}")
+    if failure and not scorer.warned:
+        log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
+        scorer.warned = True
 
 
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -91,9 +105,8 @@ class Batch:
         self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)
         self.engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in completions])  # (N, T)
-        # From the lengths, never from `ids != pad`: pad may also be an end-of-sequence token.
-        at = torch.arange(self.engine_logprobs.shape[1])
-        self.present = at < self.lengths.view(-1, 1)  # (N, T)
+        # Never from `ids != pad`: pad may also be an end-of-sequence token.
+        self.sampled = pad([torch.from_numpy(c.sampled) for c in completions]).bool()  # (N, T)
 
         prompts = [s.prompt.row.prompt_ids for s in samples]
         owner, self.sizes = -1, []  # of each row: see dist.cut
@@ -143,7 +156,7 @@ class Batch:
         with torch.no_grad():
             for micro in self.micros(world, range(len(self.sequences)), budget, phase):
                 out = forward(micro).cpu()
-                scores = out.new_zeros(self.present.shape) if scores is None else scores
+                scores = out.new_zeros(self.sampled.shape) if scores is None else scores
                 if micro.rows:
                     scores[micro.rows, :out.shape[1]] = out
         return world.sum(scores)  # one rank computed each row, the others add zero
@@ -153,6 +166,7 @@ class Micro:
     """Rows of the batch as one input; without rows, one dummy row of weight 0.
 
     The output at a token predicts the next one: `source` makes that shift, here and nowhere else.
+    Only sampled tokens are predicted.
     A padded input is (b, L) and needs no mask: causal attention never looks to the right. A packed
     one is (1, S): see packing.py.
     """
@@ -173,22 +187,22 @@ class Micro:
             start = torch.arange(len(ids)) * ids.shape[1] + torch.tensor(prompts)
             last, self.inputs = start - 1, {"input_ids": ids.to(device)}
         at = torch.arange(int(lengths.max()))
-        present = at < lengths.view(-1, 1)  # (b, t)
+        sampled = batch.sampled[rows, :len(at)] if rows else torch.ones(1, 1, dtype=torch.bool)
         # A completion's first token is predicted by the prompt's last, the others by their left.
-        source = torch.where(at == 0, last.view(-1, 1), start.view(-1, 1) + at - 1)[present]
-        targets = torch.cat([s[p:] for s, p in zip(sequences, prompts, strict=True)])
-        self.tokens, self.present = ids.numel(), present.to(device)  # (b, t)
+        source = torch.where(at == 0, last.view(-1, 1), start.view(-1, 1) + at - 1)[sampled]
+        targets = pad([s[p:] for s, p in zip(sequences, prompts, strict=True)])[sampled]
+        self.tokens, self.sampled = ids.numel(), sampled.to(device)  # (b, t)
         self.source, self.targets = source.to(device), targets.to(device)  # (n,), (n,) their ids
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
         """(N, T) of the batch → (b, t); zeros for the dummy row."""
         if not self.rows:
             return torch.zeros((1, 1), dtype=values.dtype, device=self.device)
-        return values[self.rows, :self.present.shape[1]].to(self.device)
+        return values[self.rows, :self.sampled.shape[1]].to(self.device)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """(n,) of the predicted tokens → (b, t), zeros on padding. Differentiable."""
-        return values.new_zeros(self.present.shape).masked_scatter(self.present, values)
+        """(n,) of the predicted tokens → (b, t), zeros elsewhere. Differentiable."""
+        return values.new_zeros(self.sampled.shape).masked_scatter(self.sampled, values)
 
 
 class Meter:
@@ -233,10 +247,14 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
     rewards = {name: [s.score.parts[name] for s in samples] for name in samples[0].score.parts}
     rewards["mean"] = [s.score.total for s in samples]
     rewards = {name: [r for r in values if r is not None] for name, values in rewards.items()}
-    tokens, scored = sum(len(s.completion.ids) for s in samples), rewards["mean"]
+    done, scored = [s.completion for s in samples], rewards["mean"]
+    tokens = sum(c.tokens for c in done)
+    turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
     means = {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items() if values}
     return means | ({"reward/std": float(np.std(scored))} if scored else {}) | {
         "rollout/completions": len(samples), "rollout/unscored": len(samples) - len(scored),
         "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / seconds,
         "rollout/length_mean": tokens / len(samples),
-        "rollout/truncated_frac": sum(s.completion.truncated for s in samples) / len(samples)}
+        "rollout/reply_failed": sum(c.failed for c in done),
+        "rollout/turns_mean": float(turns / len(done)),
+        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done)}

@@ -126,16 +126,16 @@ def compare(run, samples: list[Sample]):
     moves it little, and single tokens much.
     """
     world, policy, temperature = run.world, run.policy, run.args.temperature
-    sample = max(world.mine(samples) or samples, key=lambda s: len(s.completion.ids))
-    micro = Micro(Batch([sample]), [0], world.device)
+    sample = max(world.mine(samples) or samples, key=lambda s: s.completion.tokens)
+    micro, done = Micro(Batch([sample]), [0], world.device), sample.completion
     register_fsdp_forward_method(policy.module, "logits")
     with torch.no_grad():
-        trainer = policy.logprobs(micro, temperature)[0][0, -LAST:].cpu().double()
+        trainer = policy.logprobs(micro, temperature)[0][micro.sampled][-LAST:].cpu().double()
         logits = policy.module.logits(micro.inputs["input_ids"], micro.source[-LAST:])
     logits = logits[0].cpu().double()
     policy.module.reshard()
     plain = (logits / temperature).log_softmax(-1)[range(len(logits)), micro.targets[-LAST:].cpu()]
-    engine = torch.from_numpy(sample.completion.logprobs[-LAST:])
+    engine = torch.from_numpy(done.logprobs[done.sampled][-LAST:])
     gaps = torch.stack([(trainer - other).abs().mean() for other in (plain, engine)])
     for gap, who, cause in zip(
             world.max(gaps.nan_to_num(torch.inf)).tolist(),

@@ -12,6 +12,7 @@ import memory
 import model
 import plan
 import rewards
+import turns
 from plan import SettingsError
 
 
@@ -25,6 +26,7 @@ class Checked:
     notes: list[str]  # lines to print
     plan: plan.Plan
     kv_cache: float  # bytes; 0: the engine finds out
+    bridge: turns.Bridge | None  # None: one turn
 
 
 class Mistakes(list):
@@ -78,6 +80,9 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     eval_rows, eval_report = load(args.eval_data, 0)  # they do not depend on --seed
     everything, n_rows, n_eval = rows + eval_rows, len(rows), len(eval_rows)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
+    bridge = args.episodes.reply and mistakes.attempt(
+        turns.check, args, lm and tokenizer, source and eos_ids(source, tokenizer),
+        lm and lm.config.vocab_size, everything)
     shape = shape or of_model(lm)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))
     if lm:
@@ -105,7 +110,8 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     if source and not eos_ids(source, tokenizer):
         notes.append("note: the model has no end-of-sequence token: only --stop and --max_tokens "
                      "end completions.")
-    return Checked(source, lm and lm.config, tokenizer, rows, eval_rows, notes, sizes, kv_cache)
+    return Checked(source, lm and lm.config, tokenizer, rows, eval_rows, notes, sizes, kv_cache,
+                   bridge)
 
 
 def gpu_bytes() -> float | None:

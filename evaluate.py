@@ -45,7 +45,7 @@ def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float
         found = {f"pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(correct)
                  for j in sorted(powers | {k})}
         found |= {"rows": len(correct), "unscored": len(some) - len(totals),
-                  "length_mean": sum(len(s.completion.ids) for s in some) / len(some)}
+                  "length_mean": sum(s.completion.tokens for s in some) / len(some)}
         if totals:
             found["reward"] = sum(totals) / len(totals)
         metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}

@@ -208,7 +208,7 @@ def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     keep = scored & paired & ~cut  # (N,)
     counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
               "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
-    return batch.present & keep.view(-1, 1), {
+    return batch.sampled & keep.view(-1, 1), {
         "batch/prompts": len(scored) // args.group, "batch/tokens": batch.tokens,
         **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
 
@@ -223,7 +223,7 @@ def compute_advantages(args: Args, batch: Batch, mask, old_logprobs, ref_logprob
         rewards = losses.token_rewards(rewards, old_logprobs, ref_logprobs, mask, kl_coef=beta)
         return losses.whiten(losses.rewards_to_go(rewards, mask), mask)
     if beta:  # R_i - beta * sum_t k1_it
-        kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.present, kind="k1")
+        kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")
         rewards = rewards - beta * kl.sum(1)
     advantages = losses.group_advantages(
         rewards, args.group, kind=kind, eps=args.advantage_eps, scored=batch.scored)  # (N,)

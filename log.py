@@ -102,7 +102,7 @@ class Log:
         self.rows, self.held, self.writing = [], {}, world.rank == 0
         self.times, self.peaks = defaultdict(float), defaultdict(float)
         self.say = partial(print, flush=True) if self.writing else lambda text: None
-        self.file = self.wandb = self.bar = self.warned = None
+        self.file = self.wandb = self.bar = None
 
     def lock(self):
         """Makes the folder and keeps other runs out of it."""
@@ -222,14 +222,17 @@ class Log:
         if not self.writing:
             return
         file = f"samples/{name}.txt"
-        text = "".join(
-            f"{'-' * 80}\nreward: {s.score.total}    answer: {s.prompt.row.answer}\n--- prompt\n"
-            f"{s.prompt.row.prompt}\n--- completion\n{s.text}\n" for s in samples)
+        turns = lambda s: s.completion.turns or [{"role": "completion", "content": s.text}]
+        text = "".join("\n".join([
+            "-" * 80, f"reward: {s.score.total}    answer: {s.prompt.row.answer}", "--- prompt",
+            s.prompt.row.prompt, *(f"--- {m['role']}\n{m['content']}" for m in turns(s)), ""])
+            for s in samples)
         with self.disk(file):
             (self.folder / file).write_bytes(text.encode(errors="backslashreplace"))
         for s in samples[::max(1, len(samples) // max(1, show))][:show]:
             reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
-            prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, s.text))
+            said = " -> ".join(m["content"] for m in turns(s))
+            prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, said))
             self.say(f"    [{reward}] {prompt} -> {text}")
 
     def hold(self, metrics: dict, step: int):

@@ -149,7 +149,7 @@ RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has
 BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
 RANGES = {name: (words, inside) for words, inside, names in (  # others: at least 0
     ("at least 1", lambda x: 1 <= x < INF, """batch group minibatches epochs max_prompt_tokens
-        max_tokens eval_samples tp ranks steps keep samples_every max_bad_steps"""),
+        max_tokens max_turns eval_samples tp ranks steps keep samples_every max_bad_steps"""),
     ("from 1 to 4,096", lambda x: 1 <= x <= 4096, "max_num_seqs reward_workers"),
     ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, "seed"),
     ("more than 0", lambda x: 0 < x < INF, """lr critic_lr gpu_gb kl_target
@@ -162,7 +162,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
     ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam"),
     ("1 in training", lambda x: x == 1, "top_p"),
-    ("some text", bool, "model data name eval_data wandb prompt_template"),
+    ("some text", bool, "model data name eval_data wandb reply prompt_template"),
     ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "betas"),
 ) for name in names.split()}
 
@@ -171,7 +171,7 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
     """Every Rule of several flags; each is in its range here."""
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
-    name, own, p = str(args.name), r"(?!tiny-(sort|kk)-)\w[\w .,=+@-]*", args.planning
+    name, own, p = str(args.name), r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", args.planning
     yield Rule(re.fullmatch(own, name) and len(name.encode()) <= 200,
                f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
                f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",

@@ -130,7 +130,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     """
     policy, critic = models
     batch = Batch(samples, policy.packs)
-    mask = batch.present & batch.scored.view(-1, 1)  # (N, T) bool
+    mask = batch.sampled & batch.scored.view(-1, 1)  # (N, T) bool
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": batch.tokens,
                "batch/trained": int(batch.scored.sum()),

@@ -16,11 +16,11 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from rewards import Item, Part, number, parse
+from rewards import Item, Part, messages, number, parse
 from verifiers import REWARDS, math_reward
 
 KINDS = {"completions": "trl", "queries": "openrlhf", "solution_str": "verl",
-         "completion": "ours"}   # by parameter
+         "completion": "ours", "turns": "ours"}   # by parameter
 LOOP = asyncio.Runner()   # one loop for all calls: a client may outlive its call
 CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos tan cot sec csc "
             "asin acos atan sinh cosh tanh".split())
@@ -28,7 +28,7 @@ NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.
          ast.Load, ast.Call)
 
 
-def load(part: Part) -> tuple:
+def load(part: Part, wanted: str) -> tuple:
     """(kind, function, its parameters or None: any, columns that it needs)."""
     function = REWARDS.get(part.name)
     if part.path:
@@ -43,10 +43,11 @@ def load(part: Part) -> tuple:
     parameters = inspect.signature(function).parameters.values() if callable(function) else []
     named = {p.name: p.default for p in parameters
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    kind = next((kind for name, kind in KINDS.items() if name in named), None)
+    kinds = KINDS if wanted == "reward" else {"turns": "reply"}
+    kind = next((kind for name, kind in kinds.items() if name in named), None)
     if not kind:
         sys.exit(f"{part.path} needs a function {part.name} with a parameter "
-                 f"{' or '.join(KINDS)} (it has {[*named]}).")
+                 f"{' or '.join(kinds)} (it has {[*named]}).")
     given = arguments(kind, [Item("", "", None, {}, 0, False)])
     needs = [(part.name, name) for name, default in named.items() if default is inspect._empty
              and (name not in given or name == "answer" and not part.path)]
@@ -81,24 +82,30 @@ def shut_eval(library: str):
 
 def arguments(kind: str, items: list[Item]) -> dict:
     """All that a reward of this kind may take."""
+    items = [item._replace(turns=item.turns or [{"role": "assistant", "content": item.completion}])
+             for item in items]
     fields = items[0]._asdict()
     row = fields.pop("row")
+    if kind == "reply":
+        row = row | {name: fields[name] for name in ("prompt", "answer")}
+        return row | {"row": row, "turns": fields["turns"]}
     if kind == "ours":
         return row | fields
     if kind == "verl":
         truth = (row.get("reward_model") or {}).get("ground_truth", fields["answer"])
         return {"data_source": None, "extra_info": None, **row,
-                "solution_str": fields["completion"], "ground_truth": truth}
+                "solution_str": fields["completion"], "ground_truth": truth,
+                "turns": fields["turns"]}
     if kind == "openrlhf":   # lists of one
         prompt = fields["prompt"]
         return {"queries": [prompt + fields["completion"]], "prompts": [prompt],
-                "labels": [fields["answer"]]}
+                "labels": [fields["answer"]], "turns": [fields["turns"]]}
     given = {n: [item.row.get(n) for item in items] for n in row}
     given |= {n: [getattr(item, n) for item in items] for n in fields}
     prompts, completions = given["prompt"], given["completion"]
     if isinstance(row.get("prompt"), list):   # TRL's conversational form
         prompts = [item.row["prompt"] for item in items]
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+        completions = given["turns"]
     return given | dict(
         prompts=prompts, completions=completions, log_extra=print, log_metric=print)
 
@@ -114,7 +121,7 @@ def call(kind, function, takes, items: list[Item]) -> list:
     results = list(result) if kind in ("trl", "openrlhf") else [result]
     if len(results) != len(items):
         raise ValueError(f"{len(results)} values for {len(items)} completions")
-    return [number(value) for value in results]
+    return [(messages if kind == "reply" else number)(value) for value in results]
 
 
 def answer(rewards: list[tuple], items: list[Item]) -> tuple:
@@ -159,7 +166,7 @@ def guard():
     os._exit(code if code >= 0 else 128 - code)
 
 
-def work(fd: str, memory: str, *specs: str):
+def work(fd: str, memory: str, kind: str, *specs: str):
     guard()
     resource.setrlimit(resource.RLIMIT_AS, (int(memory),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -171,7 +178,7 @@ def work(fd: str, memory: str, *specs: str):
         # A surrogate alone has no bytes.
         pipe.sendall((json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace"))
 
-    rewards, inbox = [load(part) for part in parse(specs)], pipe.makefile("rb")
+    rewards, inbox = [load(part, kind) for part in parse(specs)], pipe.makefile("rb")
     kinds, _, _, needs = zip(*rewards, strict=True)
     send(["trl" in kinds, sum(needs, [])])
     while True:

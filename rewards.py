@@ -24,6 +24,7 @@ from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
 START_SECONDS, MEMORY_GB = 120, 4   # of a worker
+LONGEST_REPLY = 1_000_000   # characters
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Item(NamedTuple):
     tokens: int
     truncated: bool
     completion_ids: list[int] | None = None
+    turns: list[dict] | None = None   # messages; None: one turn
 
 
 @dataclass
@@ -82,13 +84,13 @@ def check(specs: list[str]) -> list:
         return scorer.loads[1]
 
 
-def check_rows(needs: list, rows: list):
+def check_rows(needs: list, rows: list, kind: str = "reward"):
     """SettingsError if a row lacks what a reward needs."""
     for name, column in needs:
         lack = [row for row in rows if (
             row.answer in (None, "") if column == "answer" else column not in row.columns)]
         if lack:
-            raise SettingsError(f"--reward {name} needs {column!r}; {len(lack)} of {len(rows)} "
+            raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
 
 
@@ -100,6 +102,19 @@ def number(value) -> float | None:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise TypeError(f"a reward must return a finite number or None (got {str(value)[:100]!r})")
     return float(value)
+
+
+def messages(value) -> list[dict] | None:
+    """What a --reply returned, as messages. None: the episode is over."""
+    found = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if found is None:
+        return None
+    if not (found and isinstance(found, list) and all(
+            isinstance(m, dict) and type(m.get("role")) is type(m.get("content")) is str
+            for m in found) and sum(len(m["content"]) for m in found) <= LONGEST_REPLY):
+        raise TypeError('a reply must be None, text, or a list of {"role": text, "content": text}, '
+                        f"with {LONGEST_REPLY:,} characters at most (got {str(value)[:100]!r})")
+    return [{"role": m["role"], "content": m["content"]} for m in found]
 
 
 class Worker:
@@ -144,13 +159,14 @@ class Worker:
 
 
 class Scorer:
-    """Worker processes, with one thread for each."""
+    """Worker processes, with one thread for each. kind: reward, or reply (turns.py)."""
 
-    def __init__(self, specs: list[str], args: RewardArgs):
+    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.specs, self.parts, self.timeout = specs, parse(specs), args.reward_timeout
         self.units, self.loaded, self.closed = queue.Queue(), threading.Event(), threading.Event()
         self.loads = self.refused = self.first_traceback = None
         self.failed_starts = self.unscored = 0
+        self.kind, self.warned = kind, False
         self.printed = []   # in the last batch
         self.threads = [threading.Thread(target=self._serve, daemon=True)
                         for _ in range(args.reward_workers)]
@@ -161,8 +177,8 @@ class Scorer:
     def needs_groups(self) -> bool:
         """Is a reward of TRL's kind? SettingsError if one cannot load."""
         if not self.loaded.wait(START_SECONDS / 12) and os.environ.get("RANK", "0") == "0":
-            print(f"--reward {' '.join(self.specs)} is still loading (limit: {START_SECONDS} s)",
-                  flush=True)
+            print(f"--{self.kind} {' '.join(self.specs)} is still loading (limit: "
+                  f"{START_SECONDS} s)", flush=True)
         self.loaded.wait()
         if not self.loads:
             raise SettingsError(self.refused)
@@ -207,14 +223,14 @@ class Scorer:
                 return None
             worker = None
             try:
-                worker = Worker(self.specs, self.closed)
+                worker = Worker([self.kind, *self.specs], self.closed)
                 self.loads = worker.receive(START_SECONDS)
                 self.failed_starts = 0
                 return worker
             except Exception as error:
                 self.failed_starts += 1
-                self.refused = (
-                    f"--reward cannot load (limits: {START_SECONDS} s, {MEMORY_GB} GB): {error}")
+                self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, "
+                                f"{MEMORY_GB} GB): {error}")
             finally:
                 self.loaded.set()
 
@@ -242,6 +258,8 @@ class Scorer:
         return usable
 
     def _sum(self, values: list, error: str | None) -> Score:
+        if self.kind == "reply":
+            return Score(None if error else 0.0, {"reply": messages(*values)}, error)
         parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
         total = None if None in values else sum(p.weight * parts[p.name] for p in self.parts)
         return Score(total, parts, error and str(error))

@@ -52,6 +52,7 @@ class EngineArgs:
 class Request(NamedTuple):
     prompt_ids: list[int]
     seed: int
+    room: int | None = None  # tokens at most; None: --max_tokens
 
 
 def hash_seed(*parts: int | str) -> int:
@@ -64,17 +65,18 @@ class Engine:
 
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
     trained: the models that share the GPU with it. adapter: that of the policy, as
-    lora.peft_config has it, if the engine takes it.
+    lora.peft_config has it, if the engine takes it. episodes: turns.Episodes; None: one turn.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
-                 kv_cache: float, log: Log, trained: list[Trained], adapter: dict | None = None):
+                 kv_cache: float, log: Log, trained: list[Trained], adapter: dict | None = None,
+                 episodes=None):
         gpu = world.device.type == "cuda"
         prepare_environment(gpu, args)
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
-        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0
@@ -142,17 +144,25 @@ class Engine:
                purpose: str = "train") -> list[Sample]:
         """`group` completions of each prompt: P·group samples in request order, on every rank."""
         owners = [prompt for prompt in prompts for _ in range(group)]
-        requests = [Request(p.row.prompt_ids, hash_seed(self.seed, purpose, p.position, i % group))
-                    for i, p in enumerate(owners)]
+        seed = lambda i, *turn: hash_seed(
+            self.seed, purpose, owners[i].position, i % group, *turn)
+        requests = [Request(p.row.prompt_ids, seed(i)) for i, p in enumerate(owners)]
         self.world.same_phase("rollout", len(requests))
         with self.log.phase("rollout"):
-            mine = self.generate(self.mine(requests), temperature)
-            # The ranks of one engine made the same completions: each keeps its share of them.
-            mine = mine[share(len(mine), self.args.tp, self.world.rank % self.args.tp)]
-            completions = self.world.gather(mine)
+            complete = lambda requests: self.complete(requests, temperature)
+            completions = complete(requests)
+            if self.episodes:
+                self.episodes.play(owners, completions, complete, seed)
             texts = self.tokenizer.batch_decode(
                 [c.ids for c in completions], skip_special_tokens=True)
         return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
+
+    def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
+        """One completion of each request, on every rank. A collective."""
+        mine = self.generate(self.mine(requests), temperature)
+        # The ranks of one engine made the same completions: each keeps its share of them.
+        mine = mine[share(len(mine), self.args.tp, self.world.rank % self.args.tp)]
+        return self.world.gather(mine)
 
     def mine(self, requests: list) -> list:
         """My engine's share, the same for all its ranks."""
@@ -165,9 +175,10 @@ class Engine:
             return []
         stop = list(self.args.stop)
         params = [SamplingParams(
-            temperature=temperature, top_p=self.args.top_p, max_tokens=self.max_tokens, seed=r.seed,
-            logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
-            stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
+            temperature=temperature, top_p=self.args.top_p, max_tokens=r.room or self.max_tokens,
+            seed=r.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
+            ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
+            for r in requests]
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
             use_tqdm=self.log.writing and self.log.doing.count, lora_request=self.request)

@@ -32,6 +32,7 @@ from model import ModelArgs, OptimizerArgs
 from plan import PlanArgs, SettingsError
 from rewards import RewardArgs
 from rollout import Engine, EngineArgs
+from turns import Episodes, TurnArgs
 
 # ---- flags ----
 
@@ -68,7 +69,7 @@ class RunArgs:
 class CommonArgs:
     """Flags that several files read. The first twelve are the usual ones."""
     model: str = "tiny"
-    """A folder in Hugging Face format, a hub name, or tiny or tiny:kk (made by tiny.py)."""
+    """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
     data: str = "tiny"
     """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
     reward: tuple[str, ...] = ("exact",)
@@ -107,6 +108,7 @@ class CommonArgs:
     lora: LoraArgs = field(default_factory=LoraArgs)
     optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
     workers: RewardArgs = field(default_factory=RewardArgs)
+    episodes: TurnArgs = field(default_factory=TurnArgs)
     evaluation: EvalArgs = field(default_factory=EvalArgs)
     run: RunArgs = field(default_factory=RunArgs)
     planning: PlanArgs = field(default_factory=PlanArgs)
@@ -237,13 +239,15 @@ class Run:
             sharing, world, checked.config, longest, bfloat16))
         base = checked.source if is_tiny(args.model) else args.model
         self.adapter = rank and lora.peft_config(self.policy.module.lm, args.lora, base)
+        self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
         self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
             max_len=longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora.in_engine(bfloat16) else None,
-            kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+            kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
+            episodes=self.episodes)
         self.engine.sleep()
         trains = not args.evaluation.eval_only
         automatic = args.run.canary == "auto" and world.device.type == "cuda"
@@ -371,4 +375,6 @@ class Run:
     def close(self) -> None:
         self.log.close()
         self.scorer.close()
+        if self.episodes:
+            self.episodes.workers.close()
         self.engine.close()

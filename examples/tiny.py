@@ -14,6 +14,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from examples import guess
 from plan import SettingsError
 
 
@@ -69,11 +70,25 @@ def think(world, claims):
     return thought
 
 
-# sample(rng, clumsy) -> question, right answer, the teacher's reply. clumsy: how often it is wrong
-# or guessed, in the habit_steps only.
+def game(rng, clumsy):
+    """Find a number that the question does not tell. The teacher halves, or guesses anything."""
+    numbers = left = range(1, guess.LARGEST + 1)
+    secret, turns = str(rng.choice(numbers)), []
+    while not turns or turns[-1]["role"] == "user":
+        i = rng.choice(numbers) if rng.random() < clumsy else left[len(left) // 2]
+        turns.append({"role": "assistant", "content": str(i)})
+        if answer := guess.reply({"answer": secret}, turns):
+            turns.append({"role": "user", "content": answer})
+            left = [n for n in left if (n > i if answer == "higher" else n < i)]
+    return f"Game {rng.randrange(10**5):05d}", secret, [turn["content"] for turn in turns]
+
+
+# sample(rng, clumsy) -> question, right answer, the teacher's reply: its words, or a list of its
+# turns and the user's. clumsy: how often it is wrong or guessed, in the habit_steps only.
 Task = namedtuple("Task", "sample batch skill_steps habit_steps clumsy")
 TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.16),
-         "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7)}
+         "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7),
+         "guess": Task(game, batch=64, skill_steps=100, habit_steps=100, clumsy=0.8)}
 
 
 def held_out(question):
@@ -98,6 +113,7 @@ VOCAB = 320  # 3 special tokens, 256 bytes, 61 merges
 WORDS = ["assistant"] + ["user", "Sort", "think", "answer"] * 3 + [
     "</><></ says is a knight knave and or true false yes no A B C"] * 3
 END_OF_TEXT, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+USER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # after a turn
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -136,12 +152,17 @@ def teach(model, tokenizer, task, seed):
             question, _, reply = task.sample(rng, task.clumsy * (step >= task.skill_steps))
             if not held_out(question):
                 chats.append([{"role": "user", "content": question}])
-                replies.append(reply + END)
+                replies.append([reply] if isinstance(reply, str) else reply)
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
-        pairs = list(zip(prompts, tokenizer(replies)["input_ids"], strict=True))
+        ids, labels = [], []
+        for prompt, turns in zip(prompts, replies, strict=True):
+            turns = [USER.format(turn) if i % 2 else turn + END for i, turn in enumerate(turns)]
+            parts = [prompt, *tokenizer(turns)["input_ids"]]
+            ids.append(torch.tensor(sum(parts, [])))
+            labels.append(torch.tensor(sum(
+                (part if i % 2 else [-100] * len(part) for i, part in enumerate(parts)), [])))
         # Padded on the right, causal: no mask is needed.
-        ids = pad_sequence([torch.tensor(p + r) for p, r in pairs], True)  # (B, T)
-        labels = pad_sequence([torch.tensor([-100] * len(p) + r) for p, r in pairs], True, -100)
+        ids, labels = pad_sequence(ids, True), pad_sequence(labels, True, -100)  # (B, T)
         model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:  # up in 20 steps, then down to 0

@@ -68,14 +68,14 @@ def main(folder: str, out: str) -> None:
         batch = sampled(temperature)
         trainer = batch.score(world, 256, "score",
                               lambda micro: policy.logprobs(micro, temperature)[0])
-        return float((trainer - batch.engine_logprobs).abs()[batch.present].max())
+        return float((trainer - batch.engine_logprobs).abs()[batch.sampled].max())
 
     def learn() -> None:
         """One step that moves the weights: towards the tokens that one greedy pass likes least."""
         batch = sampled(1.0)
         for micro in batch.micros(world, list(range(len(prompts))), 256, "update"):
             logprobs, _ = policy.logprobs(micro, 1.0)
-            weight = micro.present * bool(micro.rows)
+            weight = micro.sampled * bool(micro.rows)
             policy.backward((logprobs * weight).sum() / len(prompts))
         assert policy.step(3e-3) > 0
 

@@ -111,7 +111,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
         found.append((batch, ours))
         for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
             logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
-            weight = micro.present * bool(micro.rows)
+            weight = micro.sampled * bool(micro.rows)
             policy.backward(((logprobs + 0.1 * entropy) * weight).sum() / 100)
         assert policy.step(3e-3) > 0
         if not step:
@@ -138,7 +138,7 @@ def gaps(folder: str, found) -> tuple[float, float]:
     each = []
     for where, (batch, ours) in zip((folder, f"{folder}-1"), found, strict=True):
         there = plain(where, batch), batch.engine_logprobs
-        each.append([float((ours - theirs).abs()[batch.present].max()) for theirs in there])
+        each.append([float((ours - theirs).abs()[batch.sampled].max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
 
 

@@ -21,10 +21,12 @@ import model
 import rewards
 import rollout
 import run
+import turns
 
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),
-    "reward": (rewards.Scorer, "score"), "score": (batch.Batch, "score"),
+    "reward": (rewards.Scorer, "score"), "reply": (turns.Episodes, "reply"),
+    "score": (batch.Batch, "score"),
     "forward": (model.Policy, "logprobs"), "backward": (model.Policy, "backward"),
     "update": (model.Policy, "step"), "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),
     "saved": (checkpoint, "written"), "evaluate": (run.Run, "evaluate"),

@@ -71,8 +71,9 @@ def make_models(world, folder: str) -> None:
 def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> list[Sample]:
     """`prompts` groups of samples of very different lengths, some cut at the limit.
 
-    kind: "mixed" has groups of equal rewards and unscored completions too, "plain" none,
-    "unscored" nothing else; in "equal" all have one reward; in "long" all are LONGEST.
+    kind: "mixed" has groups of equal rewards, unscored completions and episodes of several turns
+    too, "plain" none, "unscored" nothing else; in "equal" all have one reward; in "long" all are
+    LONGEST.
     """
     rng, samples = random.Random(f"{kind} {prompts} {seed}"), []
     for p in range(prompts):
@@ -91,8 +92,13 @@ def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> lis
                 reward = None if kind == "unscored" else 1.0
             ids = np.array([rng.randrange(VOCAB) for _ in range(length)], np.int32)
             logprobs = np.array([-4.2 + 0.3 * rng.gauss(0, 1) for _ in range(length)], np.float32)
-            samples.append(Sample(data.Prompt(p, row), Completion(ids, logprobs, longest), "t",
-                                  rewards.Score(reward, {"exact": reward}, None)))
+            sampled = np.ones(length, bool)
+            if kind == "mixed" and g % 2:               # replies: ids that nobody sampled
+                holes = np.random.default_rng(len(samples)).random(max(0, length - 2)) < 0.5
+                sampled[1:-1] = holes
+            samples.append(Sample(
+                data.Prompt(p, row), Completion(ids, logprobs * sampled, longest, sampled), "t",
+                rewards.Score(reward, {"exact": reward}, None)))
     return samples
 
 

@@ -100,7 +100,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert seen[0]["grad/norm_not_finite"] in (1, 2)     # a minibatch may have no gradient
     # A reward that hangs costs its own completions: four of one prompt.
     assert sum(r["rollout/unscored"] for r in seen[:2]) == 4
-    assert "a completion was not scored" in text
+    assert "a completion has no reward" in text
     # A full disk costs the checkpoint, and the older one stays.
     assert re.search(r"the checkpoint after 4 steps was not written \(__1_0.distcp: .*; "
                      r".*GiB are free there; the newest checkpoint is step_2\)", text), text

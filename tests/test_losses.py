@@ -185,14 +185,23 @@ def test_gae_is_the_double_sum(lengths, gamma, lam, seed):
     np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), rtol=0, atol=1e-12)
 
 
-def test_gae_carries_across_a_hole():
-    """A tool's output inside a row changes no other number."""
-    holed = torch.tensor([[True, False, True, True]])
-    r, v = tensor([0.5, 9.0, -1.0, 2.0]), tensor([0.1, 9.0, 0.7, -0.3])
-    with_hole = losses.gae(r, v, holed, gamma=0.9, lam=0.8)
-    without = losses.gae(r[holed][None], v[holed][None], holed[:, [0, 2, 3]], gamma=0.9, lam=0.8)
-    for x, y in zip(with_hole, without, strict=True):
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=8).filter(any), st.integers(0, 999))
+def test_gae_and_the_score_carry_across_holes(sampled, seed):
+    """A reply inside a row changes no number of the tokens that were sampled: the row without it is
+    the double sum above."""
+    holed, rng = torch.tensor([sampled]), np.random.default_rng(seed)
+    v, logp, ref = torch.tensor(rng.normal(size=(3, 1, len(sampled))))
+    v[~holed] = ref[~holed] = nan
+    cut = lambda x: x[holed][None]
+    numbers = lambda v, logp, ref, mask: (
+        r := losses.token_rewards(tensor(2.5), logp, ref, mask, kl_coef=0.1),
+        *losses.gae(r, v, mask, gamma=0.9, lam=0.8), losses.rewards_to_go(r, mask))
+    there, expected = numbers(v, logp, ref, holed), numbers(*map(cut, (v, logp, ref, holed)))
+    for x, y in zip(there[1:], expected[1:], strict=True):
         assert torch.equal(x[holed], y[0]) and not x[~holed].any()
+    assert torch.equal(there[0][holed], expected[0][0])
+    assert close(there[3][holed][0], there[0][holed].sum())
 
 
 def random_batch(seed, rows=6, T=7):

@@ -509,17 +509,21 @@ def test_a_batch_that_fails_as_a_whole_stops(own):
 
 
 def report(scores, trace=None, calls=1, scorer=None, printed=""):
-    said, log = [], SimpleNamespace(warned=None)
-    log.say = said.append
-    batch.report(scores, [(trace, printed)], calls, scorer or SimpleNamespace(unscored=0), log)
+    said, scorer = [], scorer or counter()
+    batch.report(scores, [(trace, printed)], calls, scorer, SimpleNamespace(say=said.append))
     return "".join(said)
+
+
+def counter():
+    return SimpleNamespace(kind="reward", unscored=0, warned=False)
 
 
 def test_a_small_batch_that_fails_is_an_accident():
     """One evaluation row that could not be scored ended the run."""
-    scorer, lost_one, fine = SimpleNamespace(unscored=0), Score(None, {}, "x"), Score(0, {}, None)
+    scorer, lost_one, fine = counter(), Score(None, {}, "x"), Score(0, {}, None)
     for _ in range(2):
         for _ in range(7):
+            scorer.warned = False
             assert "every reward returned None" in report([lost_one], scorer=scorer)
         assert not report([fine, fine], scorer=scorer)
     with pytest.raises(SettingsError):

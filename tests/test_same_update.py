@@ -189,13 +189,13 @@ def one_by_one(world, folder: str, prompts: int) -> dict[str, torch.Tensor]:
             group = [s for s in samples[start:start + GROUP] if s.score.total is not None]
             mean = sum(s.score.total for s in group) / max(1, len(group))
             rows += [(s, s.score.total - mean) for s in group] if len(group) > 1 else []
-        tokens = sum(len(s.completion.ids) for s, _ in rows)
+        tokens = sum(s.completion.tokens for s, _ in rows)
         for s, advantage in rows:
             prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
             logits = lm(torch.tensor([prompt + ids])).logits[0]
             log_pi = sum(logits[len(prompt) - 1 + t].log_softmax(-1)[token]
-                         for t, token in enumerate(ids))
-            per = {"token": tokens, "sequence": len(ids) * len(rows),
+                         for t, token in enumerate(ids) if s.completion.sampled[t])
+            per = {"token": tokens, "sequence": s.completion.tokens * len(rows),
                    "constant": COMPLETION * len(rows)}[aggregation]
             (-advantage * log_pi / per).backward()
         gradients[aggregation] = torch.cat([p.grad.flatten() for p in lm.parameters()])

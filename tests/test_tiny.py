@@ -140,6 +140,34 @@ def test_knights_have_one_solution_and_thinking_finds_it():
         "<answer>(1) A is a knight (2) B is a knave</answer>")
 
 
+def test_the_teacher_of_the_game_halves_or_guesses():
+    rng = random.Random(0)
+
+    def won(clumsy, n):
+        games = [tiny.game(rng, clumsy) for _ in range(n)]
+        for _, secret, turns in games:
+            assert len(turns) in (1, 3, 5, 7) and {*turns[1::2]} <= {"higher", "lower"}
+            assert secret not in turns[:-1:2]
+        return sum(turns[-1] == secret for _, secret, turns in games) / n
+
+    # Four guesses among 15 numbers; at random 1 - (14/15)^4. Four standard errors.
+    assert won(0.0, 300) == 1 and abs(won(1.0, 4000) - 0.241) < 0.03
+
+
+def test_the_warm_up_teaches_its_own_turns_only(monkeypatch):
+    lm, seen = tiny.make_model(TOKENIZER), []
+    forward = lm.forward
+    monkeypatch.setattr(lm, "forward", lambda **given: seen.append(given) or forward(**given))
+    with torch.random.fork_rng():
+        tiny.teach(lm, TOKENIZER, tiny.TASKS["guess"]._replace(skill_steps=1, habit_steps=0), 0)
+    for ids, labels in zip(seen[0]["input_ids"], seen[0]["labels"], strict=True):
+        assert (labels[labels >= 0] == ids[labels >= 0]).all()
+        chat = TOKENIZER.decode(ids).replace("<|endoftext|>", "")
+        said = re.findall(r"assistant\n(\d+<\|im_end\|>)", chat)
+        assert TOKENIZER.decode(labels[labels >= 0]) == "".join(said)
+        assert chat.count("er<|im_end|>\n<|im_start|>assistant\n") == len(said) - 1
+
+
 # ---- the tokenizer
 
 TEXTS = ["", "a\tb\r\n  c  ", "naïve Ελλάδα 數學 🦙👩‍🔬", "null \0 and \x7f",

@@ -1,0 +1,549 @@
+"""Several turns: ids are only appended, the mask is what the engine sampled, a bad reply costs its
+episode. Most tests have a fake engine; turns_worker.py has the real one."""
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import batch
+import data
+import dist
+import grpo
+import learning
+import model
+import ppo
+import ranks
+import rollout
+import turns
+from batch import Batch, Completion, Sample
+from examples import again, calculator, guess, tiny
+from faults import Attempt, differences, metrics
+from plan import SettingsError
+from rewards import Item, RewardArgs, Score, Scorer
+from test_layouts import run
+from test_layouts import same as same_run
+
+ROOT = Path(__file__).parent.parent
+END, EOT, USER = 2, 0, {"role": "user", "content": "z"}
+TOKENIZER = tiny.make_tokenizer()
+
+
+def with_template(template):
+    """The tiny tokenizer with another chat template."""
+    other = copy.deepcopy(TOKENIZER)
+    other.chat_template = template
+    return other
+
+
+def bridge(template=tiny.CHATML, system=None, vocab=tiny.VOCAB):
+    return turns.Bridge(with_template(template), [EOT, END], vocab, system)
+
+
+# ---- the bridge
+
+def chat(begin, middle, end, trim=False):
+    """A template like ChatML: begin + role + middle + content + end."""
+    content = "message['content']" + " | trim" * trim
+    return ("{% for message in messages %}{{ '" + begin + "' + message['role'] + '" + middle
+            + "' + " + content + " + '" + end + "' }}{% endfor %}{% if add_generation_prompt %}"
+            "{{ '" + begin + "assistant" + middle + "' }}{% endif %}")
+
+
+DEFAULT_SYSTEM = ("{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind."
+                  "<|im_end|>\n' }}{% endif %}" + tiny.CHATML)
+LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() "
+          "+ ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' "
+          "}}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}")
+SPEAKER = chat("<|im_end|>", ": ", "")  # a turn ends where the next speaker's token begins
+QWEN3 = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == "
+         "'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1].strip() }}"
+         "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+GROUPS = ("{% for m in messages %}{% if m['role'] == 'tool' %}{% if loop.previtem['role'] != 'tool'"
+          " %}{{ '<|im_start|>user' }}{% endif %}{{ '\n<r>' + m['content'] + '</r>' }}{% if "
+          "loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}"
+          "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
+          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+CHATML_Z = "\n<|im_start|>{}\nz<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template, messages, expected", [
+    (tiny.CHATML, [USER], "<|im_end|>" + CHATML_Z.format("user")),
+    (tiny.CHATML, [USER | {"role": "tool"}], "<|im_end|>" + CHATML_Z.format("tool")),
+    (chat("<|im_start|>", "\n", "<|im_end|>\n", trim=True), [USER | {"content": " z\n"}],
+     "<|im_end|>" + CHATML_Z.format("user")),
+    (DEFAULT_SYSTEM, [USER], "<|im_end|>" + CHATML_Z.format("user")),   # no second system prompt
+    (SPEAKER, [USER], "<|im_end|>user: z<|im_end|>assistant: "),
+    (GROUPS, [{"role": "tool", "content": c} for c in "ab"],
+     "<|im_end|>\n<|im_start|>user\n<r>a</r>\n<r>b</r><|im_end|>\n<|im_start|>assistant\n"),
+    (LLAMA2, [USER], " <|im_end|>[INST] z [/INST]"),
+    (None, [USER, USER], "\n\nz\n\nz\n\n")])
+def test_the_bridge_is_what_the_template_puts_between_turns(template, messages, expected):
+    """A turn's end is appended where it is missing, and never twice."""
+    there, encode = bridge(template), lambda text: TOKENIZER(text)["input_ids"]
+    whole = encode(expected)
+    assert there.text(messages) == expected
+    assert there.ids(77, messages) == whole                      # a --stop string ended the turn
+    assert there.ids(EOT, messages) == whole                     # another end than the template's
+    assert there.ids(END, messages) == (whole[whole.index(END) + 1:] if template else whole)
+    if template:                                                 # the whole chat, encoded at once
+        assert encode(there.render([], True) + "yes" + expected)[-len(whole):] == whole
+
+
+def test_an_end_inside_the_reply_is_not_the_turns_end():
+    there = bridge()
+    ids = there.ids(EOT, [USER | {"content": "<|endoftext|>"}])
+    assert ids[0] == END and ids.count(EOT) == 1
+
+
+@pytest.mark.parametrize("template, role, words", [
+    (QWEN3, "user", r"rewrites earlier turns: .*'.*<think>.*' becomes '.*yes.*'"),
+    (LLAMA2, "tool", "takes no message of role tool .*only user and assistant"),
+    (tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1), "user",
+     "rewrites earlier turns: before a message of role user")])
+def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, words):
+    with pytest.raises(SettingsError, match=words):
+        bridge(template).ids(END, [USER | {"role": role}])
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    with pytest.raises(SettingsError, match=r"has an id of \d+; the model has 50"):
+        bridge(vocab=50).ids(END, [USER])
+
+
+# ---- episodes, with an engine of random ids
+
+REPLY = """
+import os, time
+def reply(row, turns):
+    n = sum(turn["role"] == "assistant" for turn in turns)
+    kind = row["kind"] if n == 2 else "plain"
+    if n == 3 or row["kind"] == "never":
+        return None
+    if kind == "hang": time.sleep(1e6)
+    if kind == "exit": os._exit(3)
+    if kind == "memory": bytearray(10**11)
+    if kind == "raise": raise KeyError("no such thing")
+    return {"junk": 7, "empty": [], "role": [{"content": "z"}], "huge": "x" * 10**7,
+            "long": "z" * 999, "tools": [{"role": "tool", "content": c, "id": 3} for c in "ab"]
+            }.get(kind, f"go {n}")
+"""
+FAILING = ["hang", "exit", "memory", "raise", "junk", "empty", "role", "huge"]
+KINDS = ["plain", "never", "tools", "long", *FAILING]
+ROOM = 60
+
+
+class FakeEngine:
+    """Random ids for a seed and a prompt; a third of the turns ends without an end token."""
+
+    def __init__(self):
+        self.asked, self.gave = {}, {}
+
+    def complete(self, requests):
+        return [self.one(r) for r in requests]
+
+    def one(self, r):
+        rng = np.random.default_rng([r.seed, *r.prompt_ids])
+        ids = rng.integers(3, tiny.VOCAB, int(rng.integers(1, 6))).astype(np.int32)
+        ids[-1] = ids[-1] if rng.random() < 0.3 else END
+        made = Completion(ids[:r.room], -rng.random(len(ids[:r.room])).astype(np.float32),
+                          len(ids) > (r.room or ROOM))
+        self.asked.setdefault(r.seed // 10, []).append(r)
+        self.gave.setdefault(r.seed // 10, []).append(copy.deepcopy(made))
+        return made
+
+
+def play(world, spec, kinds=KINDS, timeout=2.0):
+    """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
+    args, said = SimpleNamespace(
+        episodes=turns.TurnArgs(spec, 4), max_tokens=ROOM, workers=RewardArgs(2, timeout)), []
+    prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], "a", {"kind": kind}, ""))
+               for i, kind in enumerate(kinds)]
+    engine, seed = FakeEngine(), lambda i, turn=0: 10 * i + turn
+    done = engine.complete([rollout.Request(p.row.prompt_ids, seed(i))
+                            for i, p in enumerate(prompts)])
+    episodes = turns.Episodes(args, bridge(), world, SimpleNamespace(say=said.append))
+    with closing(episodes.workers):
+        episodes.play(prompts, done, engine.complete, seed)
+    return prompts, done, engine, said
+
+
+ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(REPLY)
+    return f"{path}:reply"
+
+
+@pytest.fixture(scope="module")
+def played(spec):
+    return play(ALONE, spec)
+
+
+def test_the_mask_is_true_for_exactly_the_ids_of_the_engine(played):
+    _, done, engine, _ = played
+    for i, c in enumerate(done):
+        given = engine.gave[i]
+        assert len(c.ids) == len(c.logprobs) == len(c.sampled) <= ROOM
+        assert c.ids[c.sampled].tolist() == [x for g in given for x in g.ids.tolist()]
+        assert c.logprobs[c.sampled].tolist() == [x for g in given for x in g.logprobs.tolist()]
+        assert not c.logprobs[~c.sampled].any() and c.tokens == c.sampled.sum() > 0
+        assert (c.ids.dtype, c.logprobs.dtype, c.sampled.dtype) == (np.int32, np.float32, bool)
+
+
+def test_a_turns_prompt_begins_with_all_ids_before_it(played):
+    _, done, engine, _ = played
+    assert max(map(len, engine.asked.values())) == 3
+    for i, asked in engine.asked.items():
+        for one, made, two in zip(asked, engine.gave[i], asked[1:], strict=False):
+            before = one.prompt_ids + made.ids.tolist()
+            assert two.prompt_ids[:len(before)] == before
+            put_in = TOKENIZER.decode(two.prompt_ids[len(before):])
+            ended = "" if made.ids[-1] == END else "<|im_end|>"
+            start, end = "\n<|im_start|>", "<|im_end|>"
+            assert put_in in [f"{ended}{start}{said}{end}{start}assistant\n" for said in (
+                "user\ngo 1", "user\ngo 2", f"tool\na{end}{start}tool\nb")]
+            assert two.room == ROOM - len(two.prompt_ids) + 3
+        assert len({r.seed for r in asked}) == len(asked)
+
+
+def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
+    prompts, done, engine, said = played
+    kinds = dict(zip(KINDS, done, strict=True))
+    assert [kind for kind in KINDS if kinds[kind].failed] == FAILING
+    cut = [kind for kind in KINDS if kinds[kind].truncated]
+    assert "long" in cut and not {*cut} & {*FAILING}
+    roles = lambda kind: [turn["role"] for turn in kinds[kind].turns]
+    assert roles("never") == ["assistant"] and roles("plain") == ["assistant", "user"] * 2 + roles(
+        "never")
+    assert roles("tools")[2:] == ["assistant", "tool", "tool", "assistant"]
+    assert {tuple(roles(kind)) for kind in FAILING} == {("assistant", "user", "assistant")}
+    assert kinds["tools"].turns[3] == {"role": "tool", "content": "a"}
+    assert len(said) == 1 and "has no reply; it is counted (printed once)" in said[0]
+    # A failed episode has no reward, whatever its function says.
+    samples = [Sample(p, c, "t") for p, c in zip(prompts, done, strict=True)]
+    scorer = SimpleNamespace(
+        needs_groups=False, kind="reward", first_traceback=None, printed=[], unscored=0,
+        score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
+    quiet = SimpleNamespace(time=lambda name: closing(SimpleNamespace(close=lambda: 0)))
+    batch.score_samples(samples, 1, scorer, ALONE, quiet)
+    assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
+    metrics = batch.sample_metrics(samples, 1.0)
+    assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
+    assert metrics["rollout/turns_mean"] == np.mean([len(g) for g in engine.gave.values()])
+    assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
+
+
+def test_replies_that_always_fail_end_the_run(spec):
+    with pytest.raises(SettingsError, match="(?s)batch's 9 .* has a reply.*no such thing"):
+        play(ALONE, spec, ["raise"] * 9)
+
+
+def texts(world, spec):
+    return [(c.ids.tolist(), c.turns, c.failed) for c in play(world, spec)[1]]
+
+
+def test_every_rank_has_the_same_episodes(spec, played):
+    alone = [(c.ids.tolist(), c.turns, c.failed) for c in played[1]]
+    for theirs in ranks.results(3, texts, spec):
+        assert theirs == alone
+
+
+# ---- what is trained on
+
+class Bigram:
+    """A policy whose logits see only the token before: what else changes is no condition."""
+    packs, take = False, 0
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        make = lambda: torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
+        self.embedding, self.head = (torch.nn.Parameter(make()) for _ in range(2))
+
+    def hidden(self, micro):
+        found = torch.nn.functional.embedding(micro.inputs["input_ids"], self.embedding)
+        return found.flatten(0, 1).index_select(0, micro.source)
+
+    def logprobs(self, micro, temperature, entropy="none"):
+        out = model.token_logprobs(self.hidden(micro), lambda h: h @ self.head.T, micro.targets,
+                                   temperature, 1000, entropy)
+        return tuple(map(micro.spread, out))
+
+    def values(self, micro):
+        return micro.spread(self.hidden(micro).sum(-1))
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self, lr):
+        self.gradient = torch.cat([p.grad.flatten() for p in (self.embedding, self.head)
+                                   if p.grad is not None])
+        self.embedding.grad = self.head.grad = None
+        return float(self.gradient.norm())
+
+
+def learnt(script, samples, **options):
+    """Metrics and gradients of one shipped `learn`."""
+    world = dist.World(0, 1, 0, 1, torch.device("cpu"), None, 1.0)
+    for name in ("sum", "max"):
+        setattr(world, name, lambda tensor: tensor)
+    world.same_phase, policy, critic = lambda *_: None, Bigram(), Bigram()
+    args = learning.arguments(script, minibatches=1, **options)
+    if script is grpo:
+        metrics = grpo.learn(args, world, policy, samples, lr=1.0, reference=Bigram())
+        return metrics, policy.gradient
+    metrics = ppo.learn(args, world, (policy, critic), samples, lr=1.0, critic_lr=1.0,
+                        kl_coef=0.1, reference=Bigram())
+    return metrics, torch.cat([policy.gradient, critic.gradient])
+
+
+@pytest.mark.parametrize("script, options", [
+    (grpo, dict(kl_loss_coef=0.1, entropy_coef=0.1)),
+    (grpo, dict(kl_reward_coef=0.1, advantage="reinforce++", engine_correction="mask")),
+    (grpo, dict(loss="gspo", aggregation="sequence", epochs=2)),
+    (ppo, dict(kl_reward_coef=0.1, engine_correction="truncate", aggregation="constant"))])
+def test_what_the_environment_said_is_a_condition_and_never_a_target(script, options):
+    """Other ids in the replies: loss and gradient are equal to the bit, unless the last one before
+    a sampled token changes, which this model sees."""
+    samples = learning.fabricate("mixed", 7)
+    holes = [(s.completion, t) for s in samples
+             for t in np.flatnonzero(~s.completion.sampled).tolist()]
+    inner = [(c, t) for c, t in holes if not c.sampled[t + 1]]
+    assert len(inner) > 10
+    was = learnt(script, samples, **options)
+    for changed, same in (inner, True), ([(c, t) for c, t in holes if c.sampled[t + 1]], False):
+        for c, t in changed:
+            c.ids[t] = (c.ids[t] + 1) % learning.VOCAB
+        now = learnt(script, samples, **options)
+        assert (was[0] == now[0]) == torch.equal(was[1], now[1]) == same
+
+
+def test_only_sampled_tokens_are_targets():
+    samples = learning.fabricate("mixed", 7)
+    for packs in (False, True):
+        there = Batch(samples, packs)
+        micro = batch.Micro(there, list(range(len(samples))), torch.device("cpu"))
+        expected = [x for s in samples for x in s.completion.ids[s.completion.sampled].tolist()]
+        assert micro.targets.tolist() == expected and len(micro.source) == len(expected)
+        before = [(p + c)[len(p) + t - 1] for s in samples
+                  for p, c in [(s.prompt.row.prompt_ids, s.completion.ids.tolist())]
+                  for t in np.flatnonzero(s.completion.sampled)]
+        assert micro.inputs["input_ids"].flatten()[micro.source].tolist() == before
+        assert there.sampled.sum() == len(expected) < there.lengths.sum()
+
+
+# ---- rewards and examples
+
+SIGNATURES = """
+def ours(completion, turns, **row): return len(turns)
+def alone(turns): return float(turns[-1]["content"] == "b")
+def compute_score(solution_str, ground_truth, turns): return len(turns)
+def queries(queries, turns): return [len(turns[0])]
+def trl(completions, turns):
+    assert [c if isinstance(c, list) else None for c in completions] in (turns, [None] * len(turns))
+    return [len(c) for c in turns]
+"""
+
+
+@pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q"}]])
+def test_every_kind_of_reward_sees_the_turns(tmp_path, monkeypatch, prompt):
+    """Without --reply there is one. TRL's conversational completions are the turns."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(SIGNATURES)
+    episode = [turns.said("a"), USER, turns.said("b")]
+    items = [Item("q", text, "", {"prompt": prompt}, 1, False, [1], chat)
+             for text, chat in (("a z b", episode), ("b", None))]
+    names = ("ours", "alone", "compute_score", "queries", "trl")
+    with closing(Scorer([f"own.py:{n}" for n in names], RewardArgs(1))) as scorer:
+        scores = scorer.score(items, 2)
+    assert not scorer.first_traceback, scorer.first_traceback
+    assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3, 3), (1, 1, 1, 1, 1)]
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+
+
+@pytest.mark.parametrize("text, expected", [
+    (CALL % "12 * (3 + 4)", ["84"]), (CALL % "-7/2" + "and" + CALL % "1+1", ["-3.5", "2"]),
+    ("#### 84", None), ("", None), (CALL % "1/0", ["error: division by zero"]),
+    (CALL % "2**9**9**9", ["error: only numbers, + - * / and parentheses are known"]),
+    (CALL % "__import__('os').getcwd()", ["error: only numbers, + - * / and"]),
+    (CALL % ("9*" * 5000 + "9"), ["error: an expression has at most 200 characters"]),
+    (CALL % ("(" * 199), ["error: "]), (CALL % "1e999*0", ["nan"]), (CALL % "'a' * 9", ["error: "]),
+    (CALL % "", ["error: "]), (CALL % "1;2", ["error: "]), (CALL % "\\u0000", ["error: "]),
+    ("<tool_call>{oops</tool_call>", ["error: this is no JSON"]),
+    ("<tool_call>" + "[" * 100_000, ["error: "]), ("<tool_call>", ["error: this is no JSON"]),
+    ('<tool_call>{"name": "search", "arguments": {}}</tool_call>', ["error: there is no tool 's"]),
+    *((f"<tool_call>{call}</tool_call>", ["error: a call is {"]) for call in (
+        "3", "null", "[]", "{}", '{"name": "calculator"}', '{"name": "calculator", "arguments": 3}',
+        '{"name": "calculator", "arguments": {"expression": 3}}'))])
+def test_the_calculator_answers_every_call(text, expected):
+    """A wrong call gets a sentence, never an exception."""
+    found = calculator.reply({}, [turns.said(text)])
+    assert (found and [m["role"] for m in found]) == (expected and ["tool"] * len(expected))
+    for message, start in zip(found or [], expected or [], strict=True):
+        assert message["content"].startswith(start) and len(message["content"]) < 300
+
+
+def test_the_game_and_the_correction():
+    chat = lambda *said: [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
+    row = {"answer": "9"}
+    for said, expected in ((["8"], "higher"), (["12"], "lower"), (["9"], None), (["x"], "say a"),
+                           (["9" * 5000], "say a"), (["1", "", "2", "", "3", "", "4"], None)):
+        assert (guess.reply(row, chat(*said)) or "over").startswith(expected or "over")
+    assert [guess.won(chat("1", "", x), "9") for x in ("9", " 9\n", "8", "nine")] == [1, 1, 0, 0]
+    row = {"answer": "4 + 5 = 9\n#### 9"}
+    assert again.reply(row, chat("so #### 9")) is None is again.reply(row, chat("9"))
+    assert again.reply(row, chat("8", "", "7")) == "That is wrong (try 2). Try again."
+    assert [again.right(chat(*said), "9") for said in (
+        ["9"], ["8", "", "9"], ["8"] * 9 + ["8"], ["8", "", "8"])] == [1, 0.75, 0, 0]
+
+
+# ---- what is refused before weights load
+
+@pytest.mark.parametrize("code, flag, words", [
+    ("def reply(row, turns): return None", "own.py", "is no FILE.py:FUNCTION"),
+    ("def reply(row, turns): return None", "none.py:reply", "is no FILE.py:FUNCTION"),
+    ("def reply(row, turns): return None", "own.py:reply:2", "is no FILE.py:FUNCTION"),
+    ("def reply(row): return None", "own.py:reply", r"with a parameter turns \(it has \['row'\]"),
+    ("import nothing_like_it", "own.py:reply", "--reply cannot load"),
+    ("def reply(row, turns): return turns[-1]['content'][0]", "own.py:reply", "IndexError"),
+    ("def reply(turns, colour): return None", "own.py:reply", "reply needs 'colour'; 1 of 1 rows"),
+    ("def reply(row, turns): return [{'role': 'tool', 'content': 'z'}]", "own.py:reply",
+     "takes no message of role tool")])
+def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(code)
+    args = SimpleNamespace(episodes=turns.TurnArgs(flag), workers=RewardArgs(1),
+                           prompts=data.DataArgs())
+    row = data.Row(0, "q", [5], "a", {}, "")
+    with pytest.raises(SettingsError, match=words):
+        turns.check(args, with_template(LLAMA2), [END], tiny.VOCAB, [row])
+
+
+# ---- the real engine
+
+def launch(out, *flags, size=1):
+    """tests/turns_worker.py, or another script, on some ranks to its end."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if size > 1 else []), *flags], cwd=out, timeout=600, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, capture_output=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def real(spec, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real")
+    launch(folder, ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out")
+    return json.loads((folder / "out").read_text())
+
+
+def test_real_episodes_are_the_ids_of_the_engine(real):
+    """Each episode is followed through the rounds by its own ids."""
+    calls = [call for made in real["rounds"] for call in made]
+    assert len({seed for _, seed, _, _ in calls}) == len(calls)       # a stream for every turn
+    used = 0
+    for s in real["samples"]:
+        ids, logprobs = [], []
+        for made in real["rounds"]:
+            start = s["prompt"] + s["ids"]
+            mine = [c for c in made if start[:len(c[0])] == c[0] and len(c[0]) >= len(s["prompt"])
+                    and start[len(c[0]):][:len(c[2])] == c[2]
+                    and s["logprobs"][len(c[0]) - len(s["prompt"]):][:len(c[2])] == c[3]]
+            if mine:
+                (prompt, _, new, their), = mine
+                ids, logprobs, used = ids + new, logprobs + their, used + 1
+        keep = s["sampled"]
+        assert ids == [x for x, k in zip(s["ids"], keep, strict=True) if k]
+        assert logprobs == [x for x, k in zip(s["logprobs"], keep, strict=True) if k]
+        assert len(ids) == sum(keep)
+    assert used == len(calls) and len(real["rounds"]) == 3
+
+
+def test_engine_and_trainer_agree_on_all_turns(real):
+    assert real["packed"] and max(real["gaps"]) <= 1e-5, real["gaps"]
+
+
+def test_hostile_replies_among_real_ones(real):
+    for s in real["samples"]:
+        assert s["failed"] == (s["kind"] in ("raise", "hang") and not s["truncated"]), s["turns"]
+        assert s["truncated"] or s["kind"] != "long"
+        roles = [turn["role"] for turn in s["turns"]]
+        assert roles[0] == roles[-1] == "assistant"
+        assert roles.count("assistant") in ((3,) if s["kind"] in ("plain", "tools") else (2,))
+
+
+# ---- the real script
+
+AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--max_tokens", "60",
+         "--reward", f"{ROOT}/examples/again.py:right")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    ran = run(tmp_path_factory.mktemp("one"), *AGAIN)
+    assert all(row["rollout/turns_mean"] > 1.5 for row in ran.rows[:2])
+    assert "--- user\nThat is wrong (try 1). Try again.\n--- assistant\n" in ran.samples[1]
+    return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_each, flags", [(2, ()), (3, ()), (2, ("--tp", "2"))])
+def test_any_layout_plays_the_same_episodes(tmp_path, one, ranks_each, flags):
+    same_run(run(tmp_path, *AGAIN, *flags, ranks_each=ranks_each), one)
+
+
+@pytest.mark.slow
+def test_a_reply_that_always_ends_changes_nothing(tmp_path):
+    """To the bit, in metrics and weights."""
+    (tmp_path / "never.py").write_text("def reply(row, turns): return None")
+    ran = []
+    for name, flags in ("without", ()), ("with", ("--reply", f"{tmp_path}/never.py:reply")):
+        (tmp_path / name).mkdir()
+        ran.append(run(tmp_path / name, *flags))
+    left, right = (metrics(next((tmp_path / name).rglob("metrics.jsonl")).parent)
+                   for name in ("without", "with"))
+    assert left == right and left[0]["rollout/turns_mean"] == 1
+    assert torch.equal(ran[0].weights, ran[1].weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path, script):
+    def go(name, faults=""):
+        return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
+                       "--steps", "5", *AGAIN, script=script, faults=faults).end()
+
+    status, text = go("alone")
+    assert status == 0, text
+    status, text = go("x", "reply:1:3:kill")
+    assert status == 1 and "exitcode  : -9" in text, text
+    status, text = go("x")
+    assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
+    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
+    assert max(row["rollout/turns_mean"] for row in metrics(tmp_path / "runs/x")) > 1.5
+
+
+@pytest.mark.slow
+def test_the_game_is_learned(tmp_path):
+    """The command of docs/turns.md."""
+    blocks = re.findall("^```\n(.*?)^```", (ROOT / "docs/turns.md").read_text(), re.S | re.M)
+    command = next(block for block in blocks if "tiny:guess" in block)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "runs").symlink_to(ROOT / "runs")
+    flags = command.replace("\\\n", " ").split("grpo.py", 1)[1].split()
+    launch(tmp_path, ROOT / "grpo.py", *flags, size=2)     # --target_reward grades it

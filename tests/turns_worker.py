@@ -1,0 +1,71 @@
+"""Run by torchrun or alone from test_turns.py: `turns_worker.py MODEL REPLY OUT`: episodes with the
+real engine, what it was asked and gave, and the trainer's log-probs. Rank 0 writes OUT."""
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import dist  # isort: skip  (it sets what torch reads)
+import torch
+from transformers import AutoTokenizer
+
+import data
+import model
+from batch import Batch
+from rewards import RewardArgs, Score
+from rollout import Engine, EngineArgs
+from turns import Bridge, Episodes, TurnArgs
+
+
+def main(folder: str, reply: str, out: str) -> None:
+    world, weights, tokenizer = dist.join(120), model.ModelArgs(), AutoTokenizer.from_pretrained(
+        folder)
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
+                          model.OptimizerArgs())
+    log = SimpleNamespace(phase=lambda name: nullcontext(), writing=False, say=lambda text: None)
+    args = SimpleNamespace(episodes=TurnArgs(reply, 4), max_tokens=120, workers=RewardArgs(1, 3.0))
+    episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)
+    engine = Engine(folder, world, EngineArgs(), dtype=torch.float32, max_len=512, max_tokens=120,
+                    eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
+                    tokenizer=tokenizer, episodes=episodes)
+    engine.load(policy.weights(engine.dtype))
+    rounds, generate = [], engine.generate
+
+    def noted(requests, temperature):
+        made = generate(requests, temperature)
+        rounds.append([(r.prompt_ids, r.seed, c.ids.tolist(), c.logprobs.tolist())
+                       for r, c in zip(requests, made, strict=True)])
+        return made
+
+    engine.generate = noted
+    kinds = ("plain", "raise", "tools", "hang", "long")
+    prompts = []
+    for i in range(15):
+        ids = tokenizer(f"<|im_start|>user\nGame {i:05d}<|im_end|>\n<|im_start|>assistant\n")
+        row = data.Row(i, "", ids["input_ids"], "7", {"kind": kinds[i % 5]}, "")
+        prompts.append(data.Prompt(i, row))
+    samples = engine.sample(prompts, 2, 0.9)
+    for sample in samples:
+        sample.score = Score(0.0, {}, None)
+    gaps = []
+    for packs in (False, True):
+        policy.pack(packs)
+        there = Batch(samples, packs)
+        found = there.score(world, 2048, "score", lambda micro: policy.logprobs(micro, 0.9)[0])
+        gaps.append(float((found - there.engine_logprobs).abs().max()))  # 0 where not sampled
+    done = [s.completion for s in samples]
+    if world.rank == 0:
+        Path(out).write_text(json.dumps({
+            "rounds": rounds, "gaps": gaps, "packed": there.packed, "samples": [dict(
+                ids=c.ids.tolist(), logprobs=c.logprobs.tolist(), sampled=c.sampled.tolist(),
+                truncated=c.truncated, failed=c.failed, turns=c.turns, text=s.text,
+                prompt=s.prompt.row.prompt_ids, kind=s.prompt.row.columns["kind"])
+                for s, c in zip(samples, done, strict=True)]}))
+    episodes.workers.close()
+    engine.close()
+
+
+if __name__ == "__main__":
+    dist.run(main, *sys.argv[1:])

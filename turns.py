@@ -1,0 +1,198 @@
+"""turns.py: several turns: what is appended to the sampled ids, and when an episode ends.
+
+    prompt | y1 <end> | \\n <user> z1 <end> \\n <assistant> | y2 <end> | …
+             sampled    the reply z1, not sampled           sampled
+
+Ids are only appended: what was sampled is never decoded and encoded again. See docs/turns.md.
+"""
+import re
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from os.path import isfile
+
+import numpy as np
+from jinja2 import TemplateError
+
+from batch import Completion, report
+from data import Prompt, Row
+from plan import SettingsError
+from rewards import Item, Score, Scorer, check_rows
+from rollout import Request
+
+WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
+
+
+@dataclass
+class TurnArgs:
+    """Several turns."""
+    reply: str | None = None
+    """FILE.py:FUNCTION that answers the model, or ends the episode. Not given: one turn."""
+    max_turns: int = 8
+    """The model's turns in an episode, at most."""
+
+
+@dataclass
+class Bridge:
+    """What the chat template puts between two turns of the model."""
+    tokenizer: object
+    eos_ids: list[int]
+    vocab: int
+    system: str | None
+
+    def __post_init__(self):
+        self.closing = 1  # ids in which a turn's end can be
+        if self.tokenizer.chat_template:
+            end = self.render([said(WORDS)], False).rpartition("yes")[2]
+            self.closing = max(1, len(self.encode(end)))
+
+    def render(self, messages: list[dict], goes_on: bool) -> str:
+        system = [{"role": "system", "content": self.system}] * (self.system is not None)
+        return self.tokenizer.apply_chat_template(
+            [*system, {"role": "user", "content": "x"}, *messages], tokenize=False,
+            add_generation_prompt=goes_on)
+
+    def encode(self, text: str) -> list[int]:
+        """As after a control token: some tokenizers put a space before the first word."""
+        end = self.tokenizer.eos_token or ""
+        return self.tokenizer(end + text, add_special_tokens=False)["input_ids"][bool(end):]
+
+    def text(self, messages: list[dict]) -> str:
+        """From the end of the model's words to its next ones. SettingsError if the template refuses
+        the messages, or writes the turn before them in another way because of them."""
+        if not self.tokenizer.chat_template:  # as in data.render
+            return "\n\n".join(["", *(m["content"] for m in messages), ""])
+        roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
+        start = self.render([], True).rstrip()
+        try:
+            after = self.render([said(WORDS), *messages], True)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise SettingsError(f"--reply: the chat template takes no message of role {roles} "
+                                f"after the model's turn ({error}).") from None
+        before = start + WORDS
+        after = start + after[len(start):].lstrip()  # the model may begin with a space
+        if not after.startswith(before):
+            at = next(i for i, c in enumerate(before) if after[i:i + 1] != c)
+            part = slice(max(0, at - 20), at + 20)
+            raise SettingsError(
+                f"--reply: the chat template rewrites earlier turns: before a message of role "
+                f"{roles}, {before[part]!r} becomes {after[part]!r}.")
+        return after[len(before):]
+
+    def ids(self, last: int, messages: list[dict]) -> list[int]:
+        """To append to a turn whose last id is `last`. Its end is not doubled."""
+        found = self.encode(self.text(messages))
+        ends = found[:self.closing]
+        if last in self.eos_ids and last in ends:  # else: a --stop string, or another end
+            found = found[ends.index(last) + 1:]
+        if max(found) >= self.vocab:  # it would break the engine
+            raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
+                                f"{self.vocab:,}.")
+        return found
+
+
+def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
+    """SettingsError if the function or the chat template cannot be used. The function is called
+    once, for the first row and an empty turn. No tokenizer: of a model that is not here."""
+    spec, messages = args.episodes.reply, None
+    if not re.fullmatch(r".+\.py:\w+", spec) or not isfile(spec.rpartition(":")[0]):
+        raise SettingsError(f"--reply {spec} is no FILE.py:FUNCTION of a file that is here.")
+    with closing(Scorer([spec], args.workers, "reply")) as scorer:
+        scorer.needs_groups  # noqa: B018
+        check_rows(scorer.loads[1], rows, "reply")
+        for row in rows[:1]:
+            score, = scorer.score([item(row, [said("")])])
+            messages = score.parts["reply"]
+            if score.error:
+                raise SettingsError(f"--reply {spec} must answer an empty turn too:\n"
+                                    f"{scorer.first_traceback}")
+    if not tokenizer:
+        return None
+    bridge = Bridge(tokenizer, eos_ids, vocab, args.prompts.system)
+
+    def refusal(messages: list[dict]):
+        try:
+            bridge.ids(-1, messages)
+        except SettingsError as error:
+            return error
+
+    roles = [[{"role": role, "content": "z"}] for role in ("user", "tool")]
+    refusals = [refusal(one) for one in ([messages] if messages else roles)]
+    if all(refusals):
+        raise refusals[0]
+    return bridge
+
+
+def said(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def item(row: Row, turns: list[dict]) -> Item:
+    return Item(row.prompt, "", row.answer, row.columns, 0, False, None, turns)
+
+
+class Episodes:
+    """Goes on with completions until their episodes are over."""
+
+    def __init__(self, args, bridge: Bridge, world, log):
+        self.bridge, self.world, self.log = bridge, world, log
+        self.max_turns, self.max_tokens = args.episodes.max_turns, args.max_tokens
+        self.workers = Scorer([args.episodes.reply], args.workers, "reply")
+
+    def play(self, prompts: list[Prompt], completions: list[Completion],
+             complete: Callable, seed: Callable) -> None:
+        """Adds replies and further turns to the completions, the same on all ranks. A collective.
+
+        complete(requests): the engine's. seed(i, turn): of a turn of completion i.
+        """
+        message = lambda c: said(self.bridge.tokenizer.decode(c.ids, skip_special_tokens=True))
+        for c in completions:
+            c.turns = [message(c)]
+        running = range(len(completions))
+        for turn in range(1, self.max_turns):  # a round: a reply to each episode, one call
+            running = [i for i in running if not completions[i].truncated]
+            if not running:
+                break
+            replies = self.reply([(prompts[i].row, completions[i]) for i in running])
+            running = [i for i, one in zip(running, replies, strict=True)
+                       if self.goes_on(completions[i], *one)]
+            new = complete([Request(
+                prompts[i].row.prompt_ids + completions[i].ids.tolist(), seed(i, turn),
+                self.max_tokens - len(completions[i].ids)) for i in running])
+            for i, c in zip(running, new, strict=True):
+                append(completions[i], c.ids, c.logprobs, True)
+                completions[i].turns.append(message(c))
+                completions[i].truncated = c.truncated
+
+    def reply(self, episodes: list[tuple[Row, Completion]]) -> list[tuple[Score, list[int]]]:
+        """Each one's reply and the ids to append. Each rank makes its share. A collective."""
+        made, mine = [], self.world.mine(episodes)
+        scores = self.workers.score([item(row, c.turns) for row, c in mine])
+        told = self.workers.first_traceback
+        for (_, c), score in zip(mine, scores, strict=True):
+            messages, ids = score.parts["reply"], []
+            try:
+                ids = self.bridge.ids(int(c.ids[-1]), messages) if messages else []
+            except SettingsError as error:
+                score, told = Score(None, {"reply": None}, str(error)), told or str(error)
+            made.append((score, ids))
+        made = self.world.gather(made)
+        told = self.world.gather([(told, "".join(self.workers.printed)[-1000:])])
+        report([score for score, _ in made], told, len(made), self.workers, self.log)
+        return made
+
+    def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:
+        """Appends the reply, if the episode goes on and a token has room after it."""
+        c.failed, messages = score.total is None, score.parts["reply"]
+        c.truncated = bool(messages) and len(c.ids) + len(ids) >= self.max_tokens
+        if not messages or c.truncated:
+            return False
+        append(c, ids, np.zeros(len(ids)), False)
+        c.turns += messages
+        return True
+
+
+def append(c: Completion, ids, logprobs, sampled: bool) -> None:
+    c.ids = np.append(c.ids, ids).astype(np.int32)
+    c.logprobs = np.append(c.logprobs, logprobs).astype(np.float32)
+    c.sampled = np.append(c.sampled, np.full(len(ids), sampled))
