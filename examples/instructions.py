@@ -1,0 +1,110 @@
+"""Short instructions that a program can check, for a small chat model: rows and their reward.
+
+    python examples/instructions.py            writes runs/instructions/train.jsonl and test.jsonl
+    python grpo.py --model MODEL --data runs/instructions/train.jsonl \\
+        --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows
+
+The idea is IFEval's (https://arxiv.org/abs/2311.07911) and Tulu 3's. Copy this file for a task of
+your own: `KINDS` makes a row, `follows` grades a completion.
+"""
+import json
+import random
+import re
+import zlib
+from pathlib import Path
+
+THINGS = """apple baker bird boat book bread bridge car cat clock cloud coat cow dog door dress
+farm fire fish flower forest garden girl hat hill horse house island kitchen lake lamp letter
+market moon mountain mouse music ocean paint paper phone picture pilot rain river road school ship
+snow song star storm street summer sun table teacher tiger train tree window winter wolf""".split()
+NAMES = "Anna Ben Carl Dora Emma Frank Grace Henry Ivy Jack Kate Leo Mary Nick Olga Paul".split()
+
+
+def words(rng):
+    need = rng.sample(THINGS, 2)
+    return "Write one sentence with the words {} and {}.".format(*need), {
+        "sentences": 1, "need": need}
+
+
+def sentences(rng):
+    count, need = rng.choice([2, 3]), rng.choice(THINGS)
+    return f"Write exactly {count} short sentences with the word {need}.", {
+        "sentences": count, "need": [need]}
+
+
+def lowercase(rng):
+    need = rng.choice(THINGS), rng.choice(NAMES).lower()
+    return "Write one sentence with the words {} and {}. Use no capital letters.".format(*need), {
+        "sentences": 1, "need": need, "lower": True}
+
+
+def first_letter(rng):
+    need, letter = rng.choice(THINGS), rng.choice("ABCDEFHIMNOPSTWY")
+    return f"Write one sentence with the word {need}. Its first letter must be {letter}.", {
+        "sentences": 1, "need": [need], "letter": letter}
+
+
+def as_json(rng):
+    value = {"name": rng.choice(NAMES), "age": rng.randint(2, 99)}
+    return ("{name} is {age} years old. Write this as JSON with the keys name and age, and nothing "
+            "else.".format(**value)), {"json": value}
+
+
+def arithmetic(rng):
+    a, b, sign = rng.randint(0, 9), rng.randint(0, 9), rng.choice("+-")
+    a, b = (max(a, b), min(a, b)) if sign == "-" else (a, b)
+    return f"What is {a} {sign} {b}?", {"last": a + b if sign == "+" else a - b}
+
+
+def comparison(rng):
+    pair = rng.sample(range(10, 100), 2)
+    return "Which number is larger, {} or {}? Write only this number.".format(*pair), {
+        "only": max(pair)}
+
+
+KINDS = {"words": words, "sentences": sentences, "lowercase": lowercase,
+         "first_letter": first_letter, "json": as_json, "arithmetic": arithmetic,
+         "comparison": comparison}
+
+
+def rows(each, seed, split):
+    """`each` different rows of every kind, in turn. One prompt in five is in the split "test"."""
+    rng, found = random.Random(f"{split} {seed}"), {kind: {} for kind in KINDS}
+    for kind, make in KINDS.items():
+        while len(found[kind]) < each:
+            prompt, rule = make(rng)
+            if (zlib.crc32(prompt.encode()) % 5 == 0) == (split == "test"):
+                found[kind][prompt] = {"prompt": prompt, "rule": rule, "data_source": kind}
+    return [row for turn in zip(*(found[kind].values() for kind in KINDS), strict=True)
+            for row in turn]
+
+
+def follows(completion, rule, **row):
+    """1 if the completion follows the rule of its row, else 0."""
+    text = completion.strip()
+    numbers = [int(n) for n in re.findall("[0-9]{1,9}", text)]
+    if "json" in rule:
+        try:
+            return float(json.loads(text) == rule["json"])
+        except (ValueError, RecursionError):
+            return 0.0
+    if "last" in rule:  # "4 + 5 = 9"
+        return float(numbers[-1:] == [rule["last"]])
+    if "only" in rule:
+        return float({*numbers} == {rule["only"]})
+    # A sentence has at least three words, and ends in a mark.
+    parts = re.findall(r"[^.!?]+[.!?]+", text)
+    whole = "".join(parts) == text and all(len(part.split()) >= 3 for part in parts)
+    said = re.findall("[a-z]+", text.lower())
+    return float(whole and len(parts) == rule["sentences"] and {*rule["need"]} <= {*said}
+                 and (not rule.get("lower") or text == text.lower())
+                 and text.startswith(rule.get("letter", "")))
+
+
+if __name__ == "__main__":
+    folder = Path("runs/instructions")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, each in (("train", 100), ("test", 20)):
+        lines = [json.dumps(row) + "\n" for row in rows(each, 0, split)]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+        print(f"{folder / split}.jsonl: {len(lines)} rows")
