@@ -27,27 +27,27 @@ def words(rng):
 
 
 def sentences(rng):
-    count, need = rng.choice([2, 3]), rng.choice(THINGS)
-    return f"Write exactly {count} short sentences with the word {need}.", {
-        "sentences": count, "need": [need]}
+    need = rng.sample(THINGS, 2)
+    return "Write two short sentences with {} or {}.".format(*need), {
+        "sentences": 2, "any": need}
 
 
 def lowercase(rng):
-    need = rng.choice(THINGS), rng.choice(NAMES).lower()
-    return "Write one sentence with the words {} and {}. Use no capital letters.".format(*need), {
-        "sentences": 1, "need": need, "lower": True}
+    need = rng.sample(THINGS, 2)
+    return "write a sentence with {} or {}, only in lowercase letters.".format(*need), {
+        "any": need, "lower": True}
 
 
 def first_letter(rng):
-    need, letter = rng.choice(THINGS), rng.choice("ABCDEFHIMNOPSTWY")
-    return f"Write one sentence with the word {need}. Its first letter must be {letter}.", {
-        "sentences": 1, "need": [need], "letter": letter}
+    need, letter = rng.choice(THINGS), rng.choice("AIMSTW")
+    return f"Write a sentence with the word {need}. It must begin with the letter {letter}.", {
+        "need": [need], "letter": letter}
 
 
 def as_json(rng):
     value = {"name": rng.choice(NAMES), "age": rng.randint(2, 99)}
-    return ("{name} is {age} years old. Write this as JSON with the keys name and age, and nothing "
-            "else.".format(**value)), {"json": value}
+    return "{name} is {age} years old. Write this as JSON with the keys name and age.".format(
+        **value), {"json": value}
 
 
 def arithmetic(rng):
@@ -58,8 +58,8 @@ def arithmetic(rng):
 
 def comparison(rng):
     pair = rng.sample(range(10, 100), 2)
-    return "Which number is larger, {} or {}? Write only this number.".format(*pair), {
-        "only": max(pair)}
+    return "Which number is larger, {} or {}? Begin with this number.".format(*pair), {
+        "first": max(pair)}
 
 
 KINDS = {"words": words, "sentences": sentences, "lowercase": lowercase,
@@ -71,9 +71,10 @@ def rows(each, seed, split):
     """`each` different rows of every kind, in turn. One prompt in five is in the split "test"."""
     rng, found = random.Random(f"{split} {seed}"), {kind: {} for kind in KINDS}
     for kind, make in KINDS.items():
-        while len(found[kind]) < each:
+        for _ in range(100 * each):  # some kinds have few prompts
             prompt, rule = make(rng)
-            if (zlib.crc32(prompt.encode()) % 5 == 0) == (split == "test"):
+            held_out = zlib.crc32(prompt.encode()) % 5 == 0
+            if held_out == (split == "test") and len(found[kind]) < each:
                 found[kind][prompt] = {"prompt": prompt, "rule": rule, "data_source": kind}
     return [row for turn in zip(*(found[kind].values() for kind in KINDS), strict=True)
             for row in turn]
@@ -83,22 +84,25 @@ def follows(completion, rule, **row):
     """1 if the completion follows the rule of its row, else 0."""
     text = completion.strip()
     numbers = [int(n) for n in re.findall("[0-9]{1,9}", text)]
-    if "json" in rule:
+    if "json" in rule:  # the first object, whatever is around it
         try:
-            return float(json.loads(text) == rule["json"])
-        except (ValueError, RecursionError):
+            return float(json.loads(re.search(r"{[^}]*}|$", text)[0]) == rule["json"])
+        except ValueError:
             return 0.0
     if "last" in rule:  # "4 + 5 = 9"
         return float(numbers[-1:] == [rule["last"]])
-    if "only" in rule:
-        return float({*numbers} == {rule["only"]})
-    # A sentence has at least three words, and ends in a mark.
-    parts = re.findall(r"[^.!?]+[.!?]+", text)
-    whole = "".join(parts) == text and all(len(part.split()) >= 3 for part in parts)
-    said = re.findall("[a-z]+", text.lower())
-    return float(whole and len(parts) == rule["sentences"] and {*rule["need"]} <= {*said}
-                 and (not rule.get("lower") or text == text.lower())
-                 and text.startswith(rule.get("letter", "")))
+    if "first" in rule:  # "71 is larger than 34"
+        return float(numbers[:1] == [rule["first"]])
+    said = {*re.findall("[a-z]+", text.lower())}
+    ok = {*rule.get("need", ())} <= said and bool(said & {*rule.get("any", said)})
+    ok &= text.startswith(rule.get("letter", ""))
+    if "sentences" in rule:  # each has three words or more, and ends in a mark
+        parts = re.findall(r"[^.!?]+[.!?]+", text)
+        ok &= (len(parts) == rule["sentences"] and "".join(parts) == text
+               and all(len(part.split()) >= 3 for part in parts))
+    if "lower" in rule:
+        ok &= text == text.lower()
+    return float(ok)
 
 
 if __name__ == "__main__":
