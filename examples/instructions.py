@@ -34,8 +34,8 @@ def sentences(rng):
 
 def lowercase(rng):
     need = rng.sample(THINGS, 2)
-    return "write a sentence with {} or {}, only in lowercase letters.".format(*need), {
-        "any": need, "lower": True}
+    shouted = "THE {} AND THE {}".format(*need).upper()
+    return f"Write this in lowercase letters: {shouted}", {"need": need, "lower": True}
 
 
 def first_letter(rng):
