@@ -80,8 +80,9 @@ case "${1:-}" in
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py
-         train grpo.py 40 0.6 --model runs/smollm2 --data runs/instructions/train.jsonl \
+         train grpo.py 60 0.7 --model runs/smollm2 --data runs/instructions/train.jsonl \
            --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
-           --batch 8 --lr 2e-5 --max_tokens 32 --update_tokens 2048 --score_tokens 2048 "$@" ;;
+           --batch 8 --lr 3e-5 --temperature 0.8 --warmup_steps 5 --max_tokens 32 \
+           --update_tokens 2048 --score_tokens 2048 "$@" ;;
   *)     setup; train grpo.py 60 0.9 "$@" ;;
 esac
