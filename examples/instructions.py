@@ -34,8 +34,8 @@ def sentences(rng):
 
 def lowercase(rng):
     need = rng.sample(THINGS, 2)
-    shouted = "THE {} AND THE {}".format(*need).upper()
-    return f"Write this in lowercase letters: {shouted}", {"need": need, "lower": True}
+    shouted = " AND ".join(need).upper()
+    return f"Write these words in lowercase letters: {shouted}", {"lower": need}
 
 
 def first_letter(rng):
@@ -93,6 +93,9 @@ def follows(completion, rule, **row):
         return float(numbers[-1:] == [str(rule["last"])])
     if "first" in rule:  # "71 is larger than 34"
         return float(numbers[:1] == [str(rule["first"])])
+    if "lower" in rule:  # in lowercase, and nowhere else in capitals
+        said = [word for word in re.findall("[A-Za-z]+", text) if word.lower() in rule["lower"]]
+        return float({*said} == {*rule["lower"]})
     said = {*re.findall("[a-z]+", text.lower())}
     ok = {*rule.get("need", ())} <= said and bool(said & {*rule.get("any", said)})
     ok &= text.startswith(rule.get("letter", ""))
@@ -100,8 +103,6 @@ def follows(completion, rule, **row):
         *parts, rest = re.split("[.!?]+", text)
         ok &= (len(parts) == rule["sentences"] and not rest
                and all(len(part.split()) >= 3 for part in parts))
-    if "lower" in rule:
-        ok &= text == text.lower()
     return float(ok)
 
 
