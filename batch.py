@@ -45,6 +45,7 @@ class Sample:
     completion: Completion
     text: str
     score: Score | None = None  # its reward
+    advantage: float | None = None  # mean of its tokens; None: it bears no loss
 
 
 def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log):
@@ -79,6 +80,12 @@ def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, l
     if failure and not scorer.warned:
         log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
         scorer.warned = True
+
+
+def keep_advantages(samples: list[Sample], advantages: torch.Tensor, mask: torch.Tensor):
+    """For samples/: `advantages` (N, T) as the loss has them, over the tokens in `mask` (N, T)."""
+    for sample, row, bears in zip(samples, advantages, mask, strict=True):
+        sample.advantage = float(row[bears].mean()) if bears.any() else None
 
 
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:

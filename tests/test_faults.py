@@ -160,7 +160,7 @@ def test_another_number_of_ranks_goes_on_alike(start, tmp_path):
     status, text = start("--name", "y", "--steps", "3", ranks=3).end()
     assert status == 0 and "ranks 3 (was 2)" in text, text
     x, y = (tmp_path / f"runs/{name}" for name in ("x", "y"))
-    samples = [(run / "samples/step_00002.txt").read_text() for run in (x, y)]
+    samples = [(run / "samples/step_00002.jsonl").read_text() for run in (x, y)]
     assert samples[0] == samples[1]
     one, other = (torch.cat([w.double().flatten() for _, w in sorted(load_file(
         run / "model/model.safetensors").items())]) for run in (x, y))

@@ -12,11 +12,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import log
+from batch import Completion, Sample
+from data import Prompt, Row
 from plan import SettingsError
+from rewards import Score
 
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
 
@@ -131,14 +135,23 @@ def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_half_a_surrogate_pair_in_an_answer_is_written_and_printed(tmp_path, capsys):
-    row = SimpleNamespace(prompt="p", answer="\ud83d")     # JSON may have it: "\\ud83d"
-    sample = SimpleNamespace(prompt=SimpleNamespace(row=row), text="é\ud83d",
-                             score=SimpleNamespace(total=None))
-    it = opened(tmp_path)
-    it.samples("x", [sample], show=1)
+def sample(text: str, total: float | None, prompt="p", answer: object = "a", **more) -> Sample:
+    row = Row(0, prompt, [1], answer, {}, "x")
+    return Sample(Prompt(7, row), Completion(np.ones(3, np.int32), np.zeros(3), False), text,
+                  Score(total, {"exact": total}, None), **more)
+
+
+def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_path, capsys):
+    it = opened(tmp_path)                                  # JSON may have it: "\\ud83d"
+    it.samples("x", [sample("é\ud83d", None, answer="\ud83d"), sample("b\n", 0.5, advantage=-0.25)],
+               show=1)
     it.close()
-    assert "é\\ud83d" in (tmp_path / "samples/x.txt").read_text(encoding="utf-8")
+    first, second = map(json.loads, (tmp_path / "samples/x.jsonl").read_text().splitlines())
+    assert first["completion"] == "é\ud83d" and first["answer"] == "\ud83d"
+    assert first["reward"] is first["advantage"] is None
+    assert second == {
+        "position": 7, "prompt": "p", "completion": "b\n", "answer": "a", "reward": 0.5,
+        "rewards": {"exact": 0.5}, "advantage": -0.25, "tokens": 3, "truncated": False}
     assert "[unscored] p -> é" in capsys.readouterr().out
 
 
@@ -208,20 +221,18 @@ def test_long_work_is_a_bar_on_a_terminal():
 def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
     it = opened(tmp_path, steps=3)
     it.step(0, {"reward/mean": 0.5})
-    for file in ("samples/step_1.txt", "curve.png", "metrics.partial"):
+    for file in ("samples/step_1.jsonl", "curve.png", "metrics.partial"):
         (tmp_path / file).symlink_to("/dev/full")
     size, infinite = (tmp_path / "metrics.jsonl").stat().st_size, resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, infinite))
     it.step(1, {"reward/mean": 0.6})
     resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
-    it.samples("step_1", [SimpleNamespace(
-        text="y" * 999, score=SimpleNamespace(total=1.0),
-        prompt=SimpleNamespace(row=SimpleNamespace(prompt="x", answer="z")))])
+    it.samples("step_1", [sample("y" * 999, 1.0)])
     assert it.curve() is None
     with pytest.raises(SettingsError, match="cannot be written .No space left on device"):
         log.Log(tmp_path, WORLD, 3).open({}, "the plan", 1)
     text = capsys.readouterr().out
-    for file in ("metrics.jsonl was not written (File too", "samples/step_1.txt", "curve.png"):
+    for file in ("metrics.jsonl was not written (File too", "samples/step_1.jsonl", "curve.png"):
         assert f"{tmp_path}/{file}" in text and text.count("the run goes on") == 3, text
     it.step(2, {"reward/mean": 0.7})                       # there is room again: nothing is lost
     it.finish(3)

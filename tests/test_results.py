@@ -1,0 +1,122 @@
+"""The instructions and their reward, the controls, plot.py, and results/ against its table."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import plot
+from examples import coin, instructions
+from results import make
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---- examples/instructions.py
+
+def test_rows_come_from_the_seed_and_no_held_out_prompt_is_trained_on():
+    train, test = (instructions.rows(20, 0, split) for split in ("train", "test"))
+    assert train == instructions.rows(20, 0, "train") != instructions.rows(20, 1, "train")
+    everything = [instructions.rows(20, seed, "train") for seed in range(5)]
+    assert not {r["prompt"] for r in test} & {r["prompt"] for rows in everything for r in rows}
+    assert len({row["prompt"] for row in train}) == 140
+    assert [row["data_source"] for row in train[:7]] == [*instructions.KINDS]
+
+
+@pytest.mark.parametrize("kind, rule, good, bad", [
+    ("words", {"sentences": 1, "need": ["cat", "moon"]}, ["The cat saw the moon.", "Moon: a Cat!!"],
+     ["The cats saw the moon.", "The cat. It saw the moon.", "The cat saw the moon", "cat moon."]),
+    ("sentences", {"sentences": 2, "any": ["cat", "dog"]}, ["I saw a dog. It ran off."],
+     ["I saw a dog.", "I saw him. It ran off.", "A dog. It ran off.",
+      "I saw a dog. It ran off. A"]),
+    ("lowercase", {"lower": ["cat", "dog"]}, ["cat and dog", "The cat, the dog"],
+     ["CAT and DOG", "cat and Dog", "cat", "", "cat, dog, Cat", "cats dogs"]),
+    ("letter", {"need": ["cat"], "letter": "T"}, ["This is a cat", " The cat."],
+     ["this is a cat", "A cat", "This", ""]),
+    ("json", {"json": {"name": "Tom", "age": 7}},
+     ['{"name": "Tom", "age": 7}', '```json\n{"age": 7, "name": "Tom"}\n```'],
+     ['{"name": "Tom", "age": "7"}', "{}", "{", '{"name": "Tom", "age": 7, "x": 1}', "[" * 10**5,
+      "{" * 10**5, '{"a":' * 10**5 + "}",
+      '{"name": "Tom", "age": %s}' % ("7" * 10**5), "{'name': 'Tom', 'age': 7}"]),
+    ("last", {"last": 9}, ["9", "4 + 5 = 9."],
+     ["9 = 4 + 5", "", "99", "٩", "nine", "9" * 10**5]),
+    ("first", {"first": 71}, ["71", "71 is larger than 34"], ["34, not 71", "", "711", "7 1"])])
+def test_the_reward_is_1_where_the_rule_is_followed_and_0_for_hostile_completions(
+        kind, rule, good, bad):
+    assert [instructions.follows(text, rule) for text in good] == [1.0] * len(good)
+    hostile = ["\ud83d", "\x00", "." * 10**5, "a" * 10**5, "{" * 99 + "}" * 99, "null", "NaN"]
+    assert not [text for text in bad + hostile if instructions.follows(text, rule)]
+
+
+def test_coins_are_fair_and_do_not_depend_on_the_completion():
+    same = ["x"] * 8
+    thrown = [coin.coin([f"p{i}"] * 8, same) for i in range(500)]
+    assert thrown == [coin.coin([f"p{i}"] * 8, same) for i in range(500)]
+    assert sum(map(sum, thrown)) / 4000 == pytest.approx(0.25, abs=0.03)
+    assert sum(len({*row}) == 2 for row in thrown) > 400   # equal completions differ
+
+
+# ---- plot.py
+
+def write_run(folder: Path, seed: int, rewards: list[float], **args) -> None:
+    (folder / "samples").mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"seed": seed, "name": folder.name} | args))
+    rows = [{"step": i, "reward/mean": r, "policy/entropy": None} for i, r in enumerate(rewards)]
+    rows[0] |= {"eval/a/pass@1": 0.2, "eval/b/pass@1": 0.4}
+    rows.append({"step": len(rewards), "eval/a/pass@1": 1.0, "eval/b/pass@1": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = [{"reward": r, "prompt": "p", "completion": f"c{r}"} for r in (0.5, None, 0.0)]
+    (folder / "samples/step_00000.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in samples))
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
+    for seed, low in ((0, 0.1), (1, 0.3)):
+        write_run(tmp_path / f"a-{seed}", seed, [low, low, low, *[low + 0.5] * 10], lr=1e-5)
+    write_run(tmp_path / "b", 0, [0.0] * 13, lr=1e-4)
+    done = subprocess.run([sys.executable, ROOT / "plot.py", tmp_path, "--out", "out.png"],
+                          cwd=tmp_path, capture_output=True, text=True, check=True)
+    shown = re.sub(" +", " ", done.stdout)
+    assert f"{tmp_path}/a-* (2 seeds)\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
+    assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1]
+    text = plot.samples(tmp_path / "b", "reward")
+    assert re.findall("pc(.*)", text) == ["None", "0.0", "0.5"]
+    assert re.findall("pc(.*)", plot.samples(tmp_path / "b", "step")) == ["0.5", "None", "0.0"]
+
+
+# ---- results/
+
+def test_the_table_is_what_the_files_say():
+    page = (make.HERE / "README.md").read_text()
+    assert page.partition(make.BEGIN)[2] == make.table()
+    folders = {path.name for path in make.HERE.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders <= make.COMMANDS.keys()
+    for folder in folders:
+        files = {path.name for path in (make.HERE / folder).iterdir()}
+        assert {"result.json", "before.jsonl", "after.jsonl", "curve.png", "seed_0"} <= files
+        result = json.loads((make.HERE / folder / "result.json").read_text())
+        assert result["command"] == make.COMMANDS[folder]
+        for seed in make.seeds(make.HERE / folder):
+            args = json.loads((seed / "args.json").read_text())
+            assert str(args["seed"]) in result["seeds"] and args["versions"]["torch"]
+            assert seed.name == f"seed_{args['seed']}"
+            steps = [json.loads(line)["step"] for line in (seed / "metrics.jsonl").open()]
+            assert steps[:args["steps"]] == list(range(args["steps"]))
+
+
+# ---- the real model, where it is
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "runs/smollm2").is_dir(), reason="examples/smollm2.py makes it")
+def test_the_real_model_trains_for_two_steps(tmp_path):
+    name = f"test-real-{tmp_path.name}"
+    done = subprocess.run(["./run.sh", "real", "--steps", "2", "--batch", "2", "--group", "2",
+                           "--name", name, "--no-export"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [json.loads(line) for line in (ROOT / f"runs/{name}/metrics.jsonl").open()]
+    assert len(rows) == 3 and rows[0]["eval/json/rows"] == 20
+    assert rows[1]["rollout/logprob_gap_max"] < 1e-3
