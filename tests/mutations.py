@@ -79,7 +79,8 @@ ROWS = [
         "{} → {} of 16 completions trained in 6 minibatches"),
     Row("model.py", "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(float(mesh.size()))",
-        "ppo.py::test_same_update_on_any_ranks_and_budgets[float64-7-1e-12]", "gradient_on_two_ranks()", f"{OFF} on 2 ranks"),
+        "ppo.py::test_same_update_on_any_ranks_and_budgets[float64-7-1e-12]",
+        "gradient_on_two_ranks()", f"{OFF} on 2 ranks"),
     Row("dist.py", "return bool(self.max(torch.tensor(int(flag))))", "return flag",
         "dist.py::test_collectives[3]", "ranks.results(3, agree)",
         "rank 2 of 3 stops; they know: {} → {}"),
@@ -208,7 +209,8 @@ ROWS = [
         "gradient(aggregation='sequence')", f"{OFF} with `--aggregation sequence`"),
     Row("losses.py", '"constant": max_tokens * n}', '"constant": lengths.max() * n}',
         "losses.py::test_token_weights", "losses.token_weights(torch.arange(8) < torch.tensor([[4],"
-        " [8]]), 'constant', max_tokens=16)", "weights of rows of 4 and 8 tokens, limit 16: {} off"),
+        " [8]]), 'constant', max_tokens=16)",
+        "weights of rows of 4 and 8 tokens, limit 16: {} off"),
     # ---- the optimizer
     Row("model.py", "if math.isfinite(norm):", "if True:",
         "details.py::test_a_gradient_that_is_not_finite_is_not_applied",

@@ -14,8 +14,8 @@ from contextlib import chdir, closing
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-import dist  # isort: skip  (before torch: it sets what torch reads)
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pytest
 import torch
@@ -23,7 +23,6 @@ import torch
 import canary
 import check
 import data
-import evaluate
 import grpo
 import learning
 import losses
@@ -33,7 +32,7 @@ import ranks
 import rollout
 import test_packing
 from batch import Batch
-from dist import balance, cut, share, tokens
+from dist import balance, cut, share, tokens  # noqa: F401
 from learning import Case, fabricate, whole
 
 F64 = torch.float64

@@ -245,10 +245,13 @@ def curves() -> str:
                     text(x0 - 6, y + 4, f"{reward:g}", 11, GREY, "end")]
         for step in (0, 30, 60):
             out.append(text(x0 + w * step / 60, y0 + h + 16, step, 11, GREY, "middle"))
-        line = lambda values, color, width, x0=x0, y0=y0, w=w, h=h: (
-            '<polyline fill="none" stroke="{}" stroke-width="{}" points="{}"/>'.format(
-                color, width, " ".join(f"{x0 + w * (k + 1) / len(values):.1f},{y0 + h * (1 - v):.1f}"
-                                       for k, v in enumerate(values))))
+
+        def line(values, color, width, x0=x0, y0=y0, w=w, h=h) -> str:
+            points = " ".join(f"{x0 + w * (k + 1) / len(values):.1f},{y0 + h * (1 - v):.1f}"
+                              for k, v in enumerate(values))
+            return (f'<polyline fill="none" stroke="{color}" stroke-width="{width}" '
+                    f'points="{points}"/>')
+
         out.append(line(means["grpo"], LINE, 3))
         out += [line(seed["reward"], DARK[i], 1.1) for seed in found[name].values()]
     x, y = 530, 290
