@@ -224,7 +224,8 @@ def turns() -> str:
     out += [box(20, y + 124, 14, 14, GREEN),
             text(42, y + 136, "sampled by the engine: trained on, with the engine's own ids", 12),
             box(20, y + 146, 14, 14, ORANGE),
-            text(42, y + 158, "appended: read by the model, never trained on; n counts the sampled tokens alone", 12)]
+            text(42, y + 158, "appended: read by the model, never trained on; n counts the "
+                 "sampled tokens alone", 12)]
     return page(y + 172, *out)
 
 
@@ -232,8 +233,8 @@ def curves() -> str:
     """bench/curves.json: the reward of five algorithms, three seeds each."""
     found = json.loads((ROOT / "bench/curves.json").read_text())
     titles = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "dapo": "DAPO", "gspo": "GSPO", "ppo": "PPO"}
-    means = {name: [sum(step) / len(step) for step in zip(
-        *(seed["reward"] for seed in seeds.values()), strict=True)] for name, seeds in found.items()}
+    mean = [sum(step) / len(step) for step in zip(
+        *(seed["reward"] for seed in found["grpo"].values()), strict=True)]
     out = [text(20, 24, "Mean reward of a step, three seeds each (grey: the mean of GRPO)", 14,
                 weight="bold")]
     for i, name in enumerate(titles):
@@ -252,7 +253,7 @@ def curves() -> str:
             return (f'<polyline fill="none" stroke="{color}" stroke-width="{width}" '
                     f'points="{points}"/>')
 
-        out.append(line(means["grpo"], LINE, 3))
+        out.append(line(mean, LINE, 3))
         out += [line(seed["reward"], DARK[i], 1.1) for seed in found[name].values()]
     x, y = 530, 290
     out += [text(x, y, "60 steps of 512 completions", 12, GREY),
