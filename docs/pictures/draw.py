@@ -238,7 +238,7 @@ def curves() -> str:
     out = [text(20, 24, "Mean reward of a step, three seeds each (grey: the mean of GRPO)", 14,
                 weight="bold")]
     for i, name in enumerate(titles):
-        x0, y0, w, h = 50 + i % 3 * 240, 56 + i // 3 * 200, 190, 130
+        x0, y0, w, h = 50 + i % 3 * 240, 68 + i // 3 * 200, 190, 130
         out.append(text(x0, y0 - 8, titles[name], 13, DARK[i], weight="bold"))
         for reward in (0, 0.5, 1):
             y = y0 + h * (1 - reward)
@@ -257,9 +257,9 @@ def curves() -> str:
         out += [line(seed["reward"], DARK[i], 1.1) for seed in found[name].values()]
     x, y = 530, 290
     out += [text(x, y, "60 steps of 512 completions", 12, GREY),
-            text(x, y + 18, "on sorting digits, 2 ranks", 12, GREY),
-            text(x, y + 36, "x: steps; y: mean reward", 12, GREY)]
-    return page(440, *out)
+            text(x, y + 18, "to train on. DAPO samples more.", 12, GREY),
+            text(x, y + 36, "The task: sort digits.", 12, GREY)]
+    return page(446, *out)
 
 
 PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_phases,
