@@ -256,9 +256,9 @@ def curves() -> str:
         out.append(line(mean, LINE, 3))
         out += [line(seed["reward"], DARK[i], 1.1) for seed in found[name].values()]
     x, y = 530, 290
-    out += [text(x, y, "60 steps of 512 completions", 12, GREY),
-            text(x, y + 18, "to train on. DAPO samples more.", 12, GREY),
-            text(x, y + 36, "The task: sort digits.", 12, GREY)]
+    out += [text(x, y, "512 completions a step; DAPO", 12, GREY),
+            text(x, y + 18, "samples up to 2,048, and trains", 12, GREY),
+            text(x, y + 36, "on at most 512 of them.", 12, GREY)]
     return page(446, *out)
 
 
