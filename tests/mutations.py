@@ -315,6 +315,8 @@ def main() -> int:
             *((row.test, row.probe) for row in rows), strict=True))
         status, values, text = run(copy, tests, probes, 10 * LIMIT)
         right = dict(zip(probes, values, strict=True))
+        for expression, value in right.items():
+            assert not isinstance(value, str) or not value.endswith("Error"), (expression, value)
         print(f"{len(tests)} tests {'pass' if status == 0 else 'DO NOT PASS'} as they are: "
               f"{time.monotonic() - began:.0f} s", flush=True)
         if status != 0:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+import dist  # isort: skip  # noqa: F401  (before torch: it sets what torch reads)
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ import torch
 import canary
 import check
 import data
+import evaluate  # noqa: F401
 import grpo
 import learning
 import losses
