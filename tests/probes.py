@@ -180,7 +180,7 @@ def one_step(gradient: float, lr: float) -> float:
     trained = model.Trained(layer, world, model.ModelArgs(), model.OptimizerArgs())
     layer.weight.grad = torch.full((1, 1), gradient)
     trained.step(lr)
-    return round(float(layer.weight), 4)
+    return round(float(layer.weight.detach()), 4)
 
 
 def moved_without_tokens() -> float:
