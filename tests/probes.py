@@ -242,6 +242,13 @@ def sampled() -> int:
         token_ids=[5, 6, 7, 8, 2], logprobs=logprobs, finish_reason="stop")).ids)
 
 
+def tokens_with_loss() -> int:
+    """Of eight sampled tokens, two of which are the end token 0."""
+    completions = [3, 0], [4, 4, 0], [5, 5, 5]
+    batch = Batch([canary.sample([1, 2], np.array(ids)) for ids in completions])
+    return int(grpo.bears_loss(learning.arguments(group=3), batch)[0].sum())
+
+
 def bos() -> int:
     """Begin-of-sequence tokens of a prompt whose chat template writes one."""
     from test_data import CHATML, QA, load_row, make_tokenizer

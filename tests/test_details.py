@@ -53,8 +53,12 @@ def test_a_step_without_tokens_moves_nothing():
     assert probes.moved_without_tokens() == 0
 
 
+def test_a_token_with_the_id_of_padding_is_trained_on():
+    """Where pad is the end token, `ids != pad` masked it out: completions never learnt to end."""
+    assert probes.tokens_with_loss() == 8
+
+
 def test_the_end_token_is_trained_on():
-    """Where pad is the end token, others masked it out: completions never learnt to end."""
     assert probes.sampled() == 5
 
 
