@@ -336,6 +336,8 @@ def main() -> int:
             verdict = "hangs" if status is None else "fails" if failed else "DOES NOT FAIL"
             if status is not None and not failed:
                 print(text)
+            if "0e+00" in effect or not hasattr(value, "norm") and value == right[row.probe]:
+                verdict += "; NO EFFECT"
             if asked.write:
                 lines = PAGE.read_text().split("\n")
                 at = next(i for i, line in enumerate(lines) if line.startswith(f"| {number} |"))
