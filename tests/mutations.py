@@ -13,10 +13,10 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "details.md"
 EFFECT = 2  # the cell
+PRELOADED = ("pytest", "hypothesis", "torch", "torch.distributed.fsdp", "torch.utils.checkpoint",
+             "torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2",
+             "transformers.models.llama.modeling_llama", "tyro")
 LIMIT = 400  # seconds of a test; one that hangs gets a limit of its own
 
 
@@ -261,28 +264,46 @@ def copy_of_the_code(folder: Path) -> Path:
     return folder
 
 
-def run(folder: Path, tests: list[str], probes: list[str], limit: int):
+def run(folder: Path, tests: list[str], probed: list[str], limit: int):
     """(status of the tests, None: they hang; values of the probes; what was printed).
 
     All processes that were started are ended.
     """
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as text:
-        command = [sys.executable, "tests/probes.py", f"{place}/values",
-                   "\n".join(f"tests/test_{test}" for test in tests), *probes]
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=text, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"})
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
-            os.killpg(process.pid, signal.SIGTERM)
+        process = os.fork()
+        if not process:  # torch is here already: an import takes seconds
+            child(folder, f"{place}/values", tests, probed, text.fileno())
+        end = time.monotonic() + limit
+        while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.05)
+        status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
+        if status is None:
+            os.killpg(process, signal.SIGTERM)
             time.sleep(2)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process, signal.SIGKILL)
+        if status is None:
+            os.waitpid(process, 0)
         text.seek(0)
         return status, pickle.loads(Path(place, "values").read_bytes()), text.read()
+
+
+def child(folder: Path, values: str, tests: list[str], probed: list[str], out: int):
+    """Runs probes.main in the copy, and ends this process."""
+    status = 9
+    try:
+        os.setsid()
+        os.chdir(folder)
+        for stream in 1, 2:
+            os.dup2(out, stream)
+        sys.path[:1] = [str(folder), str(folder / "tests")]
+        import probes
+        status = probes.main(values, "\n".join(f"tests/test_{test}" for test in tests), *probed)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
 def said(effect: str, right, wrong) -> str:
@@ -310,6 +331,9 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", type=int, default=[*range(1, len(ROWS) + 1)])
     parser.add_argument("--write", action="store_true")
     asked, began, wrong = parser.parse_args(), time.monotonic(), []
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    for name in PRELOADED:
+        __import__(name)
     with tempfile.TemporaryDirectory() as place:
         copy, rows = copy_of_the_code(Path(place, "copy")), [ROWS[n - 1] for n in asked.rows]
         tests, probes = (list(dict.fromkeys(each)) for each in zip(
