@@ -39,6 +39,8 @@ def test_lines_links_and_flags(page):
     prose = re.sub("^```.*?^```", "", text, flags=re.S | re.M)
     for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", prose):
         target = (ROOT / page).parent / name if name else ROOT / page
+        if re.fullmatch(r"L\d+", anchor):
+            continue  # test_learn.py
         headings = re.findall("^#+ (.*)$", target.read_text(), re.M) if anchor else [""]
         anchors = [re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings]
         assert target.exists() and anchor in anchors, (name, anchor)

@@ -1,0 +1,275 @@
+"""Draws the pictures of the docs, as SVG made of plain strings.
+
+    python docs/pictures/draw.py             # all of them
+    python docs/pictures/draw.py memory      # one
+
+Numbers come from where they are made: docs/one_step.md, memory.py, bench/curves.json.
+"""
+import json
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT))
+WIDTH = 760
+INK, GREY, PALE, LINE = "#1f2328", "#59636e", "#eaeef2", "#afb8c1"
+BLUE, GREEN, ORANGE, RED = "#b6d7ff", "#aceebb", "#ffd8b5", "#ffcecb"
+DARK = ["#0969da", "#1a7f37", "#bc4c00", "#8250df", "#cf222e"]
+
+
+def text(x, y, words, size=13, color=INK, anchor="start", weight="normal", mono=False) -> str:
+    family = "monospace" if mono else "sans-serif"
+    words = str(words).replace("&", "&amp;").replace("<", "&lt;")
+    return (f'<text x="{x:g}" y="{y:g}" font-family="{family}" font-size="{size}" fill="{color}" '
+            f'text-anchor="{anchor}" font-weight="{weight}">{words}</text>')
+
+
+def box(x, y, w, h, fill, words="", size=13, line=LINE, mono=True, color=INK) -> str:
+    label = text(x + w / 2, y + h / 2 + size * 0.36, words, size, color, "middle", mono=mono)
+    return (f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" '
+            f'stroke="{line}"/>' + (label if str(words) else ""))
+
+
+def arrow(x1, y1, x2, y2, color=GREY) -> str:
+    return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
+            f'stroke-width="1.4" marker-end="url(#head)"/>')
+
+
+def rule(x1, y1, x2, y2, color=LINE, dash="") -> str:
+    dash = f' stroke-dasharray="{dash}"' if dash else ""
+    return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}"{dash}/>')
+
+
+def page(height: float, *parts: str) -> str:
+    head = (f'<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            f'markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="{GREY}"/></marker>')
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+        f'width="{WIDTH}" height="{height:g}">', f"<defs>{head}</defs>",
+        f'<rect width="{WIDTH}" height="{height:g}" fill="white"/>', *parts, "</svg>", ""])
+
+
+def shift() -> str:
+    """Completion 1 of docs/one_step.md: ids, outputs, log-probs, mask."""
+    found = (ROOT / "docs/one_step.md").read_text()
+    numbers = re.search(r"^logprobs \(6, 3\)\n.*\n +\[(.*?)\]", found, re.M)[1].split(", ")
+    ids = [1, 3, 2, 4, 4, 0]
+    names = ["&lt;user&gt;", "a", "&lt;assistant&gt;", "b", "b", "&lt;end&gt;"]
+    x, w, out = 150, 96, []
+    at = lambda i: x + i * w
+    out += [text(at(0) + 1.5 * w, 24, "prompt", 13, GREY, "middle"),
+            text(at(3) + 1.5 * w, 24, "completion", 13, GREY, "middle")]
+    for y, label in ((52, "position"), (84, "ids"), (170, "output"), (256, "targets"),
+                     (288, "log-probs"), (320, "mask")):
+        out.append(text(20, y, label, 13))
+    for i, (token, name) in enumerate(zip(ids, names, strict=True)):
+        fill = PALE if i < 3 else GREEN
+        out += [text(at(i) + w / 2, 52, i, 13, GREY, "middle", mono=True),
+                box(at(i), 64, w - 6, 30, fill, token),
+                text(at(i) + w / 2 - 3, 110, name, 11, GREY, "middle").replace("&amp;", "&")]
+        used = 2 <= i <= 4
+        out += [arrow(at(i) + w / 2 - 3, 116, at(i) + w / 2 - 3, 148),
+                box(at(i), 150, w - 6, 30, BLUE if used else "white",
+                    "logits" if used else "not used", 12, color=INK if used else GREY)]
+        if used:
+            out.append(arrow(at(i) + w / 2, 182, at(i + 1) + w / 2 - 8, 234))
+    for i in range(3, 6):
+        out += [box(at(i), 236, w - 6, 30, GREEN, ids[i]),
+                box(at(i), 268, w - 6, 30, "white", numbers[i - 3]),
+                box(at(i), 300, w - 6, 30, "white", "True")]
+    out += [text(at(0), 256, "the output at a token predicts", 12, GREY),
+            text(at(0), 273, "the next one. The first column of", 12, GREY),
+            text(at(0), 290, "an (N, T) tensor is the first token", 12, GREY),
+            text(at(0), 307, "of the completion.", 12, GREY)]
+    return page(346, *out)
+
+
+def denominator() -> str:
+    """One denominator, beside a mean of means."""
+    rows = [(0, 0, 2, 3.0), (0, 1, 6, 1.0), (1, 0, 1, 8.0), (1, 1, 3, 0.0)]
+    total = sum(n for *_, n, _ in rows)
+    right = sum(n * loss for *_, n, loss in rows) / total
+    wrong = sum(loss for *_, loss in rows) / len(rows)
+    out = [text(20, 26, f"A minibatch of {len(rows)} completions, {total} tokens, on 2 ranks with "
+                "2 micro-batches each", 14, weight="bold"),
+           text(20, 48, "a cell is a token, and its number is the token's loss", 12, GREY),
+           text(430, 78, f"one denominator: {total}", 13, "#1a7f37", weight="bold"),
+           text(610, 78, "mean of means", 13, "#cf222e", weight="bold")]
+    for i, (rank, micro, n, loss) in enumerate(rows):
+        y = 92 + i * 42 + rank * 14
+        if micro == 0:
+            out.append(text(20, y + 42, f"rank {rank}", 13))
+        out += [box(90 + k * 34, y, 30, 30, GREEN, f"{loss:g}") for k in range(n)]
+        out += [text(320, y + 20, f"micro-batch {micro}", 12, GREY),
+                text(430, y + 20, f"{n} × {loss:g} / {total} = {n * loss / total:.2f}", 13,
+                     mono=True),
+                text(610, y + 20, f"{n * loss:g} / {n} = {loss:.2f}", 13, mono=True)]
+    y = 92 + 4 * 42 + 24
+    out += [rule(430, y, 740, y, INK),
+            text(430, y + 24, f"sum = {right:.2f}", 14, "#1a7f37", weight="bold", mono=True),
+            text(610, y + 24, f"mean = {wrong:.2f}", 14, "#cf222e", weight="bold", mono=True),
+            text(20, y + 8, "The sum is the mean over all tokens, with any cut.", 12, GREY),
+            text(20, y + 25, "In the mean of means, a token of a short", 12, GREY),
+            text(20, y + 42, "micro-batch counts more, and the cut matters.", 12, GREY)]
+    return page(y + 56, *out)
+
+
+def packed() -> str:
+    """Padded rows, the packed input with its positions, and who attends to whom."""
+    rows, cell, out = [("a", 4), ("b", 2), ("c", 3)], 30, []
+    colors = {"p": PALE, "a": BLUE, "b": GREEN, "c": ORANGE}
+    out.append(text(20, 24, "padded: 3 rows × 7 = 21 tokens", 14, weight="bold"))
+    for i, (name, n) in enumerate(rows):
+        cells = ["p"] * 3 + [name] * n + [""] * (4 - n)
+        out += [box(20 + k * cell, 36 + i * 34, cell - 2, cell, colors.get(c, "white"), c)
+                for k, c in enumerate(cells)]
+    cells = [("p", k) for k in range(3)] + [(name, 3 + k) for name, n in rows for k in range(n - 1)]
+    out += [text(20, 176, f"packed: {len(cells)} tokens", 14, weight="bold"),
+            text(20, 240, "position", 12, GREY)]
+    x = 20
+    out += [box(x + k * cell, 188, cell - 2, cell, colors[c], c) for k, (c, _) in enumerate(cells)]
+    out += [text(x + k * cell + 14, 258, p, 13, GREY, "middle", mono=True)
+            for k, (_, p) in enumerate(cells)]
+    out += [text(20, 288, "The prompt is there once. The last token of a", 12, GREY),
+            text(20, 305, "completion predicts nothing: it is left out.", 12, GREY),
+            text(20, 322, "Positions of a completion go on after its prompt.", 12, GREY)]
+    x, y, c = 440, 56, 29
+    out += [text(x - 20, 24, "attention: a row sees the filled columns", 14, weight="bold")]
+    for i, (who, _) in enumerate(cells):
+        out += [text(x - 14, y + i * c + 19, who, 13, GREY, "middle", mono=True),
+                text(x + i * c + 14, y - 8, who, 13, GREY, "middle", mono=True)]
+        for j, (whom, _) in enumerate(cells):
+            sees = j <= i and whom in ("p", who)
+            out.append(box(x + j * c, y + i * c, c - 2, c - 2, colors[whom] if sees else "white"))
+    return page(340, *out)
+
+
+def memory_phases() -> str:
+    """memory.py's own plan for one GPU."""
+    import grpo
+    import memory
+    import plan
+    args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
+                                  max_tokens=4096, kl_loss_coef=0.001), checkpointing=True)
+    made = plan.Plan(args, "grpo.py", 4, None, 0)
+    loads = memory.loads(made, memory.shape_of(args.model), 80 * memory.GIB)
+    names = list(dict.fromkeys(name for load in loads for name, value in load.parts.items()
+                               if value > 0))
+    color = {"set aside": LINE, "parameters": "#0969da", "optimizer": "#54aeff",
+             "engine weights": "#bc4c00", "kv cache": "#fb8f44", "engine workspace": "#ffc680",
+             "engine awake": "#953800", "engine asleep": "#5f2c00", "one weight": "#8250df",
+             "gathered": "#0d7a5f", "activations": "#2da44e", "head": "#9be9a8",
+             "gradients": "#cf222e"}
+    bottom, scale = 336, 280 / 80
+    out = [text(20, 24, "Qwen2.5-7B on 4 GPUs of 80 GiB: one GPU over the phases of a step", 14,
+                weight="bold"),
+           text(560, 46, "8 × 64 completions,", 12, GREY), text(560, 62, "4,096 tokens each", 12,
+                                                                GREY)]
+    for gib in range(0, 81, 20):
+        y = bottom - gib * scale
+        out += [rule(62, y, 520, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
+                text(54, y + 4, f"{gib}", 12, GREY, "end")]
+    out.append(text(20, 46, "GiB", 12, GREY))
+    order = ["sync", "rollout", "score", "update"]
+    for i, load in enumerate(sorted(loads, key=lambda load: order.index(load.phase))):
+        x, y = 82 + i * 112, bottom
+        for name, value in load.parts.items():
+            if value > 0:
+                h = value / memory.GIB * scale
+                y -= h
+                out.append(f'<rect x="{x}" y="{y:.1f}" width="84" height="{h:.1f}" '
+                           f'fill="{color[name]}" stroke="white" stroke-width="0.7"/>')
+        out += [text(x + 42, y - 6, f"{load.total / memory.GIB:.1f}", 13, INK, "middle"),
+                text(x + 42, bottom + 20, load.phase, 13, INK, "middle")]
+    for i, name in enumerate(reversed(names)):
+        out += [box(560, 76 + i * 20, 14, 14, color[name]), text(582, 88 + i * 20, name, 13)]
+    return page(372, *out)
+
+
+def turns() -> str:
+    """Ids are only appended. What the engine sampled is trained on."""
+    parts = [("prompt", 150, PALE, "given"), ("answer 1", 120, GREEN, "sampled"),
+             ("reply 1", 100, ORANGE, "appended"), ("answer 2", 110, GREEN, "sampled"),
+             ("reply 2", 80, ORANGE, "appended"), ("answer 3", 90, GREEN, "sampled")]
+    x0, out = 96, []
+    ends = [sum(p[1] for p in parts[:i]) for i in range(len(parts) + 1)]
+    out.append(text(20, 26, "Three turns: each call gets all ids so far, and adds its own", 14,
+                    weight="bold"))
+    for turn in range(3):
+        y, upto = 46 + turn * 46, 1 + 2 * turn
+        out.append(text(20, y + 21, f"turn {turn + 1}", 13))
+        for i in range(upto):
+            name, w, fill, _ = parts[i]
+            out.append(box(x0 + ends[i], y, w - 3, 32, fill, name, 12, mono=False, color=GREY))
+        name, w, fill, _ = parts[upto]
+        out.append(box(x0 + ends[upto], y, w - 3, 32, fill, name, 12, line=INK, mono=False))
+        if turn == 0:
+            out.append(text(x0 + ends[upto + 1] + 8, y + 21, "the engine samples it", 12, GREY))
+        if turn == 1:
+            out.append(text(x0 + ends[upto + 1] + 8, y + 21, "no token before is changed", 12,
+                            GREY))
+    y = 46 + 3 * 46 + 12
+    out += [rule(20, y - 8, 740, y - 8), text(20, y + 21, "episode", 13),
+            text(20, y + 57, "mask", 13), text(20, y + 93, "weight", 13)]
+    for i, (name, w, fill, _) in enumerate(parts):
+        x, sampled = x0 + ends[i], fill == GREEN
+        out.append(box(x, y, w - 3, 32, fill, name, 12, mono=False))
+        if i:
+            out += [box(x, y + 36, w - 3, 32, "white", "True" if sampled else "False", 12,
+                        color=INK if sampled else GREY),
+                    box(x, y + 72, w - 3, 32, "white", "1/n" if sampled else "0", 12,
+                        color=INK if sampled else GREY)]
+    out += [box(20, y + 124, 14, 14, GREEN),
+            text(42, y + 136, "sampled by the engine: trained on, with the engine's own ids", 12),
+            box(20, y + 146, 14, 14, ORANGE),
+            text(42, y + 158, "appended: read by the model, never trained on; n counts the "
+                 "sampled tokens alone", 12)]
+    return page(y + 172, *out)
+
+
+def curves() -> str:
+    """bench/curves.json: the reward of five algorithms, three seeds each."""
+    found = json.loads((ROOT / "bench/curves.json").read_text())
+    titles = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "dapo": "DAPO", "gspo": "GSPO", "ppo": "PPO"}
+    mean = [sum(step) / len(step) for step in zip(
+        *(seed["reward"] for seed in found["grpo"].values()), strict=True)]
+    out = [text(20, 24, "Mean reward of a step, three seeds each (grey: the mean of GRPO)", 14,
+                weight="bold")]
+    for i, name in enumerate(titles):
+        x0, y0, w, h = 50 + i % 3 * 240, 68 + i // 3 * 200, 190, 130
+        out.append(text(x0, y0 - 8, titles[name], 13, DARK[i], weight="bold"))
+        for reward in (0, 0.5, 1):
+            y = y0 + h * (1 - reward)
+            out += [rule(x0, y, x0 + w, y, PALE if reward else LINE),
+                    text(x0 - 6, y + 4, f"{reward:g}", 11, GREY, "end")]
+        for step in (0, 30, 60):
+            out.append(text(x0 + w * step / 60, y0 + h + 16, step, 11, GREY, "middle"))
+
+        def line(values, color, width, x0=x0, y0=y0, w=w, h=h) -> str:
+            points = " ".join(f"{x0 + w * (k + 1) / len(values):.1f},{y0 + h * (1 - v):.1f}"
+                              for k, v in enumerate(values))
+            return (f'<polyline fill="none" stroke="{color}" stroke-width="{width}" '
+                    f'points="{points}"/>')
+
+        out.append(line(mean, LINE, 3))
+        out += [line(seed["reward"], DARK[i], 1.1) for seed in found[name].values()]
+    x, y = 530, 290
+    out += [text(x, y, "512 completions a step; DAPO", 12, GREY),
+            text(x, y + 18, "samples up to 2,048, and trains", 12, GREY),
+            text(x, y + 36, "on at most 512 of them.", 12, GREY)]
+    return page(446, *out)
+
+
+PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_phases,
+            "turns": turns, "curves": curves}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PICTURES:
+        (HERE / f"{name}.svg").write_text(PICTURES[name]())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""docs/details.md: each detail is broken in a copy of the code. Its test must fail, and what the
+mistake changes is measured.
+
+    python tests/mutations.py             # all rows, and compare the effects with the page
+    python tests/mutations.py 3 17        # some rows
+    python tests/mutations.py --write     # put the measured effects into the page
+
+The tests must pass in the copy before anything is broken.
+"""
+import argparse
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "details.md"
+EFFECT = 2  # the cell
+PRELOADED = ("pytest", "hypothesis", "torch", "torch.distributed.fsdp", "torch.utils.checkpoint",
+             "torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2",
+             "transformers.models.llama.modeling_llama", "tyro")
+LIMIT = 400  # seconds of a test; one that hangs gets a limit of its own
+
+
+class Row(NamedTuple):
+    file: str
+    old: str  # found once in the file
+    new: str
+    test: str  # below tests/test_
+    probe: str  # an expression: see probes.py
+    effect: str  # of its value as it is and with the mistake, or of the relative difference
+    limit: int = LIMIT
+
+
+OFF = "gradient: {} off"
+ROWS = [
+    # ---- one batch, any number of ranks
+    Row("grpo.py", "micro.slice(weights)",
+        "losses.token_weights(micro.slice(mask), args.aggregation, max_tokens=args.max_tokens)"
+        " * len(micro.rows) / len(rows)",
+        "same_update.py::test_one_rank_is_the_formula", "gradient(update_tokens=77)", OFF),
+    Row("dist.py", "slice(start, start + small + (rank < extra))",
+        "slice(rank * small, (rank + 1) * small)",
+        "dist.py::test_share_gives_every_item_once_in_order_and_evenly",
+        "sum(len(range(512)[share(512, 6, rank)]) for rank in range(6))",
+        "{} → {} of 512 prompts on 6 ranks"),
+    Row("dist.py", "items[share(len(items), self.size, self.rank)]",
+        "items[share(assert_divisible(len(items), self.size, 'completions', 'ranks') * self.size,"
+        " self.size, self.rank)]",
+        "dist.py::test_collectives[3]",
+        "len(dist.World(0, 3, 0, 3, None, None, 1.0).mine([0] * 8))",
+        "8 completions on 3 ranks: rank 0 has {} → {}"),
+    Row("dist.py", "pad_to_multiple(sorted(micros, key=cost, reverse=True) or [[]], "
+        "rounds * ranks, [])", "sorted(micros, key=cost, reverse=True) or [[]]",
+        "dist.py::test_balance_of_nothing_and_of_less_than_one_row_a_rank",
+        "[len(lane) for lane in balance([(i, 4, 4) for i in range(2)], 4, 99, False)]",
+        "micro-batches of 4 ranks for 2 rows: {} → {}"),
+    Row("dist.py", "if new > room or p + c > keys or not micros:",
+        "if prompt != last or not micros:",
+        "dist.py::test_cut_keeps_the_budget_and_every_row",
+        "[max(tokens(m, sizes, True) for m in cut(sizes, 4096, True)) for n in (32, 64) for sizes "
+        "in [[(p, 100, 200) for p in range(8) for _ in range(n)]]]",
+        "tokens of the largest micro-batch at 32 and 64 completions a prompt, budget 4,096: "
+        "{} → {}"),
+    Row("grpo.py", 'args.update_tokens, "update"', 'args.score_tokens, "update"',
+        "situations.py::test_3_the_score_budget_does_not_leak_into_the_update",
+        "largest_update()",
+        "tokens of the largest update micro-batch, `--update_tokens 50 --score_tokens 170`: "
+        "{} → {}"),
+    Row("batch.py", "rows[share(len(rows), count, k)]",
+        "rows[k * (len(rows) // count):(k + 1) * (len(rows) // count)]",
+        "dist.py::test_minibatches_are_fixed_by_request_order",
+        "sum(map(len, Batch(fabricate('plain', 16, group=1)).minibatches(6, 1)))",
+        "{} → {} of 16 completions trained in 6 minibatches"),
+    Row("model.py", "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(float(mesh.size()))",
+        "ppo.py::test_same_update_on_any_ranks_and_budgets[float64-7-1e-12]",
+        "gradient_on_two_ranks()", f"{OFF} on 2 ranks"),
+    Row("dist.py", "return bool(self.max(torch.tensor(int(flag))))", "return flag",
+        "dist.py::test_collectives[3]", "ranks.results(3, agree)",
+        "rank 2 of 3 stops; they know: {} → {}"),
+    Row("dist.py", "if theirs != phases[0]:", "if False:",
+        "dist.py::test_ranks_that_disagree_are_both_named", "ranks.results(2, disagree)",
+        "ranks that are told: {} → {}"),
+    Row("grpo.py", "if not mask[rows].any():", "if False:",
+        "details.py::test_a_step_without_tokens_moves_nothing", "moved_without_tokens()",
+        "a step with nothing to learn moves the weights by {} → {} of the step before it"),
+    # ---- tokens
+    Row("batch.py", "self.present = at < self.lengths.view(-1, 1)",
+        "self.present = pad([torch.from_numpy(c.ids) for c in completions]) != 0",
+        "details.py::test_a_token_with_the_id_of_padding_is_trained_on", "tokens_with_loss()",
+        "{} → {} of 8 sampled tokens bear loss"),
+    Row("batch.py", "start.view(-1, 1) + at - 1)", "start.view(-1, 1) + at)",
+        "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient(packs=False)", OFF),
+    Row("packing.py", "start[of] + length[of] - 1, ", "start[len(prompts):] - 1, ",
+        "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
+    Row("packing.py", "torch.arange(n, n + m)", "torch.arange(m)",
+        "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
+    Row("packing.py", ".tril(prefix)", "", "packing.py::test_a_packed_input_is_its_rows[qwen2]",
+        "gradient()", OFF),
+    Row("model.py", "if rounds and args[0].dtype == torch.float64:", "if False:",
+        "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
+    Row("rollout.py", "return Completion(ids, logprobs, ",
+        "return Completion(ids[:-1], logprobs[:-1], ",
+        "details.py::test_the_end_token_is_trained_on", "sampled()",
+        "{} → {} of 5 sampled tokens bear loss"),
+    Row("check.py", "ids = ids if isinstance(ids, list) else [ids]",
+        "ids = ids[:1] if isinstance(ids, list) else [ids]",
+        "details.py::test_every_end_token_of_the_generation_config_ends_a_completion",
+        "end_tokens([2, 7])", "{} → {} of 2 end tokens end a completion"),
+    Row("data.py", "plain = tokenizer.chat_template is None and not finished", "plain = True",
+        "data.py::test_no_second_bos", "bos()", "begin tokens of a prompt: {} → {}"),
+    Row("model.py", "logits = head(hidden) / temperature", "logits = head(hidden)",
+        "memory.py::test_the_chunked_head_is_exact[none-100]", "gradient(temperature=0.7)",
+        f"{OFF} at `--temperature 0.7`"),
+    Row("model.py", "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))", "pass",
+        "details.py::test_log_probs_are_at_least_float32", "bfloat16_head()[0]",
+        "mean error of a log-prob, bfloat16 model, vocabulary of 1,000: {} → {} nats"),
+    Row("losses.py", "torch.where(mask, x.to(tensors[0].dtype), 0) for x in tensors",
+        "x.to(tensors[0].dtype) * mask for x in tensors",
+        "losses.py::test_padding_never_leaks",
+        "int(loss_gradient(losses.clip_loss, pad=float('nan')).isnan().sum())",
+        "nan in the padding: {} → {} gradients are nan"),
+    # ---- from rewards to advantages
+    Row("batch.py", "[r is not None for r in rewards]", "[True for r in rewards]",
+        "same_update.py::test_one_rank_is_the_formula", "gradient()", OFF),
+    Row("losses.py", "scored.view(-1, group)\n",
+        "torch.ones_like(scored).view(-1, group)\n",
+        "losses.py::test_unscored_completions_are_outside_the_baseline", "gradient()", OFF),
+    Row("losses.py", "highest <= torch.where(S, R, torch.inf).amin(1, keepdim=True)",
+        "torch.where(S, R, 0).std(1, keepdim=True) == 0",
+        "losses.py::test_equal_rewards_are_exactly_zero",
+        "[bool(losses.keep_groups(torch.full((8,), 0.1), 8, torch.ones(8) > 0)), round(float("
+        "losses.group_advantages(torch.full((8,), 0.1), 8, kind='grpo', eps=0.0, scored=torch.ones("
+        "8) > 0).abs().max()), 2)]",
+        "eight rewards of 0.1: does `--dynamic_sampling` keep them, and the advantage at eps 0: "
+        "{} → {}"),
+    Row("losses.py", "torch.where(S & ~equal, A, 0)", "torch.where(S & (~equal | (n == 1)), A, 0)",
+        "losses.py::test_group_of_one_has_no_gradient",
+        "float(losses.group_advantages(torch.tensor([3.0]), 1, kind='rloo', eps=0.0, "
+        "scored=torch.ones(1) > 0))", "advantage of a lone reward of 3, RLOO: {} → {}"),
+    Row("losses.py", "A = R - (total - R) / others", "A = R - total / n.clamp(min=1)",
+        "losses.py::test_rloo_is_unbiased_and_a_mean_baseline_shrinks_the_gradient",
+        "gradient(samples='plain', advantage='rloo')", f"{OFF} at `--group 4`"),
+    Row("losses.py", "keepdim=True) / others).sqrt()", "keepdim=True) / n.clamp(min=1)).sqrt()",
+        "losses.py::test_recipe_equals_numpy[dapo-0]",
+        "gradient(samples='plain', advantage='grpo')", f"{OFF} at `--group 4`"),
+    Row("grpo.py", "scored=batch.scored)  # (N,)", "scored=mask.any(1))  # (N,)",
+        "details.py::test_a_truncated_completion_without_loss_counts_in_its_group",
+        "gradient(overlong_filter=True, samples='plain')", f"{OFF} with `--overlong_filter`"),
+    Row("losses.py", "white = (x - x.mean()) / (x.var(correction=1) + 1e-8).sqrt()",
+        "y = torch.where(mask, values.double(), 0); "
+        "white = (x - y.mean()) / (y.var() + 1e-8).sqrt()",
+        "losses.py::test_recipe_equals_numpy[ppo-0]", "gradient(advantage='reinforce++')",
+        f"{OFF} with `--advantage reinforce++`"),
+    Row("losses.py", "last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))",
+        "last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (~mask).roll(-1, 1)",
+        "losses.py::test_the_score_is_on_the_last_valid_token",
+        "losses.token_rewards(torch.ones(3), None, None, torch.arange(4) < torch.tensor([[2], [3], "
+        "[4]]), kl_coef=0.0).nonzero().tolist()",
+        "(row, token) of the score in rows of 2, 3 and 4 tokens: {} → {}"),
+    Row("losses.py", "gamma * next_value - values[:, t]", "gamma * values[:, t] - values[:, t]",
+        "losses.py::test_gae_is_the_double_sum", "gae([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])",
+        "advantages: {} off"),
+    Row("losses.py",
+        "torch.where(here, delta + gamma * lam * next_advantage, next_advantage)",
+        "delta + gamma * lam * next_advantage", "losses.py::test_gae_carries_across_a_hole",
+        "gae([[1, 1, 0, 0, 1, 1]])", "advantages of a row with a tool's output inside: {} off"),
+    Row("ppo.py", "advantages, returns = losses.gae(token_rewards, values, mask, gamma=args.gamma, "
+        "lam=args.lam)", "returns = losses.whiten(losses.gae(token_rewards, values, mask, gamma="
+        "args.gamma, lam=args.lam)[0], mask) + values; advantages = returns - values",
+        "details.py::test_the_critics_targets_are_returns_from_before_the_whitening",
+        "critic_targets()", "the critic's targets where every reward is 1: {} → {}"),
+    # ---- losses
+    Row("grpo.py", "else logprobs.detach()", "else micro.slice(batch.engine_logprobs)",
+        "same_update.py::test_one_rank_is_the_formula", "gradient()", OFF),
+    Row("losses.py", "r.clamp(max=1 + clip_high))", "r.clamp(max=clip_high))",
+        "losses.py::test_bounds_are_1_minus_low_and_1_plus_high", "gradient()", OFF),
+    Row("losses.py", "r.clamp(1 - clip_low, dual_clip)", "r.clamp(1 - clip_low, 1 + clip_high)",
+        "losses.py::test_bounds_are_1_minus_low_and_1_plus_high",
+        "loss_gradient(losses.clip_loss)", f"{OFF} for ratios of 0.6 to 1.6"),
+    Row("losses.py", ".sum(1, keepdim=True) / length).detach()",
+        ".sum(1, keepdim=True)).detach()", "losses.py::test_recipe_equals_numpy[gspo-0]",
+        "loss_gradient(losses.gspo_loss, clip_low=0.9, clip_high=9.0)",
+        f"{OFF}, before the bounds cut"),
+    Row("losses.py", "log_r.clamp(max=80)).exp()", "log_r).exp()",
+        "losses.py::test_a_ratio_that_overflows",
+        "int(torch.autograd.grad(losses.clip_loss(x := torch.full((1, 1), 89.0, requires_grad=True)"
+        ", torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1) > 0, clip_low=0.2, clip_high=0.2, "
+        "dual_clip=None)[0].sum(), x)[0].isnan())",
+        "one clipped token with a log-ratio of 89 in float32: {} → {} gradients are nan"),
+    Row("losses.py", "0.5 * torch.maximum(error, clipped_error)", "0.5 * clipped_error",
+        "losses.py::test_value_loss_is_pessimistic", "value_gradient()",
+        "gradient of the critic's values: {} off"),
+    Row("losses.py", '"k2": d.square() / 2', '"k2": d', "losses.py::test_kl_loss_gradients",
+        "expected_kl_gradient('k2')", "norm of the expected gradient: {} → {}"),
+    Row("losses.py", '"k3": (-d).exp() - 1 + d}', '"k3": d.exp() - 1 - d}',
+        "losses.py::test_kl_expectations", "gradient(kl_loss_coef=0.1)",
+        f"{OFF} with `--kl_loss_coef 0.1`"),
+    Row("losses.py", "ratio = (old - engine).exp()", "ratio = (engine - old).exp()",
+        "losses.py::test_engine_correction", "gradient(engine_correction='truncate')",
+        f"{OFF} with `--engine_correction truncate`, gaps of 0.3 nats"),
+    Row("losses.py", "n = (lengths > 0).sum().double()",
+        "n = torch.tensor(len(mask), dtype=torch.float64)", "losses.py::test_token_weights",
+        "gradient(aggregation='sequence')", f"{OFF} with `--aggregation sequence`"),
+    Row("losses.py", '"constant": max_tokens * n}', '"constant": lengths.max() * n}',
+        "losses.py::test_token_weights", "losses.token_weights(torch.arange(8) < torch.tensor([[4],"
+        " [8]]), 'constant', max_tokens=16)",
+        "weights of rows of 4 and 8 tokens, limit 16: {} off"),
+    # ---- the optimizer
+    Row("model.py", "if math.isfinite(norm):", "if True:",
+        "details.py::test_a_gradient_that_is_not_finite_is_not_applied",
+        "one_step(float('nan'), 0.1)", "a weight after a gradient of nan: {} → {}"),
+    Row("model.py", 'self.optimizer.param_groups[0]["lr"] = lr', "pass",
+        "script.py::test_the_optimizer_uses_the_rate_it_is_given", "one_step(-1.0, 0.1)",
+        "a weight after a step with lr 0.1: {} → {}"),
+    # ---- the engine
+    Row("rollout.py", "if not self.llm.reset_prefix_cache():", "if False:",
+        "engine.py::test_logprobs_equal_after_every_sync_at_two_temperatures[tied]",
+        "engine_gap()", "engine and trainer: {} → {} nats a token at most"),
+    Row("model.py", "in lm.state_dict().items()", "in lm.named_parameters()",
+        "engine.py::test_logprobs_equal_after_every_sync_at_two_temperatures[tied]",
+        "engine_gap()", "engine and trainer: {} → {} nats a token at most"),
+    Row("rollout.py", 'logprobs_mode="processed_logprobs"', 'logprobs_mode="raw_logprobs"',
+        "engine.py::test_logprobs_equal_after_every_sync_at_two_temperatures[tied]",
+        "engine_gap()", "engine and trainer: {} → {} nats a token at most, temperature 0.7"),
+    Row("rollout.py", "return int.from_bytes(hashlib.blake2b(repr(parts).encode(), "
+        "digest_size=8).digest()) >> 1", "return sum(p for p in parts if isinstance(p, int))",
+        "details.py::test_each_completion_has_a_seed_of_its_own", "seeds()",
+        "different seeds of 64 × 8 completions: {} → {}"),
+    # ---- rewards, and the run
+    Row("rewards.py", " or time.monotonic() > deadline", "",
+        "rewards.py::test_hostile_rewards_cost_their_completion_only", "reward_that_hangs()",
+        "after 2 s a completion has {} → {}", 60),
+    Row("reward_worker.py", "if not isinstance(node, NODES) or called",
+        "if False and called", "rewards.py::test_hostile_completions_never_run[math]",
+        "executed()", "files that a completion made: {} → {}"),
+    Row("data.py", "self.position += len(prompts)", "self.position += n",
+        "data.py::test_an_epoch_is_every_row_once", "two_epochs()",
+        "rows drawn in two epochs of 1,000, batch 64: {} → {}"),
+    Row("checkpoint.py", 'found |= {f"{who}.{name}.{key}": value for key, value in '
+        "it.optimizer.state[p].items()}", "pass",
+        "checkpoint.py::test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one", "resumed()",
+        "weights two steps after a resume: {} off"),
+    Row("evaluate.py", "return 1.0 - comb(n - correct, k) / comb(n, k)",
+        "return 1.0 - (1.0 - correct / n) ** k", "details.py::test_pass_at_k_is_unbiased",
+        "round(evaluate.pass_at_k(8, 2, 4), 3)", "pass@4 of 2 correct in 8: {} → {}"),
+]
+
+
+def copy_of_the_code(folder: Path) -> Path:
+    skip = shutil.ignore_patterns(".*", "runs", "__pycache__", "wandb")
+    shutil.copytree(ROOT, folder, ignore=skip)
+    (folder / "runs").symlink_to(ROOT / "runs")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run(folder: Path, tests: list[str], probed: list[str], limit: int):
+    """(status of the tests, None: they hang; values of the probes; what was printed).
+
+    All processes that were started are ended.
+    """
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as text:
+        process = os.fork()
+        if not process:  # torch is here already: an import takes seconds
+            child(folder, f"{place}/values", tests, probed, text.fileno())
+        end = time.monotonic() + limit
+        while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.05)
+        status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
+        if status is None:
+            os.killpg(process, signal.SIGTERM)
+            time.sleep(2)
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        if status is None:
+            os.waitpid(process, 0)
+        text.seek(0)
+        return status, pickle.loads(Path(place, "values").read_bytes()), text.read()
+
+
+def child(folder: Path, values: str, tests: list[str], probed: list[str], out: int):
+    """Runs probes.main in the copy, and ends this process."""
+    status = 9
+    try:
+        os.setsid()
+        os.chdir(folder)
+        for stream in 1, 2:
+            os.dup2(out, stream)
+        sys.path[:1] = [str(folder), str(folder / "tests")]
+        import probes
+        status = probes.main(values, "\n".join(f"tests/test_{test}" for test in tests), *probed)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def said(effect: str, right, wrong) -> str:
+    """The sentence of two values: of tensors the relative difference."""
+    if hasattr(right, "norm") and hasattr(wrong, "norm"):
+        if right.shape != wrong.shape:
+            return effect.format("of another shape:")
+        gap = float((right - wrong).norm() / right.norm())
+        return effect.format(f"{gap:.0%}" if gap > 0.005 else f"{gap:.0e} of it")
+    if hasattr(right, "norm"):
+        return f"ends with {wrong}"
+    return effect.format(right, wrong)
+
+
+def page_cells() -> dict[int, list[str]]:
+    """{number: cells} of the table of the page."""
+    lines = re.findall(r"^\| (\d+) \|(.*)\|$", PAGE.read_text(), re.M)
+    return {int(number): [cell.strip() for cell in re.split(r"(?<!\\)\|", rest)]
+            for number, rest in lines}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=(
+        argparse.RawDescriptionHelpFormatter))
+    parser.add_argument("rows", nargs="*", type=int, default=[*range(1, len(ROWS) + 1)])
+    parser.add_argument("--write", action="store_true")
+    asked, began, wrong = parser.parse_args(), time.monotonic(), []
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    for name in PRELOADED:
+        __import__(name)
+    with tempfile.TemporaryDirectory() as place:
+        copy, rows = copy_of_the_code(Path(place, "copy")), [ROWS[n - 1] for n in asked.rows]
+        tests, probes = (list(dict.fromkeys(each)) for each in zip(
+            *((row.test, row.probe) for row in rows), strict=True))
+        status, values, text = run(copy, tests, probes, 10 * LIMIT)
+        right = dict(zip(probes, values, strict=True))
+        for expression, value in right.items():
+            assert not isinstance(value, str) or not value.endswith("Error"), (expression, value)
+        print(f"{len(tests)} tests {'pass' if status == 0 else 'DO NOT PASS'} as they are: "
+              f"{time.monotonic() - began:.0f} s", flush=True)
+        if status != 0:
+            print(text)
+            return 1
+        for number, row in zip(asked.rows, rows, strict=True):
+            path, start = copy / row.file, time.monotonic()
+            whole = path.read_text()
+            assert whole.count(row.old) == 1, f"row {number}: {row.old!r} is not in {row.file} once"
+            path.write_text(whole.replace(row.old, row.new))
+            status, (value,), text = run(copy, [row.test], [row.probe], row.limit)
+            path.write_text(whole)
+            effect, page = said(row.effect, right[row.probe], value), page_cells()
+            # A test that cannot be collected proves nothing. A fixture may fail.
+            failed = status == 1 and re.search(r"\d+ (failed|error)", text)
+            verdict = "hangs" if status is None else "fails" if failed else "DOES NOT FAIL"
+            if status is not None and not failed:
+                print(text)
+            if "0e+00" in effect or not hasattr(value, "norm") and value == right[row.probe]:
+                verdict += "; NO EFFECT"
+            if asked.write:
+                lines = PAGE.read_text().split("\n")
+                at = next(i for i, line in enumerate(lines) if line.startswith(f"| {number} |"))
+                lines[at] = lines[at].replace(f"| {page[number][EFFECT]} |", f"| {effect} |")
+                PAGE.write_text("\n".join(lines))
+            elif page.get(number, [""] * 9)[EFFECT] != effect:
+                verdict += "; THE PAGE SAYS SOMETHING ELSE"
+            wrong += [number] if re.search("[A-Z]{3}", verdict) else []
+            print(f"{number:>2}  {verdict:<6} {row.test}  {effect}  "
+                  f"({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{len(rows)} rows in {(time.monotonic() - began) / 60:.0f} minutes; "
+          f"wrong: {wrong or 'none'}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Runs the Python blocks of a page in order. What a block prints stands in the `text` block after
+it.
+
+    python tests/pages.py docs/one_step.md            # compare
+    python tests/pages.py docs/one_step.md --write    # put what is printed into the page
+"""
+import io
+import os
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+NUMBER = r"-?\d+\.\d+(?:e[+-]\d+)?"
+
+
+def same(text: str, printed: str) -> bool:
+    """Equal words, and numbers within 1e-4."""
+    numbers, ours = (re.findall(NUMBER, t) for t in (text, printed))
+    words, our_words = (re.sub(NUMBER, "#", t).split() for t in (text, printed))
+    return words == our_words and len(numbers) == len(ours) and all(
+        abs(float(a) - float(b)) <= 1.01e-4 for a, b in zip(numbers, ours, strict=True))
+
+
+def run(path: Path, write: bool) -> bool:
+    """Whether the page says what its blocks print."""
+    names, right = {}, True
+
+    def block(match) -> str:
+        nonlocal right
+        code, text = match.groups()
+        with redirect_stdout(out := io.StringIO()):
+            exec(compile(code, str(path), "exec"), names)
+        if not write and not same(text, out.getvalue()):
+            right = False
+            sys.stderr.write(f"{code}printed\n{out.getvalue()}and the page says\n{text}\n")
+        return f"```python\n{code}```\n\n```text\n{out.getvalue()}```\n"
+
+    page = path.read_text()
+    assert page.count("```python\n") == page.count("```\n\n```text\n"), "a block without its output"
+    new = re.sub(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", block, page, flags=re.S)
+    if write:
+        path.write_text(new)
+    return right or write
+
+
+if __name__ == "__main__":
+    found = run(Path(sys.argv[1]), "--write" in sys.argv)
+    sys.stdout.flush()
+    os._exit(not found)

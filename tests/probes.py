@@ -1,0 +1,333 @@
+"""What a detail is worth: `probes.py OUT TESTS EXPRESSION...` pickles values, then runs tests.
+
+mutations.py runs it in the code as it is and in a copy with one mistake, and compares.
+"""
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import chdir, closing
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+import dist  # isort: skip  # noqa: F401  (before torch: it sets what torch reads)
+import numpy as np
+import pytest
+import torch
+
+import canary
+import check
+import data
+import evaluate  # noqa: F401
+import grpo
+import learning
+import losses
+import model
+import ppo
+import ranks
+import rollout
+import test_packing
+from batch import Batch
+from dist import balance, cut, share, tokens  # noqa: F401
+from learning import Case, fabricate, whole
+
+F64 = torch.float64
+
+
+class World(SimpleNamespace):
+    """One rank without a process group."""
+    rank, size, device = 0, 1, torch.device("cpu")
+
+    def __init__(self):
+        super().__init__(same_phase=lambda *_: None, gather=lambda x: x, sum=lambda x: x,
+                         max=lambda x: x)
+
+
+class Spy(model.Policy):
+    """A random Qwen2 of three layers in float64 that keeps its gradients."""
+
+    def __init__(self, noise: float = 0.0):
+        lm = test_packing.small("qwen2")
+        with torch.no_grad():
+            for p in lm.parameters():
+                p *= 1 + noise * torch.randn_like(p)
+        module, self.gradients = model.LogprobModel(lm, 0), []
+        lm.attention, module.reshard = "sdpa", lambda: None  # it is not sharded
+        super().__init__(module, World(), model.ModelArgs(), model.OptimizerArgs())
+
+    def step(self, lr):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters()]))
+        return super().step(lr)
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.module.parameters()])
+
+
+def gradient(samples="mixed", packs=True, **flags) -> torch.Tensor:
+    """Of one grpo.learn of 7 prompts x 4 completions, over all parameters."""
+    args, policy, reference = learning.arguments(**flags), Spy(), Spy(0.05)
+    for each in policy, reference:
+        each.pack(packs)
+    grpo.learn(args, World(), policy, fabricate(samples, 7), lr=1e-3, reference=reference)
+    return policy.gradients[0]
+
+
+def gradient_on_two_ranks() -> torch.Tensor:
+    case = Case(7)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.results(1, learning.make_models, folder)
+        return whole([outcome.gradients[0] for outcome, in ranks.results(
+            2, learning.learn_all, folder, [case], timeout=60)])
+
+
+def largest_update() -> int:
+    """Tokens of the largest micro-batch of an update."""
+    shipped, found = Batch.micros, []
+
+    def micros(self, world, rows, budget, phase, *learns):
+        made = shipped(self, world, rows, budget, phase, *learns)
+        found.extend(micro.tokens for micro in made if phase == "update")
+        return made
+
+    Batch.micros = micros
+    gradient(update_tokens=50, score_tokens=170)
+    Batch.micros = shipped
+    return max(found)
+
+
+def batch_of(seed: int = 0, rows: int = 6, T: int = 7):
+    """logprobs with gradient, old, advantages (rows, 1), mask: off-policy, ragged."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.arange(T) < torch.randint(1, T + 1, (rows, 1), generator=g)
+    logprobs, noise = -torch.rand(2, rows, T, dtype=F64, generator=g) * 2
+    advantages = torch.randn(rows, 1, dtype=F64, generator=g)
+    return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), advantages, mask
+
+
+def loss_gradient(loss, pad: float = 0.0, **bounds) -> torch.Tensor:
+    """Of the mean token loss. `pad` is what stands in the padding."""
+    logprobs, old, A, mask = batch_of()
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None} | bounds
+    token_loss = loss(logprobs, torch.where(mask, old, pad), A, mask, **bounds)[0]
+    return torch.autograd.grad(torch.where(mask, token_loss, 0).sum() / mask.sum(), logprobs)[0]
+
+
+def expected_kl_gradient(kind: str) -> float:
+    """The norm of the expected gradient of a KL estimate as a loss: a vocabulary of 3, all cases.
+    """
+    theta, ref = torch.tensor([0.3, -0.2, 0.5], dtype=F64), torch.zeros(3, dtype=F64)
+    theta.requires_grad_()
+    logp, mask = theta.log_softmax(0).view(3, 1), torch.ones(3, 1, dtype=torch.bool)
+    estimate = losses.kl_estimate(logp, ref.log_softmax(0).view(3, 1), mask, kind=kind)
+    loss = (logp.detach().exp() * estimate).sum()
+    return round(float(torch.autograd.grad(loss, theta)[0].norm()), 3)
+
+
+def gae(mask) -> torch.Tensor:
+    """Advantages of random rewards and values."""
+    mask, g = torch.tensor(mask, dtype=torch.bool), torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, *mask.shape, dtype=F64, generator=g)
+    return losses.gae(rewards, values, mask, gamma=0.99, lam=0.95)[0]
+
+
+def value_gradient() -> torch.Tensor:
+    values, old, _, mask = batch_of()
+    loss = losses.value_loss(values, old, torch.zeros_like(old), mask, clip=0.2)[0]
+    return torch.autograd.grad(loss.sum(), values)[0]
+
+
+def agree(world) -> bool:
+    return world.agree(world.rank == 2)
+
+
+def disagree(world) -> bool:
+    """Is this rank told that it is in another phase?"""
+    try:
+        world.same_phase("update", world.rank)
+    except RuntimeError:
+        return True
+    return False
+
+
+def bfloat16_head() -> tuple[float, torch.dtype]:
+    """Log-probs of a model in bfloat16: their mean error in nats, of 1,000 tokens and a vocabulary
+    of 1,000, and their dtype."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 1000, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.normal_(head.weight, std=0.3)
+    hidden = torch.randn(1000, 64).bfloat16()
+    lm = SimpleNamespace(lm_head=head, config=SimpleNamespace(vocab_size=1000))
+    fake = SimpleNamespace(lm=lm, cap=None)
+    with torch.no_grad():
+        exact = (hidden.double() @ head.weight.double().T).log_softmax(-1)[:, 0]
+        ours = model.token_logprobs(
+            hidden, lambda h: model.LogprobModel.head(fake, h), torch.zeros(1000, dtype=torch.long),
+            1.0, 4096, "none")[0]
+    return round(float((ours.double() - exact).abs().mean()), 4), ours.dtype
+
+
+def one_step(gradient: float, lr: float) -> float:
+    """What one weight of 0 is after an optimizer step."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    world = SimpleNamespace(size=1, rank=0, device=torch.device("cpu"))
+    trained = model.Trained(layer, world, model.ModelArgs(), model.OptimizerArgs())
+    layer.weight.grad = torch.full((1, 1), gradient)
+    trained.step(lr)
+    return round(float(layer.weight.detach()), 4)
+
+
+def moved_without_tokens() -> float:
+    """How far a step with nothing to learn from moves the weights, after one with something."""
+    policy, args = Spy(), learning.arguments()
+    seen = [policy.whole()]
+    for samples in ("plain", "unscored"):
+        grpo.learn(args, World(), policy, fabricate(samples, 4), lr=args.lr)
+        seen.append(policy.whole())
+    start, learnt, end = seen
+    return round(float((end - learnt).norm() / (learnt - start).norm()), 2)
+
+
+def critic_targets() -> float:
+    """The size of what ppo.py's critic is to learn where every reward is 1 and its values are 0."""
+    values = lambda micro: torch.zeros(micro.present.shape, dtype=F64, requires_grad=True)
+    critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
+    policy = SimpleNamespace(packs=False, logprobs=lambda micro, *_: (values(micro).detach(), None))
+    metrics = ppo.learn(learning.arguments(ppo, lam=1.0), World(), (policy, critic),
+                        fabricate("equal", 4), lr=0.0, critic_lr=1e-3, kl_coef=0.0)
+    return round((2 * metrics["loss/value"]) ** 0.5, 6)
+
+
+def seeds() -> int:
+    """Different seeds of 64 prompts x 8 completions."""
+    return len({request.seed for request in requests(64, 8)})
+
+
+def requests(prompts: int, group: int, first: int = 0) -> list:
+    """What Engine.sample asks the engine for."""
+    asked, row = [], data.Row(0, "", [1], None, {}, "")
+    sample = SimpleNamespace(completion=canary.sample([1], np.ones(1)).completion)
+    engine = SimpleNamespace(
+        seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
+        log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
+        mine=lambda x: x, tokenizer=SimpleNamespace(batch_decode=lambda x, **_: [""] * len(x)),
+        generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
+    rollout.Engine.sample(engine, [data.Prompt(first + i, row) for i in range(prompts)], group, 1.0)
+    return asked
+
+
+def two_epochs() -> int:
+    """Rows seen in 32 batches of 64, of 1,000 rows: two epochs."""
+    stream = data.Stream([data.Row(i, "", [1], None, {}, "") for i in range(1000)], seed=0)
+    return sum(len(stream.next(64)) for _ in range(32))
+
+
+def end_tokens(ids) -> int:
+    """What ends a completion, by a generation config with these ids."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        return len(check.eos_ids(folder, SimpleNamespace(eos_token_id=None)))
+
+
+def sampled() -> int:
+    """Tokens that are kept of five sampled ones, of which the last is the end."""
+    logprobs = SimpleNamespace(logprobs=[-0.5] * 5)
+    return len(rollout.completion_of(SimpleNamespace(
+        token_ids=[5, 6, 7, 8, 2], logprobs=logprobs, finish_reason="stop")).ids)
+
+
+def tokens_with_loss() -> int:
+    """Of eight sampled tokens, two of which are the end token 0."""
+    completions = [3, 0], [4, 4, 0], [5, 5, 5]
+    batch = Batch([canary.sample([1, 2], np.array(ids)) for ids in completions])
+    return int(grpo.bears_loss(learning.arguments(group=3), batch)[0].sum())
+
+
+def bos() -> int:
+    """Begin-of-sequence tokens of a prompt whose chat template writes one."""
+    from test_data import CHATML, QA, load_row, make_tokenizer
+    tokenizer = make_tokenizer("{{ bos_token }}" + CHATML, bos="<s>")
+    return load_row(QA, tokenizer=tokenizer).prompt_ids.count(tokenizer.bos_token_id)
+
+
+def executed() -> int:
+    """Files that a completion made through --reward math."""
+    import rewards
+    from test_rewards import BOMBS
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        with closing(rewards.Scorer(["math"], rewards.RewardArgs(1, 5.0))) as scorer:
+            scorer.score([rewards.Item("", text, "72", {}, 1, False)
+                          for text in BOMBS if "touch" in text])
+        return len(os.listdir("."))
+
+
+def engine_gap(tied: bool = True) -> float:
+    """The largest |engine - trainer| log-prob after three weight syncs, at temperatures 1 and 0.7:
+    real engines on two ranks."""
+    import test_engine
+    with tempfile.TemporaryDirectory() as folder:
+        test_engine.make(Path(folder, "model"), tied)
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+             "tests/engine_worker.py", f"{folder}/model", f"{folder}/out"], check=True,
+            cwd=Path(__file__).parent.parent, capture_output=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"})
+        gaps = json.loads(Path(folder, "out").read_text())["gap"]
+    return float(f"{max(g for k, v in gaps.items() if k.startswith('sync') for g in v):.0e}")
+
+
+def resumed() -> np.ndarray:
+    """All weights after 4 steps, of which the last two are resumed."""
+    import shutil
+
+    import test_checkpoint
+    with tempfile.TemporaryDirectory() as folder:
+        learning.make_models(None, folder)
+        for first, last in ((0, 2), (2, 4)):
+            (_, found), *_ = ranks.results(
+                2, test_checkpoint.a_run, f"{folder}/tied", f"{folder}/checkpoints", first, last,
+                (2,))
+        shutil.rmtree(f"{folder}/checkpoints")
+    return torch.cat([torch.from_numpy(v).flatten() for k, v in sorted(found.items())
+                      if k.endswith("weight")])
+
+
+def reward_that_hangs() -> str:
+    """What a completion gets within 20 s whose reward never returns, with a limit of 2 s."""
+    import rewards
+    scored = []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "own.py").write_text(
+            "import time\ndef f(completion, answer):\n    time.sleep(1000)\n")
+        scorer = rewards.Scorer([f"{folder}/own.py:f"], rewards.RewardArgs(1, 2.0))
+        item = rewards.Item("", "x", "", {}, 1, False)
+        thread = threading.Thread(target=lambda: scored.extend(scorer.score([item])), daemon=True)
+        thread.start()
+        thread.join(20)
+        scorer.close()
+    return "no score" if scored else "no end within 20 s"
+
+
+def value_of(expression: str):
+    """Or how it fails: on ranks by what a rank raised."""
+    try:
+        return eval(expression)
+    except Exception as error:
+        return re.findall(r"(\w*Error)\b", f"{type(error).__name__}: {error}")[-1]
+
+
+def main(out: str, tests: str, *expressions: str) -> int:
+    Path(out).write_bytes(pickle.dumps([value_of(each) for each in expressions]))
+    return pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests.split("\n")])
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)

@@ -1,0 +1,119 @@
+"""docs/details.md: its table is the list of mutations.py. And tests of details that had none."""
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import check
+import evaluate
+import grpo
+import learning
+import model
+import mutations
+import probes
+from batch import Batch
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---- the page
+
+def test_every_row_of_the_page_has_a_mutation_of_its_line_and_its_test():
+    cells = mutations.page_cells()
+    assert [*cells] == [*range(1, len(mutations.ROWS) + 1)] and len(cells) >= 30
+    for number, row in enumerate(mutations.ROWS, 1):
+        what, line, effect, _, test = cells[number]
+        code, file = re.fullmatch(r"\[`(.*)`\]\(\.\./(.*)#L\d+\)", line).groups()
+        assert (ROOT / row.file).read_text().count(row.old) == 1, (number, row.old)
+        assert file == row.file and (code in row.old or row.old in code), number
+        name = re.match(r"(\w+\.py)::(\w+)", row.test)
+        assert row.test == test.strip("`"), number
+        assert f"\ndef {name[2]}(" in (ROOT / f"tests/test_{name[1]}").read_text(), number
+        shape = re.escape(row.effect).replace(r"\{\}", ".+")
+        assert re.fullmatch(f"{shape}|ends with \\w+", effect) and what, (number, effect)
+
+
+@pytest.mark.slow
+def test_every_mutation_is_caught_and_has_the_effect_of_the_page():
+    """About 15 minutes."""
+    done = subprocess.run([sys.executable, "tests/mutations.py"], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+# ---- details that no other test held
+
+def test_a_step_without_tokens_moves_nothing():
+    """AdamW's momentum would move the weights, where no completion has a reward."""
+    assert probes.moved_without_tokens() == 0
+
+
+def test_a_token_with_the_id_of_padding_is_trained_on():
+    """Where pad is the end token, `ids != pad` masked it out: completions never learnt to end."""
+    assert probes.tokens_with_loss() == 8
+
+
+def test_the_end_token_is_trained_on():
+    assert probes.sampled() == 5
+
+
+@pytest.mark.parametrize("ids, own, expected", [
+    ([2, 7], 2, [2, 7]), ([2, 7], 5, [2, 5, 7]), (3, None, [3]), (None, None, [])])
+def test_every_end_token_of_the_generation_config_ends_a_completion(tmp_path, ids, own, expected):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ids or "null"}}}')
+    assert check.eos_ids(str(tmp_path), SimpleNamespace(eos_token_id=own)) == expected
+
+
+def test_log_probs_are_at_least_float32():
+    error, dtype = probes.bfloat16_head()
+    assert error < 0.01 and dtype == torch.float32
+
+
+def test_a_truncated_completion_without_loss_counts_in_its_group():
+    """--overlong_filter takes its loss, not its reward: else a group of good long answers and bad
+    short ones would praise the short."""
+    args = learning.arguments(overlong_filter=True)
+    samples = learning.fabricate("plain", 1)
+    batch = Batch(samples)
+    mask, counts = grpo.bears_loss(args, batch)
+    advantages = grpo.compute_advantages(args, batch, mask, None, None)
+    assert batch.truncated.sum() == counts["batch/dropped_overlong"] == 1
+    assert not mask[batch.truncated].any() and mask[~batch.truncated].any(1).all()
+    assert torch.allclose(advantages[:, 0], batch.rewards - batch.rewards.mean(), atol=1e-15)
+
+
+def test_the_critics_targets_are_returns_from_before_the_whitening():
+    assert probes.critic_targets() == 1
+
+
+@pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_not_applied(gradient):
+    layer, world = torch.nn.Linear(2, 1), probes.World()
+    trained = model.Trained(layer, world, model.ModelArgs(), model.OptimizerArgs())
+    before = [p.detach().clone() for p in layer.parameters()]
+    layer.weight.grad, layer.bias.grad = torch.tensor([[gradient, 1.0]]), torch.ones(1)
+    assert not trained.step(0.1) < float("inf") and layer.weight.grad is None
+    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
+    layer.weight.grad = torch.ones(1, 2)
+    assert trained.step(0.1) > 0 and not torch.equal(layer.weight, before[0])
+
+
+def test_each_completion_has_a_seed_of_its_own():
+    """Neighbours with seed + i share streams. Nor does it depend on the batch."""
+    assert len({request.seed for request in probes.requests(64, 8)}) == 512
+    alone = [request.seed for request in probes.requests(1, 8, first=5)]
+    assert alone == [request.seed for request in probes.requests(64, 8)][40:48]
+
+
+@pytest.mark.parametrize("n, correct", [(4, 1), (5, 3), (5, 0), (5, 5)])
+def test_pass_at_k_is_unbiased(n, correct):
+    """It is the share of all k-subsets with a correct one."""
+    right = [i < correct for i in range(n)]
+    for k in range(1, n + 1):
+        subsets = [any(s) for s in itertools.combinations(right, k)]
+        assert evaluate.pass_at_k(n, correct, k) == pytest.approx(sum(subsets) / len(subsets))

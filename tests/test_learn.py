@@ -1,0 +1,126 @@
+"""The pages for learning are true: what they print, draw, link to, cite and ask."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures", "exercises")]
+import check_links  # noqa: E402
+import draw  # noqa: E402
+import exercise  # noqa: E402
+from solutions import SOLUTIONS  # noqa: E402
+
+
+def python(*command: str):
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120)
+
+
+def tables(page: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]]
+            for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
+
+
+def test_one_step_prints_what_the_page_says():
+    done = python("tests/pages.py", "docs/one_step.md")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_page_with_a_wrong_number_is_found(tmp_path):
+    page = "```python\nprint('loss', 0.5)\n```\n\n```text\nloss 0.5002\n```\n"
+    (tmp_path / "page.md").write_text(page)
+    assert python("tests/pages.py", str(tmp_path / "page.md")).returncode == 1
+    (tmp_path / "page.md").write_text(page.replace("0.5002", "0.5000"))
+    assert python("tests/pages.py", str(tmp_path / "page.md")).returncode == 0
+
+
+def test_links_to_lines_point_to_the_code_that_they_show(tmp_path):
+    assert not [sentence for page in check_links.pages() for sentence in check_links.check(page)]
+    assert sum(page.read_text().count(".py#L") for page in check_links.pages()) > 70
+    (tmp_path / "file.py").write_text("a = 1\nb = 2\nb = 3\n")
+    (tmp_path / "page.md").write_text("[`a = 1`](file.py#L2) [`b = `](file.py#L2)")
+    assert len(check_links.check(tmp_path / "page.md")) == 2
+    assert len(check_links.check(tmp_path / "page.md", fix=True)) == 1    # b is there twice
+    assert "[`a = 1`](file.py#L1)" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_pictures_are_what_the_script_draws(name):
+    assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw.PICTURES[name]()
+    assert any(f"](pictures/{name}.svg)" in page.read_text() for page in check_links.pages())
+
+
+def test_the_table_of_five_algorithms_is_that_of_their_curves():
+    curves, mean = json.loads((ROOT / "bench/curves.json").read_text()), lambda x: sum(x) / len(x)
+    rows = [row for row in tables("docs/grpo_to_ppo.md") if row[1][:1] == "0"]
+    for (name, seeds), row in zip(curves.items(), rows, strict=True):
+        runs = [*seeds.values()]
+        assert len(runs) == 3 and {len(run["reward"]) for run in runs} == {60}, name
+        assert row[1:] == [
+            f"{mean([mean(run['reward'][:3]) for run in runs]):.3f}",
+            f"{mean([mean(run['reward'][-10:]) for run in runs]):.3f}",
+            f"{mean([[r >= 0.9 for r in run['reward']].index(True) + 1 for run in runs]):.1f}",
+            f"{mean([run['completions'] for run in runs]):,.0f}", str(runs[0]["updates"]),
+            f"{mean([run['clip_frac'] for run in runs]):.3f}"]
+    page = (ROOT / "docs/grpo_to_ppo.md").read_text().replace("\\\n", " ")
+    for flag in {flag for seeds in curves.values() for flag in seeds["0"]["flags"].split()}:
+        assert flag in page
+
+
+def test_every_figure_of_measured_is_in_its_source():
+    rows = [row for row in tables("docs/measured.md") if (ROOT / row[-1]).is_file()]
+    assert len(rows) >= 10
+    for what, figure, source in rows:
+        if source.endswith(".md"):
+            assert re.search(rf"(?<![\d.-]){re.escape(figure)}", (ROOT / source).read_text()), what
+    families = [row for row in tables("docs/families.md") if len(row) == 6 and "e-" in row[4]]
+    figures = {row[0]: row[1] for row in rows}
+    assert len(families) == 19
+    for column, who in ((4, "trainer and transformers"), (5, "engine and trainer")):
+        assert float(figures[f"{who}, 19 models"]) == max(float(row[column]) for row in families)
+    layouts = (ROOT / "tests/test_layouts.py").read_text()
+    assert "[(0, 5)] + [(seed, 2) for seed in range(1, 10)]" in layouts    # 10 seeds
+    assert layouts.count("difference(ran.weights, one.weights) < 1e-5") == 1
+    others = re.findall(r"\([124], [12], \(|same\(run\(tmp_path, \"-", layouts)
+    assert str(len(others)) == figures["other layouts: machines, shardings, engines"]
+    prose = re.sub(r"^\|.*$", "", (ROOT / "docs/measured.md").read_text(), flags=re.M)
+    assert 500 <= len(prose.split()) <= 650
+
+
+def test_the_citation_is_complete():
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= found.keys()
+
+
+@pytest.mark.parametrize("number", [
+    pytest.param(n, marks=[pytest.mark.slow] * (n > 6)) for n in SOLUTIONS])
+def test_an_exercise_fails_as_given_and_passes_with_its_solution(number):
+    if number > 6:  # they fork
+        for flag, status in ((), 1), (("--solution",), 0):
+            done = python("exercises/exercise.py", str(number), *flag)
+            assert done.returncode == status, done
+        return
+    assert exercise.run(number, solved=False)
+    assert exercise.run(number, solved=True) is None
+
+
+def test_exercises_name_lines_that_are_there():
+    for number in SOLUTIONS:
+        path, = (ROOT / "exercises").glob(f"{number}_*.py")
+        code, file = re.search(r"^# In the project: `(.*?)`.*? in (\w+\.py)", path.read_text(),
+                               re.M).groups()
+        assert code in (ROOT / file).read_text(), path
+        assert f"]({path.name})" in (ROOT / "exercises/README.md").read_text()
+
+
+def test_each_page_has_five_questions():
+    asked = re.split("^## ", (ROOT / "tests/questions.md").read_text(), flags=re.M)[1:]
+    for part in asked:
+        assert (ROOT / part.split("\n")[0]).is_file()
+        assert len(re.findall(r"^\d\. .*\?", part, re.M)) == len(re.findall(r"\?\s+\*", part)) == 5
+    assert len(asked) == 5
