@@ -54,6 +54,7 @@ def test_coins_are_fair_and_do_not_depend_on_the_completion():
     same = ["x"] * 8
     thrown = [coin.coin([f"p{i}"] * 8, same) for i in range(500)]
     assert thrown == [coin.coin([f"p{i}"] * 8, same) for i in range(500)]
+    assert coin.coin(["p"] * 8, same) != coin.coin(["p"] * 8, ["y"] * 8)
     assert sum(map(sum, thrown)) / 4000 == pytest.approx(0.25, abs=0.03)
     assert sum(len({*row}) == 2 for row in thrown) > 400   # equal completions differ
 
