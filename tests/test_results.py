@@ -83,7 +83,8 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     assert f"{tmp_path}/a-* (2 seeds)\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
     assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-    assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1]
+    write_run(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
+    assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
     text = plot.samples(tmp_path / "b", "reward")
     assert re.findall("pc(.*)", text) == ["None", "0.0", "0.5"]
     assert re.findall("pc(.*)", plot.samples(tmp_path / "b", "step")) == ["0.5", "None", "0.0"]
