@@ -82,12 +82,6 @@ def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, l
         scorer.warned = True
 
 
-def keep_advantages(samples: list[Sample], advantages: torch.Tensor, mask: torch.Tensor):
-    """For samples/: `advantages` (N, T) as the loss has them, over the tokens in `mask` (N, T)."""
-    for sample, row, bears in zip(samples, advantages, mask, strict=True):
-        sample.advantage = float(row[bears].mean()) if bears.any() else None
-
-
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     """Vectors → one matrix, zeros to the right."""
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)

@@ -11,6 +11,7 @@ import json
 import os
 import pydoc
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,15 @@ PANELS = "reward/mean", "pass@1", "policy/entropy", "rollout/length_mean"
 
 def find(folders) -> list[list[Path]]:
     """The runs in `folders`, in groups that differ in the seed and the name only."""
-    groups = {}
+    groups, seen = {}, Counter()  # a seed that comes twice is of another version, or a repetition
     for folder in map(Path, folders):
         inside = [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))]
         for run in [folder] if (folder / "metrics.jsonl").exists() else inside:
             args = json.loads((run / "args.json").read_text())
-            same = {name: args[name] for name in args.keys() - {"seed", "name"}}
-            groups.setdefault(json.dumps(same, sort_keys=True), []).append(run)
+            same = json.dumps([(k, v) for k, v in sorted(args.items())
+                               if k not in ("seed", "name", "versions")])
+            groups.setdefault((same, seen[same, args["seed"]]), []).append(run)
+            seen[same, args["seed"]] += 1
     return [*groups.values()]
 
 

@@ -54,6 +54,7 @@ def test_coins_are_fair_and_do_not_depend_on_the_completion():
     same = ["x"] * 8
     thrown = [coin.coin([f"p{i}"] * 8, same) for i in range(500)]
     assert thrown == [coin.coin([f"p{i}"] * 8, same) for i in range(500)]
+    assert coin.coin(["p"] * 8, same) != coin.coin(["p"] * 8, ["y"] * 8)
     assert sum(map(sum, thrown)) / 4000 == pytest.approx(0.25, abs=0.03)
     assert sum(len({*row}) == 2 for row in thrown) > 400   # equal completions differ
 
@@ -82,7 +83,8 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     assert f"{tmp_path}/a-* (2 seeds)\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
     assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-    assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1]
+    write_run(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
+    assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
     text = plot.samples(tmp_path / "b", "reward")
     assert re.findall("pc(.*)", text) == ["None", "0.0", "0.5"]
     assert re.findall("pc(.*)", plot.samples(tmp_path / "b", "step")) == ["0.5", "None", "0.0"]
