@@ -68,7 +68,8 @@ def write_run(folder: Path, seed: int, rewards: list[float], **args) -> None:
     rows[0] |= {"eval/a/pass@1": 0.2, "eval/b/pass@1": 0.4}
     rows.append({"step": len(rewards), "eval/a/pass@1": 1.0, "eval/b/pass@1": 0.5})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = [{"reward": r, "prompt": "p", "completion": f"c{r}"} for r in (0.5, None, 0.0)]
+    turns = lambda r: [{"role": "assistant", "content": f"c{r}"}]
+    samples = [{"reward": r, "prompt": "p", "turns": turns(r)} for r in (0.5, None, 0.0)]
     (folder / "samples/step_00000.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in samples))
 
@@ -86,8 +87,8 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     write_run(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
     assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
     text = plot.samples(tmp_path / "b", "reward")
-    assert re.findall("pc(.*)", text) == ["None", "0.0", "0.5"]
-    assert re.findall("pc(.*)", plot.samples(tmp_path / "b", "step")) == ["0.5", "None", "0.0"]
+    assert re.findall("^c(.*)", text, re.M) == ["None", "0.0", "0.5"]
+    assert re.findall("^c(.*)", plot.samples(tmp_path / "b", "step"), re.M) == ["0.5", "None", "0.0"]
 
 
 # ---- results/
