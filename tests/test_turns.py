@@ -253,6 +253,15 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
 
 
+def test_one_token_must_have_room_after_a_reply():
+    for n, goes_on in (9, True), (10, False):
+        c = Completion(np.zeros(4, np.int32), np.zeros(4, np.float32), False, turns=[])
+        score, ids = Score(0.0, {"reply": [USER]}, None), [1] * (n - 4)
+        it = SimpleNamespace(max_tokens=10)
+        assert turns.Episodes.goes_on(it, c, score, ids) == goes_on == (not c.truncated)
+        assert (len(c.ids), c.tokens, len(c.turns)) == ((n, 4, 1) if goes_on else (4, 4, 0))
+
+
 def test_the_longest_reply():
     assert messages("x" * 10**6) and messages(None) is None
     with pytest.raises(TypeError, match="1,000,000 characters at most"):
