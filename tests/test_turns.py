@@ -28,7 +28,7 @@ from batch import Batch, Completion, Sample
 from examples import again, calculator, guess, tiny
 from faults import Attempt, differences, metrics
 from plan import SettingsError
-from rewards import Item, RewardArgs, Score, Scorer
+from rewards import Item, RewardArgs, Score, Scorer, messages
 from test_layouts import run
 from test_layouts import same as same_run
 
@@ -135,10 +135,11 @@ def reply(row, turns):
     if kind == "raise": raise KeyError("no such thing")
     return {"junk": 7, "empty": [], "role": [{"content": "z"}], "huge": "x" * 10**7,
             "long": "z" * 999, "tools": [{"role": "tool", "content": c, "id": 3} for c in "ab"]
-            }.get(kind, f"go {n}")
+            }.get(kind, "1" * int(kind) if kind.isdigit() else f"go {n}")
 """
 FAILING = ["hang", "exit", "memory", "raise", "junk", "empty", "role", "huge"]
-KINDS = ["plain", "never", "tools", "long", *FAILING]
+LENGTHS = [str(n) for n in range(12, 36)]  # a reply of so many tokens, or nearly
+KINDS = ["plain", "never", "tools", "long", *FAILING, *LENGTHS]
 ROOM = 60
 
 
@@ -214,8 +215,9 @@ def test_a_turns_prompt_begins_with_all_ids_before_it(played):
             ended = "" if made.ids[-1] == END else "<|im_end|>"
             start, end = "\n<|im_start|>", "<|im_end|>"
             assert put_in in [f"{ended}{start}{said}{end}{start}assistant\n" for said in (
-                "user\ngo 1", "user\ngo 2", f"tool\na{end}{start}tool\nb")]
-            assert two.room == ROOM - len(two.prompt_ids) + 3
+                "user\ngo 1", "user\ngo 2", f"tool\na{end}{start}tool\nb",
+                *(f"user\n{'1' * int(n)}" for n in LENGTHS))]
+            assert two.room == ROOM - len(two.prompt_ids) + 3 > 0
         assert len({r.seed for r in asked}) == len(asked)
 
 
@@ -225,6 +227,11 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert [kind for kind in KINDS if kinds[kind].failed] == FAILING
     cut = [kind for kind in KINDS if kinds[kind].truncated]
     assert "long" in cut and not {*cut} & {*FAILING}
+    for kind in LENGTHS:  # it is put in if one token has room after it
+        reply = bridge().ids(kinds[kind].ids[-1], [USER | {"content": "1" * int(kind)}])
+        if len(kinds[kind].turns) == 3 and kinds[kind].truncated:
+            assert len(kinds[kind].ids) + len(reply) >= ROOM or kinds[kind].sampled.all()
+    assert 1 in [asked[-1].room for asked in engine.asked.values()]
     roles = lambda kind: [turn["role"] for turn in kinds[kind].turns]
     assert roles("never") == ["assistant"] and roles("plain") == ["assistant", "user"] * 2 + roles(
         "never")
@@ -244,6 +251,21 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
     assert metrics["rollout/turns_mean"] == np.mean([len(g) for g in engine.gave.values()])
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
+
+
+def test_one_token_must_have_room_after_a_reply():
+    for n, goes_on in (9, True), (10, False):
+        c = Completion(np.zeros(4, np.int32), np.zeros(4, np.float32), False, turns=[])
+        score, ids = Score(0.0, {"reply": [USER]}, None), [1] * (n - 4)
+        it = SimpleNamespace(max_tokens=10)
+        assert turns.Episodes.goes_on(it, c, score, ids) == goes_on == (not c.truncated)
+        assert (len(c.ids), c.tokens, len(c.turns)) == ((n, 4, 1) if goes_on else (4, 4, 0))
+
+
+def test_the_longest_reply():
+    assert messages("x" * 10**6) and messages(None) is None
+    with pytest.raises(TypeError, match="1,000,000 characters at most"):
+        messages([USER, USER | {"content": "x" * 10**6}])
 
 
 def test_replies_that_always_fail_end_the_run(spec):
@@ -328,6 +350,15 @@ def test_what_the_environment_said_is_a_condition_and_never_a_target(script, opt
             c.ids[t] = (c.ids[t] + 1) % learning.VOCAB
         now = learnt(script, samples, **options)
         assert (was[0] == now[0]) == torch.equal(was[1], now[1]) == same
+    # Nor is it a step, a token of a mean, or a value: without those ids all is the same.
+    for s in samples:
+        c = s.completion
+        stays = c.sampled | np.append(c.sampled[1:], True)
+        c.ids, c.logprobs, c.sampled = c.ids[stays], c.logprobs[stays], c.sampled[stays]
+    less = learnt(script, samples, **options)
+    assert torch.allclose(less[1], now[1], rtol=1e-10, atol=1e-13)
+    for name in now[0].keys() - {"batch/tokens", "batch/pad_frac"}:
+        assert less[0][name] == pytest.approx(now[0][name], rel=1e-10, abs=1e-12), name
 
 
 def test_only_sampled_tokens_are_targets():
