@@ -100,9 +100,9 @@ def follows(completion, rule, **row):
     ok = {*rule.get("need", ())} <= said and bool(said & {*rule.get("any", said)})
     ok &= text.startswith(rule.get("letter", ""))
     if "sentences" in rule:  # each has three words or more, and ends in a mark
-        *parts, rest = re.split("[.!?]+", text)
-        ok &= (len(parts) == rule["sentences"] and not rest
-               and all(len(part.split()) >= 3 for part in parts))
+        parts = re.split(r"(?<=[.!?])\s+", text)
+        ok &= len(parts) == rule["sentences"] and all(
+            part[-1:] in ".!?" and len(part.split()) >= 3 for part in parts)
     return float(ok)
 
 

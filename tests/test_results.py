@@ -30,7 +30,7 @@ def test_rows_come_from_the_seed_and_no_held_out_prompt_is_trained_on():
      ["The cats saw the moon.", "The cat. It saw the moon.", "The cat saw the moon", "cat moon."]),
     ("sentences", {"sentences": 2, "any": ["cat", "dog"]}, ["I saw a dog. It ran off."],
      ["I saw a dog.", "I saw him. It ran off.", "A dog. It ran off.",
-      "I saw a dog. It ran off. A"]),
+      "I saw a dog. It ran off. A", "I saw a dog for 18.7 seconds."]),
     ("lowercase", {"lower": ["cat", "dog"]}, ["cat and dog", "The cat, the dog"],
      ["CAT and DOG", "cat and Dog", "cat", "", "cat, dog, Cat", "cats dogs"]),
     ("letter", {"need": ["cat"], "letter": "T"}, ["This is a cat", " The cat."],
