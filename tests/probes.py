@@ -110,11 +110,19 @@ def batch_of(seed: int = 0, rows: int = 6, T: int = 7):
     return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), advantages, mask
 
 
-def loss_gradient(loss, pad: float = 0.0, **bounds) -> torch.Tensor:
-    """Of the mean token loss. `pad` is what stands in the padding."""
+def nan_losses() -> int:
+    """GSPO's token losses that are nan, where all padding is."""
+    logprobs, old, A, mask = batch_of()
+    logprobs, old = (torch.where(mask, x, torch.nan) for x in (logprobs, old))
+    loss, _ = losses.gspo_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    return int((loss.isnan() & mask).sum())
+
+
+def loss_gradient(loss, **bounds) -> torch.Tensor:
+    """Of the mean token loss."""
     logprobs, old, A, mask = batch_of()
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None} | bounds
-    token_loss = loss(logprobs, torch.where(mask, old, pad), A, mask, **bounds)[0]
+    token_loss = loss(logprobs, old, A, mask, **bounds)[0]
     return torch.autograd.grad(torch.where(mask, token_loss, 0).sum() / mask.sum(), logprobs)[0]
 
 
