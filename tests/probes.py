@@ -110,6 +110,13 @@ def batch_of(seed: int = 0, rows: int = 6, T: int = 7):
     return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), advantages, mask
 
 
+def equal_rewards() -> list:
+    """Of three rewards of 0.1: would --dynamic_sampling train on them, and the largest |A|."""
+    rewards, scored = torch.full((3,), 0.1, dtype=F64), torch.ones(3, dtype=torch.bool)
+    advantages = losses.group_advantages(rewards, 3, kind="grpo", eps=0.0, scored=scored)
+    return [bool(losses.keep_groups(rewards, 3, scored)), round(float(advantages.abs().max()), 2)]
+
+
 def nan_losses() -> int:
     """GSPO's token losses that are nan, where all padding is."""
     logprobs, old, A, mask = batch_of()

@@ -16,6 +16,7 @@ import learning
 import model
 import mutations
 import probes
+import test_packing
 from batch import Batch
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,30 @@ def test_every_mutation_is_caught_and_has_the_effect_of_the_page():
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-# ---- details that no other test held
+# ---- details that no other test held, or only a slower one
+
+def test_an_update_is_the_formula():
+    """test_same_update.py in small: no ranks, one model, no files."""
+    lm, samples = test_packing.small("qwen2"), learning.fabricate("mixed", 7)
+    logprobs, tokens, loss = test_packing.one_by_one(lm, samples), 0, 0.0
+    for start in range(0, len(samples), learning.GROUP):
+        rewards = {i: samples[i].score.total for i in range(start, start + learning.GROUP)
+                   if samples[i].score.total is not None}
+        if len(rewards) > 1:
+            mean = sum(rewards.values()) / len(rewards)
+            tokens += sum(len(samples[i].completion.ids) for i in rewards)
+            loss -= sum((reward - mean) * logprobs[i].sum() for i, reward in rewards.items())
+    (loss / tokens).backward()
+    true = torch.cat([p.grad.flatten() for p in lm.parameters()])
+    for packs in True, False:
+        found = probes.gradient(packs=packs, update_tokens=77)
+        assert learning.difference(found, true) < 1e-12
+
+
+def test_the_update_has_a_budget_of_its_own():
+    """verl's update used the micro-batch size of the log-prob pass."""
+    assert 40 < probes.largest_update() <= 50
+
 
 def test_a_step_without_tokens_moves_nothing():
     """AdamW's momentum would move the weights, where no completion has a reward."""
