@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import chdir, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,15 +270,20 @@ def bos() -> int:
     return load_row(QA, tokenizer=tokenizer).prompt_ids.count(tokenizer.bos_token_id)
 
 
-def executed() -> int:
-    """Files that a completion made through --reward math."""
-    import rewards
-    from test_rewards import BOMBS
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        with closing(rewards.Scorer(["math"], rewards.RewardArgs(1, 5.0))) as scorer:
-            scorer.score([rewards.Item("", text, "72", {}, 1, False)
-                          for text in BOMBS if "touch" in text])
-        return len(os.listdir("."))
+def evaluated() -> str:
+    """What sympy, as a reward worker has it, does with code in a formula."""
+    from sympy.parsing import sympy_parser
+
+    import reward_worker
+    kept = sympy_parser.stringify_expr
+    try:
+        reward_worker.shut_eval("math")
+        sympy_parser.parse_expr("__import__('os').getpid()")
+    except ValueError:
+        return "refused"
+    finally:
+        sympy_parser.stringify_expr = kept
+    return "run"
 
 
 def engine_gap(tied: bool = True) -> float:

@@ -41,7 +41,7 @@ def test_every_row_of_the_page_has_a_mutation_of_its_line_and_its_test():
 
 @pytest.mark.slow
 def test_every_mutation_is_caught_and_has_the_effect_of_the_page():
-    """About 15 minutes."""
+    """Minutes: engines and ranks."""
     done = subprocess.run([sys.executable, "tests/mutations.py"], cwd=ROOT, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-6000:]
@@ -132,6 +132,11 @@ def test_each_completion_has_a_seed_of_its_own():
     assert len({request.seed for request in probes.requests(64, 8)}) == 512
     alone = [request.seed for request in probes.requests(1, 8, first=5)]
     assert alone == [request.seed for request in probes.requests(64, 8)][40:48]
+
+
+def test_sympy_gets_arithmetic_only():
+    """Today's math-verify parses LaTeX itself; another path of it could reach sympy's eval."""
+    assert probes.evaluated() == "refused"
 
 
 @pytest.mark.parametrize("n, correct", [(4, 1), (5, 3), (5, 0), (5, 5)])
