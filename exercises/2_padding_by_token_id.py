@@ -24,4 +24,4 @@ def test():
         assert found == row.tolist(), f"of {row.tolist()} only {found} bear loss"
 
 
-# In the project: `self.present = at < self.lengths.view(-1, 1)` in batch.py.
+# In the project: `Batch.sampled` in batch.py.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import chdir, closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,11 +110,26 @@ def batch_of(seed: int = 0, rows: int = 6, T: int = 7):
     return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), advantages, mask
 
 
-def loss_gradient(loss, pad: float = 0.0, **bounds) -> torch.Tensor:
-    """Of the mean token loss. `pad` is what stands in the padding."""
+def equal_rewards() -> list:
+    """Of three rewards of 0.1: would --dynamic_sampling train on them, and the largest |A|."""
+    rewards, scored = torch.full((3,), 0.1, dtype=F64), torch.ones(3, dtype=torch.bool)
+    advantages = losses.group_advantages(rewards, 3, kind="grpo", eps=0.0, scored=scored)
+    return [bool(losses.keep_groups(rewards, 3, scored)), round(float(advantages.abs().max()), 2)]
+
+
+def nan_losses() -> int:
+    """GSPO's token losses that are nan, where all padding is."""
+    logprobs, old, A, mask = batch_of()
+    logprobs, old = (torch.where(mask, x, torch.nan) for x in (logprobs, old))
+    loss, _ = losses.gspo_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    return int((loss.isnan() & mask).sum())
+
+
+def loss_gradient(loss, **bounds) -> torch.Tensor:
+    """Of the mean token loss."""
     logprobs, old, A, mask = batch_of()
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None} | bounds
-    token_loss = loss(logprobs, torch.where(mask, old, pad), A, mask, **bounds)[0]
+    token_loss = loss(logprobs, old, A, mask, **bounds)[0]
     return torch.autograd.grad(torch.where(mask, token_loss, 0).sum() / mask.sum(), logprobs)[0]
 
 
@@ -196,7 +211,7 @@ def moved_without_tokens() -> float:
 
 def critic_targets() -> float:
     """The size of what ppo.py's critic is to learn where every reward is 1 and its values are 0."""
-    values = lambda micro: torch.zeros(micro.present.shape, dtype=F64, requires_grad=True)
+    values = lambda micro: torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
     critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
     policy = SimpleNamespace(packs=False, logprobs=lambda micro, *_: (values(micro).detach(), None))
     metrics = ppo.learn(learning.arguments(ppo, lam=1.0), World(), (policy, critic),
@@ -218,6 +233,7 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
         log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
         mine=lambda x: x, tokenizer=SimpleNamespace(batch_decode=lambda x, **_: [""] * len(x)),
         generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
+    engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)
     rollout.Engine.sample(engine, [data.Prompt(first + i, row) for i in range(prompts)], group, 1.0)
     return asked
 
@@ -256,15 +272,20 @@ def bos() -> int:
     return load_row(QA, tokenizer=tokenizer).prompt_ids.count(tokenizer.bos_token_id)
 
 
-def executed() -> int:
-    """Files that a completion made through --reward math."""
-    import rewards
-    from test_rewards import BOMBS
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        with closing(rewards.Scorer(["math"], rewards.RewardArgs(1, 5.0))) as scorer:
-            scorer.score([rewards.Item("", text, "72", {}, 1, False)
-                          for text in BOMBS if "touch" in text])
-        return len(os.listdir("."))
+def evaluated() -> str:
+    """What sympy, as a reward worker has it, does with code in a formula."""
+    from sympy.parsing import sympy_parser
+
+    import reward_worker
+    kept = sympy_parser.stringify_expr
+    try:
+        reward_worker.shut_eval("math")
+        sympy_parser.parse_expr("__import__('os').getpid()")
+    except ValueError:
+        return "refused"
+    finally:
+        sympy_parser.stringify_expr = kept
+    return "run"
 
 
 def engine_gap(tied: bool = True) -> float:

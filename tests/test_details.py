@@ -16,6 +16,7 @@ import learning
 import model
 import mutations
 import probes
+import test_packing
 from batch import Batch
 
 ROOT = Path(__file__).parent.parent
@@ -40,13 +41,36 @@ def test_every_row_of_the_page_has_a_mutation_of_its_line_and_its_test():
 
 @pytest.mark.slow
 def test_every_mutation_is_caught_and_has_the_effect_of_the_page():
-    """About 15 minutes."""
+    """Minutes: engines and ranks."""
     done = subprocess.run([sys.executable, "tests/mutations.py"], cwd=ROOT, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-# ---- details that no other test held
+# ---- details that no other test held, or only a slower one
+
+def test_an_update_is_the_formula():
+    """test_same_update.py in small: no ranks, one model, no files."""
+    lm, samples = test_packing.small("qwen2"), learning.fabricate("mixed", 7)
+    logprobs, tokens, loss = test_packing.one_by_one(lm, samples), 0, 0.0
+    for start in range(0, len(samples), learning.GROUP):
+        rewards = {i: samples[i].score.total for i in range(start, start + learning.GROUP)
+                   if samples[i].score.total is not None}
+        if len(rewards) > 1:
+            mean = sum(rewards.values()) / len(rewards)
+            tokens += sum(len(samples[i].completion.ids) for i in rewards)
+            loss -= sum((reward - mean) * logprobs[i].sum() for i, reward in rewards.items())
+    (loss / tokens).backward()
+    true = torch.cat([p.grad.flatten() for p in lm.parameters()])
+    for packs in True, False:
+        found = probes.gradient(packs=packs, update_tokens=77)
+        assert learning.difference(found, true) < 1e-12
+
+
+def test_the_update_has_a_budget_of_its_own():
+    """verl's update used the micro-batch size of the log-prob pass."""
+    assert 40 < probes.largest_update() <= 50
+
 
 def test_a_step_without_tokens_moves_nothing():
     """AdamW's momentum would move the weights, where no completion has a reward."""
@@ -108,6 +132,11 @@ def test_each_completion_has_a_seed_of_its_own():
     assert len({request.seed for request in probes.requests(64, 8)}) == 512
     alone = [request.seed for request in probes.requests(1, 8, first=5)]
     assert alone == [request.seed for request in probes.requests(64, 8)][40:48]
+
+
+def test_sympy_gets_arithmetic_only():
+    """Today's math-verify parses LaTeX itself; another path of it could reach sympy's eval."""
+    assert probes.evaluated() == "refused"
 
 
 @pytest.mark.parametrize("n, correct", [(4, 1), (5, 3), (5, 0), (5, 5)])

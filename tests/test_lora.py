@@ -99,7 +99,7 @@ def exported(found):
     merged = AutoModelForCausalLM.from_pretrained(f"{found['folder']}/out.model")
     logits = torch.cat([merged(torch.tensor([row])).logits[0, -n - 1:-1].div(0.7).log_softmax(-1)[
         range(n), row[-n:]] for row, n in zip(rows, found["batch"].lengths.tolist(), strict=True)])
-    ours = found["logprobs"][found["batch"].present]
+    ours = found["logprobs"][found["batch"].sampled]
     assert (logits - ours).abs().max() < 1e-5           # the merged folder is the policy
     return rows, logprobs_of(merged, rows), f"{found['folder']}/model", (
         f"{found['folder']}/out.adapter")

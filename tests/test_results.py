@@ -88,7 +88,8 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
     text = plot.samples(tmp_path / "b", "reward")
     assert re.findall("^c(.*)", text, re.M) == ["None", "0.0", "0.5"]
-    assert re.findall("^c(.*)", plot.samples(tmp_path / "b", "step"), re.M) == ["0.5", "None", "0.0"]
+    text = plot.samples(tmp_path / "b", "step")
+    assert re.findall("^c(.*)", text, re.M) == ["0.5", "None", "0.0"]
 
 
 # ---- results/
