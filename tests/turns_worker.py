@@ -25,9 +25,9 @@ def main(folder: str, reply: str, out: str) -> None:
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
     log = SimpleNamespace(phase=lambda name: nullcontext(), writing=False, say=lambda text: None)
-    args = SimpleNamespace(episodes=TurnArgs(reply, 4), max_tokens=120, workers=RewardArgs(1, 3.0))
+    args = SimpleNamespace(episodes=TurnArgs(reply, 4), max_tokens=240, workers=RewardArgs(1, 3.0))
     episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)
-    engine = Engine(folder, world, EngineArgs(), dtype=torch.float32, max_len=512, max_tokens=120,
+    engine = Engine(folder, world, EngineArgs(), dtype=torch.float32, max_len=640, max_tokens=240,
                     eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
                     tokenizer=tokenizer, episodes=episodes)
     engine.load(policy.weights(engine.dtype))
@@ -43,10 +43,11 @@ def main(folder: str, reply: str, out: str) -> None:
     kinds = ("plain", "raise", "tools", "hang", "long")
     prompts = []
     for i in range(15):
-        ids = tokenizer(f"<|im_start|>user\nGame {i:05d}<|im_end|>\n<|im_start|>assistant\n")
+        asked = f"Game {i:05d}. " * 12  # so long that packing pays
+        ids = tokenizer(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
         row = data.Row(i, "", ids["input_ids"], "7", {"kind": kinds[i % 5]}, "")
         prompts.append(data.Prompt(i, row))
-    samples = engine.sample(prompts, 2, 0.9)
+    samples = engine.sample(prompts, 3, 0.9)
     for sample in samples:
         sample.score = Score(0.0, {}, None)
     gaps = []
