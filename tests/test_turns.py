@@ -531,7 +531,7 @@ AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--ma
 def one(tmp_path_factory):
     ran = run(tmp_path_factory.mktemp("one"), *AGAIN)
     assert all(row["rollout/turns_mean"] > 1.5 for row in ran.rows[:2])
-    assert "--- user\nThat is wrong (try 1). Try again.\n--- assistant\n" in ran.samples[1]
+    assert '"content": "That is wrong (try 1). Try again."}, {"role": "assistant"' in ran.samples[1]
     return ran
 
 
