@@ -36,7 +36,10 @@ COMMANDS = {
     "sort-ppo-coin": f"./run.sh ppo --reward exact:0 {COIN}",
     "kk": "./run.sh kk",
     "kk-coin": f"./run.sh kk --reward kk01:0 {COIN}",
+    "game": "./run.sh game",
+    "game-coin": f"./run.sh game --reward examples/guess.py:won:0 {COIN}",
     "instructions": "./run.sh real",
+    "instructions-lora": "./run.sh real --lora_rank 16 --lr 3e-4",
     "instructions-coin": f"./run.sh real --reward {FOLLOWS}:0 {COIN}"}
 KEPT = ("step|reward/.*|eval/.*/(pass@1|rows)|policy/entropy|grad/norm|loss/policy|time/step|"
         "rollout/(length_mean|truncated_frac|logprob_gap_max|tokens)")

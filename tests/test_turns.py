@@ -3,7 +3,6 @@ episode. Most tests have a fake engine; turns_worker.py has the real one."""
 import copy
 import json
 import os
-import re
 import subprocess
 import sys
 from contextlib import closing
@@ -523,14 +522,14 @@ def test_hostile_replies_among_real_ones(real):
 
 # ---- the real script
 
-AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--max_tokens", "60",
+AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--max_tokens", "120",
          "--reward", f"{ROOT}/examples/again.py:right")
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     ran = run(tmp_path_factory.mktemp("one"), *AGAIN)
-    assert all(row["rollout/turns_mean"] > 1.5 for row in ran.rows[:2])
+    assert all(row["rollout/turns_mean"] > 1.3 for row in ran.rows[:2])
     assert '"content": "That is wrong (try 1). Try again."}, {"role": "assistant"' in ran.samples[1]
     return ran
 
@@ -573,11 +572,8 @@ def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path, script):
 
 
 @pytest.mark.slow
-def test_the_game_is_learned(tmp_path):
-    """The command of docs/turns.md."""
-    blocks = re.findall("^```\n(.*?)^```", (ROOT / "docs/turns.md").read_text(), re.S | re.M)
-    command = next(block for block in blocks if "tiny:guess" in block)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "runs").symlink_to(ROOT / "runs")
-    flags = command.replace("\\\n", " ").split("grpo.py", 1)[1].split()
-    launch(tmp_path, ROOT / "grpo.py", *flags, size=2)     # --target_reward grades it
+def test_the_game_is_learned():
+    """It grades itself: wins of at most 0.4 in the first 3 steps, at least 0.8 in the last 10."""
+    done = subprocess.run(["./run.sh", "game", "--no-export"], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
