@@ -235,7 +235,7 @@ def test_a_run_resumes_on_other_ranks_and_exports_its_adapter(place):  # noqa: F
     tensors = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
     assert all((tensors[0][n] - t).abs().max() < 1e-4 for n, t in tensors[1].items())
     saved = sum(f.stat().st_size for f in (runs[0] / "checkpoints/step_4").iterdir())
-    assert saved < 4 * os.path.getsize(runs[0] / "adapter/adapter_model.safetensors")
+    assert saved < os.path.getsize(runs[0] / "model/model.safetensors")   # else three times that
     changed = script(*flags, "--lora_targets", "q_proj", "--steps", "5", "--name", "part",
                      cwd=place)
     assert changed.returncode == 2 and "lora_targets was" in changed.stderr
