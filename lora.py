@@ -40,8 +40,7 @@ class LoraArgs:
 
     def chosen(self, name: str) -> bool:
         """Whether the linear layer with this last name has an adapter."""
-        return name in self.lora_targets or (
-            "all-linear" in self.lora_targets and name != "lm_head")
+        return name != "lm_head" and bool({name, "all-linear"} & {*self.lora_targets})
 
 
 class Lora(nn.Linear):

@@ -55,8 +55,7 @@ class Shape:
     def adapter(self, lora) -> int:
         """Parameters of LoRA's adapters."""
         layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
-        head = lora.chosen("lm_head") * (self.hidden + self.vocab)
-        return lora.lora_rank * (self.layers * layer + head)
+        return lora.lora_rank * self.layers * layer
 
     def saved(self, c: int, packed: bool = False) -> float:
         """Bytes that a layer keeps for backward, per token. c: bytes of a computed number."""

@@ -207,12 +207,11 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
                f"--lora_sync merged (got {rank:,}).",
                [("lora_rank", [RANKS[-1]]), ("lora_sync", ["merged"])])
     if rank and shape:
-        there = [*shape.linears, *["lm_head"] * (not shape.tied)]
         yield Rule(shape.linears, "--lora_rank needs layers of torch.nn.Linear, and this model has "
                    "none.", off)
-        yield Rule(targets and not {*targets} - {"all-linear", *there}, f"--lora_targets must be "
-                   f"all-linear or some of {' '.join(there)} (got {' '.join(targets) or 'none'}"
-                   f"{'; the head is the embedding' * ('lm_head' in targets and shape.tied)}).",
+        yield Rule(targets and not {*targets} - {"all-linear", *shape.linears}, "--lora_targets "
+                   f"must be all-linear or some of {' '.join(shape.linears)} (got "
+                   f"{' '.join(targets) or 'none'}).",
                    [("lora_targets", [("all-linear",)]), *off])
 
     parts = [(ranks, "ranks"), (machine or 0, "ranks of a machine")]

@@ -1,5 +1,5 @@
-"""Run by torchrun from test_lora.py: `lora_worker.py FOLDER OUT TP TARGETS` compares an engine that
-takes adapters, the same engine with merged weights, and the trainer. Rank 0 writes OUT."""
+"""Run by torchrun from test_lora.py: `lora_worker.py FOLDER OUT TP` compares an engine that takes
+adapters, the same engine with merged weights, and the trainer. Rank 0 writes OUT."""
 import pickle
 import sys
 from contextlib import nullcontext
@@ -18,9 +18,8 @@ import rollout
 from rollout import EngineArgs, Request, hash_seed
 
 
-def main(folder: str, out: str, tp: str, *targets: str) -> None:
-    world, weights = dist.join(120), model.ModelArgs()
-    args = lora.LoraArgs(lora_rank=4, lora_targets=targets)
+def main(folder: str, out: str, tp: str) -> None:
+    world, weights, args = dist.join(120), model.ModelArgs(), lora.LoraArgs(lora_rank=4)
     build = lambda *more: model.Policy(
         model.build(model.LogprobModel, folder, world, weights, *more), world, weights,
         model.OptimizerArgs())

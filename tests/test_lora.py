@@ -22,13 +22,12 @@ from ranks import results
 from test_script import place, script  # noqa: F401
 
 
-def compare(folder: Path, name: str, ranks: int, tp: int, *more: str) -> dict:
+def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
     """What lora_worker.py finds with a random model of a family."""
     families.make(name, str(folder / "model"))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp),
-         "all-linear", *more],
+         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -63,11 +62,10 @@ def test_engine_with_adapter_or_merged_weights_is_the_trainer(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, ranks, tp, more", [
-    ("Qwen2", 1, 1, []), ("Qwen2", 2, 2, []), ("Llama", 1, 1, ["lm_head"]), ("Phi3", 2, 1, []),
-    ("GLM", 1, 1, []), ("GPT-NeoX", 2, 2, [])])
-def test_on_other_layouts_and_families(tmp_path, name, ranks, tp, more):
-    all_holds(compare(tmp_path, name, ranks, tp, *more))
+@pytest.mark.parametrize("name, ranks, tp", [
+    ("Qwen2", 1, 1), ("Qwen2", 2, 2), ("Phi3", 2, 1), ("GLM", 1, 1), ("GPT-NeoX", 2, 2)])
+def test_on_other_layouts_and_families(tmp_path, name, ranks, tp):
+    all_holds(compare(tmp_path, name, ranks, tp))
 
 
 PLAIN = """
@@ -77,11 +75,12 @@ from vllm.lora.request import LoRARequest
 folder, adapter, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
           max_model_len=256, enable_lora=True)
-params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+params = SamplingParams(max_tokens=24, logprobs=0, seed=0)
 out = llm.generate([TokensPrompt(prompt_token_ids=r) for r in rows], params, use_tqdm=False,
                    lora_request=LoRARequest('trained', 1, adapter))
-print('LOGPROBS', json.dumps([[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]]
-                              for o in out]))
+out = [o.outputs[0] for o in out]
+print('LOGPROBS', json.dumps([[list(o.token_ids), [p[i].logprob for i, p in zip(
+    o.token_ids, o.logprobs)]] for o in out]))
 """
 
 
@@ -93,7 +92,7 @@ def logprobs_of(lm, rows: list[list[int]]) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def exported(found):
-    """Rows, their log-probs by the merged folder in transformers, the base, and the adapter."""
+    """Rows, the merged folder's model in transformers, and the folders of base and adapter."""
     from transformers import AutoModelForCausalLM
     rows = [s.tolist() for s in found["batch"].sequences]
     merged = AutoModelForCausalLM.from_pretrained(f"{found['folder']}/out.model")
@@ -101,12 +100,11 @@ def exported(found):
         range(n), row[-n:]] for row, n in zip(rows, found["batch"].lengths.tolist(), strict=True)])
     ours = found["logprobs"][found["batch"].sampled]
     assert (logits - ours).abs().max() < 1e-5           # the merged folder is the policy
-    return rows, logprobs_of(merged, rows), f"{found['folder']}/model", (
-        f"{found['folder']}/out.adapter")
+    return rows, merged, f"{found['folder']}/model", f"{found['folder']}/out.adapter"
 
 
 def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(exported):
-    rows, _, base, adapter = exported
+    _, _, base, adapter = exported
     assert sorted(os.listdir(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads(Path(adapter, "adapter_config.json").read_text())
     assert config["r"] == 4 and config["lora_alpha"] == 8
@@ -141,15 +139,16 @@ def test_adapters_start_alike_on_any_layout(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Phi3", "GPT-NeoX", "Gemma 2"])
-@pytest.mark.parametrize("targets", [("all-linear",), ("lm_head",), ("all-linear", "lm_head")])
+@pytest.mark.parametrize("targets", [("all-linear",), ("o_proj",), ("lm_head",)])
 def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targets):
     families.make(name, str(tmp_path))
     lm, args = model.skeleton(str(tmp_path)), plan.changed(
         grpo.Args(), lora_rank=4, lora_targets=targets, lr=1e-3)
     shape = memory.shape_from(lm)
     wrong = [str(rule) for rule in plan.problems(args, 1, shape=shape) if "lora" in rule.kind]
-    if shape.tied and "lm_head" in targets:
-        assert "the head is the embedding" in wrong[0] and len(wrong) == 1
+    if not {*targets} & {"all-linear", *shape.linears}:  # the head never, tied or not
+        assert wrong[0].endswith(f"(got {targets[0]}). Would work: --lora_targets all-linear or "
+                                 "--lora_rank 0.") and len(wrong) == 1
         return
     lora.put_in(lm, args.lora, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
@@ -195,23 +194,25 @@ def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags,
 def test_peft_loads_the_adapter(exported):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
-    rows, expected, base, adapter = exported
+    rows, merged, base, adapter = exported
     lm = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    for theirs, ours in zip(logprobs_of(lm, rows), expected, strict=True):
+    for theirs, ours in zip(logprobs_of(lm, rows), logprobs_of(merged, rows), strict=True):
         assert (theirs - ours).abs().max() < 1e-5
 
 
 @pytest.mark.slow
 def test_vllm_serves_the_adapter(exported):
-    rows, expected, base, adapter = exported
+    rows, merged, base, adapter = exported
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                         "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run([sys.executable, "-c", PLAIN, base, adapter, json.dumps(rows)],
                           env=env, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOGPROBS")]
     assert lines, done.stderr[-2000:]
-    for theirs, ours in zip(json.loads(lines[0].removeprefix("LOGPROBS")), expected, strict=True):
-        assert (torch.tensor(theirs) - ours).abs().max() < 1e-5
+    done = json.loads(lines[0].removeprefix("LOGPROBS"))
+    ours = logprobs_of(merged, [row + ids for row, (ids, _) in zip(rows, done, strict=True)])
+    for (ids, theirs), expected in zip(done, ours, strict=True):
+        assert (torch.tensor(theirs) - expected[-len(ids):]).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -234,7 +235,7 @@ def test_a_run_resumes_on_other_ranks_and_exports_its_adapter(place):  # noqa: F
     tensors = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
     assert all((tensors[0][n] - t).abs().max() < 1e-4 for n, t in tensors[1].items())
     saved = sum(f.stat().st_size for f in (runs[0] / "checkpoints/step_4").iterdir())
-    assert saved < 4 * os.path.getsize(runs[0] / "adapter/adapter_model.safetensors")
+    assert saved < os.path.getsize(runs[0] / "model/model.safetensors")   # else three times that
     changed = script(*flags, "--lora_targets", "q_proj", "--steps", "5", "--name", "part",
                      cwd=place)
     assert changed.returncode == 2 and "lora_targets was" in changed.stderr
