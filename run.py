@@ -60,7 +60,7 @@ class RunArgs:
     """Seconds after SIGTERM in which a step may still end and be saved."""
     max_gap: float | None = None
     """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
-    1e-3, or 0.05 in bfloat16."""
+    1e-3, or 0.15 in bfloat16."""
     canary: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
@@ -240,7 +240,7 @@ class Run:
         base = checked.source if is_tiny(args.model) else args.model
         self.adapter = rank and lora.peft_config(self.policy.module.lm, args.lora, base)
         self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
-        self.max_gap = args.run.max_gap or (0.05 if bfloat16 else 1e-3)
+        self.max_gap = args.run.max_gap or (0.15 if bfloat16 else 1e-3)
         self.engine = Engine(
             checked.source, world, args.engine, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
