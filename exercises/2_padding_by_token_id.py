@@ -24,4 +24,4 @@ def test():
         assert found == row.tolist(), f"of {row.tolist()} only {found} bear loss"
 
 
-# In the project: `Batch.sampled` in batch.py.
+# In the project: `self.sampled = pad([torch.from_numpy(c.sampled)` in batch.py.

@@ -170,7 +170,8 @@ ROWS = [
         "advantages: {} off"),
     Row("losses.py",
         "torch.where(here, delta + gamma * lam * next_advantage, next_advantage)",
-        "delta + gamma * lam * next_advantage", "losses.py::test_gae_carries_across_a_hole",
+        "delta + gamma * lam * next_advantage",
+        "losses.py::test_gae_and_the_score_carry_across_holes",
         "gae([[1, 1, 0, 0, 1, 1]])", "advantages of a row with a tool's output inside: {} off"),
     Row("ppo.py", "advantages, returns = losses.gae(token_rewards, values, mask, gamma=args.gamma, "
         "lam=args.lam)", "returns = losses.whiten(losses.gae(token_rewards, values, mask, gamma="

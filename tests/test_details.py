@@ -58,8 +58,10 @@ def test_an_update_is_the_formula():
                    if samples[i].score.total is not None}
         if len(rewards) > 1:
             mean = sum(rewards.values()) / len(rewards)
-            tokens += sum(len(samples[i].completion.ids) for i in rewards)
-            loss -= sum((reward - mean) * logprobs[i].sum() for i, reward in rewards.items())
+            tokens += sum(samples[i].completion.tokens for i in rewards)
+            for i, reward in rewards.items():
+                sampled = samples[i].completion.sampled
+                loss -= (reward - mean) * logprobs[i][:len(sampled)][sampled].sum()
     (loss / tokens).backward()
     true = torch.cat([p.grad.flatten() for p in lm.parameters()])
     for packs in True, False:

@@ -150,7 +150,8 @@ def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_pat
     assert first["completion"] == "é\ud83d" and first["answer"] == "\ud83d"
     assert first["reward"] is first["advantage"] is None
     assert second == {
-        "position": 7, "prompt": "p", "completion": "b\n", "answer": "a", "reward": 0.5,
+        "position": 7, "prompt": "p", "completion": "b\n",
+        "turns": [{"role": "assistant", "content": "b\n"}], "answer": "a", "reward": 0.5,
         "rewards": {"exact": 0.5}, "advantage": -0.25, "tokens": 3, "truncated": False}
     assert "[unscored] p -> é" in capsys.readouterr().out
 
