@@ -82,7 +82,7 @@ ROWS = [
         "{} → {} of 16 completions trained in 6 minibatches"),
     Row("model.py", "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(float(mesh.size()))",
-        "ppo.py::test_same_update_on_any_ranks_and_budgets[float64-7-1e-12]",
+        "ppo.py::test_same_update_on_any_ranks_and_budgets[float64-7-0-1e-12]",
         "gradient_on_two_ranks()", f"{OFF} on 2 ranks"),
     Row("dist.py", "return bool(self.max(torch.tensor(int(flag))))", "return flag",
         "dist.py::test_collectives[3]", "ranks.results(3, agree)",
