@@ -139,8 +139,8 @@ ROWS = [
         "torch.where(S, R, 0).std(1, keepdim=True) == 0",
         "losses.py::test_equal_rewards_are_exactly_zero",
         "equal_rewards()",
-        "three rewards of 0.1: `--dynamic_sampling` keeps them, and the largest advantage at eps 0:"
-        " {} → {}"),
+        "three rewards of 0.1: `--dynamic_sampling` keeps them, and their largest advantage if nothing "
+        "is added to the std: {} → {}"),
     Row("losses.py", "torch.where(S & ~equal, A, 0)", "torch.where(S & (~equal | (n == 1)), A, 0)",
         "losses.py::test_group_of_one_has_no_gradient",
         "float(losses.group_advantages(torch.tensor([3.0]), 1, kind='rloo', eps=0.0, "
@@ -164,7 +164,7 @@ ROWS = [
         "losses.py::test_the_score_is_on_the_last_valid_token",
         "losses.token_rewards(torch.ones(3), None, None, torch.arange(4) < torch.tensor([[2], [3], "
         "[4]]), kl_coef=0.0).nonzero().tolist()",
-        "(row, token) of the score in rows of 2, 3 and 4 tokens: {} → {}"),
+        "[row, token] of each score, in rows of 2, 3 and 4 tokens: {} → {}"),
     Row("losses.py", "gamma * next_value - values[:, t]", "gamma * values[:, t] - values[:, t]",
         "losses.py::test_gae_is_the_double_sum", "gae([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])",
         "advantages: {} off"),
