@@ -139,8 +139,8 @@ ROWS = [
         "torch.where(S, R, 0).std(1, keepdim=True) == 0",
         "losses.py::test_equal_rewards_are_exactly_zero",
         "equal_rewards()",
-        "three rewards of 0.1: `--dynamic_sampling` keeps them, and their largest advantage if nothing "
-        "is added to the std: {} → {}"),
+        "three rewards of 0.1: `--dynamic_sampling` keeps them, and their largest advantage if "
+        "nothing is added to the std: {} → {}"),
     Row("losses.py", "torch.where(S & ~equal, A, 0)", "torch.where(S & (~equal | (n == 1)), A, 0)",
         "losses.py::test_group_of_one_has_no_gradient",
         "float(losses.group_advantages(torch.tensor([3.0]), 1, kind='rloo', eps=0.0, "
