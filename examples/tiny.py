@@ -88,7 +88,7 @@ def game(rng, clumsy):
 Task = namedtuple("Task", "sample batch skill_steps habit_steps clumsy")
 TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.16),
          "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7),
-         "guess": Task(game, batch=64, skill_steps=100, habit_steps=100, clumsy=0.8)}
+         "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7)}
 
 
 def held_out(question):
