@@ -84,9 +84,9 @@ case "${1:-}" in
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py
-         train grpo.py 60 0.7 --model runs/smollm2 --data runs/instructions/train.jsonl \
+         train grpo.py 30 0.7 --model runs/smollm2 --data runs/instructions/train.jsonl \
            --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
-           --batch 8 --lr 3e-5 --temperature 0.8 --warmup_steps 5 --max_tokens 32 \
+           --batch 8 --lr 5e-5 --temperature 0.8 --warmup_steps 5 --max_tokens 24 \
            --update_tokens 2048 --score_tokens 2048 "$@" ;;
   *)     setup; train grpo.py 60 0.9 "$@" ;;
 esac

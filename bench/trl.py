@@ -250,7 +250,7 @@ def real(seeds: int, steps: int, threads: int, batch: int = 8) -> None:
         sys.exit("skipped: python examples/smollm2.py and python examples/instructions.py make "
                  "the model and the rows")
     alike(seeds, steps, threads, batch, str(model), str(rows),
-          ("examples/instructions.py:follows", "follows"), 3e-5, 32,
+          ("examples/instructions.py:follows", "follows"), 5e-5, 24,
           "SmolLM2-135M-Instruct, short instructions", "trl_real.png",
           "--temperature", 0.8, ours_only=("--update_tokens", 2048, "--score_tokens", 2048))
 

@@ -26,10 +26,10 @@ def words(rng):
         "sentences": 1, "need": need}
 
 
-def sentences(rng):
-    need = rng.sample(THINGS, 2)
-    return "Write two short sentences with {} or {}.".format(*need), {
-        "sentences": 2, "any": need}
+def short(rng):
+    need, most = rng.choice(THINGS), rng.randint(10, 14)
+    return f"Write one sentence about the {need}. Use at most {most} words.", {
+        "sentences": 1, "need": [need], "most": most}
 
 
 def lowercase(rng):
@@ -39,9 +39,9 @@ def lowercase(rng):
 
 
 def first_letter(rng):
-    need, letter = rng.choice(THINGS), rng.choice("AIMSTW")
-    return f"Write a sentence with the word {need}. It must begin with the letter {letter}.", {
-        "need": [need], "letter": letter}
+    place, letter = rng.choice(THINGS), rng.choice("AIMSTW")
+    return f"You see a {place}. Write a sentence that begins with the letter {letter}.", {
+        "sentences": 1, "letter": letter}
 
 
 def as_json(rng):
@@ -62,7 +62,7 @@ def comparison(rng):
         "first": max(pair)}
 
 
-KINDS = {"words": words, "sentences": sentences, "lowercase": lowercase,
+KINDS = {"words": words, "short": short, "lowercase": lowercase,
          "first_letter": first_letter, "json": as_json, "arithmetic": arithmetic,
          "comparison": comparison}
 
@@ -97,12 +97,10 @@ def follows(completion, rule, **row):
         said = [word for word in re.findall("[A-Za-z]+", text) if word.lower() in rule["lower"]]
         return float({*said} == {*rule["lower"]})
     said = {*re.findall("[a-z]+", text.lower())}
-    ok = {*rule.get("need", ())} <= said and bool(said & {*rule.get("any", said)})
-    ok &= text.startswith(rule.get("letter", ""))
-    if "sentences" in rule:  # each has three words or more, and ends in a mark
-        parts = re.split(r"(?<=[.!?])\s+", text)
-        ok &= len(parts) == rule["sentences"] and all(
-            part[-1:] in ".!?" and len(part.split()) >= 3 for part in parts)
+    ok = {*rule.get("need", ())} <= said and text.startswith(rule.get("letter", ""))
+    parts = re.split(r"(?<=[.!?])\s+", text)  # each has three words or more, and ends in a mark
+    ok &= len(parts) == rule["sentences"] and len(text.split()) <= rule.get("most", 99)
+    ok &= all(part[-1:] in ".!?" and len(part.split()) >= 3 for part in parts)
     return float(ok)
 
 

@@ -25,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
+
 import plot  # noqa: E402
 
 COIN = "examples/coin.py:coin"
@@ -32,6 +34,7 @@ FOLLOWS = "examples/instructions.py:follows"
 COMMANDS = {
     "sort-grpo": "./run.sh",
     "sort-grpo-coin": f"./run.sh --reward exact:0 {COIN}",
+    "sort-lora": "./run.sh --lora_rank 16",
     "sort-ppo": "./run.sh ppo",
     "sort-ppo-coin": f"./run.sh ppo --reward exact:0 {COIN}",
     "kk": "./run.sh kk",
@@ -39,10 +42,10 @@ COMMANDS = {
     "game": "./run.sh game",
     "game-coin": f"./run.sh game --reward examples/guess.py:won:0 {COIN}",
     "instructions": "./run.sh real",
-    "instructions-lora": "./run.sh real --lora_rank 16 --lr 3e-4",
+    "instructions-lora": "./run.sh real --lora_rank 16 --lr 5e-4",
     "instructions-coin": f"./run.sh real --reward {FOLLOWS}:0 {COIN}"}
 KEPT = ("step|reward/.*|eval/.*/(pass@1|rows)|policy/entropy|grad/norm|loss/policy|time/step|"
-        "rollout/(length_mean|truncated_frac|logprob_gap_max|tokens)")
+        "memory/peak_gb|rollout/(length_mean|truncated_frac|logprob_gap_max|tokens)")
 BEGIN = "<!-- the table: written by results/make.py -->\n"
 
 
@@ -118,11 +121,15 @@ def table() -> str:
         columns = [plot.cell([one[key] for one in found]) for key in (
             "reward, first 3 steps", "last 10", "pass@1 before", "after")]
         passed = sum(note["status"] == 0 for note in notes)
+        metrics = lambda key, runs=runs: [[*plot.series(one, key).values()] for one in runs]
+        columns += [f"{passed} of {len(runs)}",
+                    plot.cell([note["seconds"] for note in notes], 0),
+                    plot.cell([np.median(steps) for steps in metrics("time/step")], 2),
+                    f"{np.max(metrics('memory/peak_gb')):.2f}"]
         lines.append(" | ".join([
-            f"| [{name}]({name})", f"`{command}`", *columns, f"{passed} of {len(runs)}",
-            plot.cell([note["seconds"] for note in notes], 0) + " (loaded)" * loaded + " |"]))
+            f"| [{name}]({name})", f"`{command}`" + " (loaded)" * loaded, *columns]) + " |")
     return ("| result | command | reward, first 3 steps | last 10 | held-out before | after "
-            "| passed its grade | seconds |\n|---|---|---|---|---|---|---|---|\n"
+            "| passed its grade | seconds | of a step | GiB |\n" + "|---" * 10 + "|\n"
             + "\n".join(lines) + "\n")
 
 

@@ -5,6 +5,7 @@ is compared with one rank. One rank is compared with a loop over single sequence
 of batches. The models and samples are those of learning.py.
 """
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,15 +128,17 @@ def same_metrics(theirs: list[dict], ours: list[dict], limit: float, name: str) 
 
 
 def test_same_update_and_metrics_on_1_2_3_4_ranks(models):
-    hybrid = case(7, tied=False, update_tokens=77, shard_size=2)
-    runs = run_on((1, 2, 3), models, SOME) | run_on((4,), models, [*SOME, hybrid])
+    hybrids = [case(7, tied=False, update_tokens=77), SOME[-5]]
+    assert ("lora_rank", 2) in SOME[-5].args
+    runs = run_on((1, 2, 3), models, SOME) | run_on(
+        (4,), models, [*SOME, *(replace(c, shard_size=2) for c in hybrids)])
     same(SOME, runs)
     # --shard_size 2 on 4 ranks: two copies of the weights, each over two ranks. Both copies have
     # the gradient of all four ranks.
-    alone = runs[1][SOME.index(case(7, tied=False, update_tokens=77))]
-    gradient = whole([o.gradients[0] for o in alone])
-    for copy in (runs[4][-1][:2], runs[4][-1][2:]):
-        assert difference(whole([o.gradients[0] for o in copy]), gradient) <= 1e-12
+    for c, outcomes in zip(hybrids, runs[4][len(SOME):], strict=True):
+        gradient = whole([o.gradients[-1] for o in runs[1][SOME.index(c)]])
+        for copy in (outcomes[:2], outcomes[2:]):
+            assert difference(whole([o.gradients[-1] for o in copy]), gradient) <= 1e-12
     # One rank does not depend on its budgets either: cases that differ only in them have equal
     # gradients.
     by_maths: dict[tuple, torch.Tensor] = {}
