@@ -504,6 +504,14 @@ def test_real_episodes_are_the_ids_of_the_engine(real):
     assert used == len(calls) and len([*filter(None, real["rounds"])]) == 3
 
 
+def test_later_turns_use_the_prefix_cache(real):
+    """Blocks of 128 tokens on a CPU: each prompt fills one."""
+    lengths = [[len(prompt) for prompt, *_ in made] for made in real["rounds"] if made]
+    for turn, (cached, there) in enumerate(zip(real["cached"], lengths, strict=True)):
+        assert len(cached) == len(there) and min(there) > 128
+        assert turn == 0 or min(cached) >= 128, (turn, cached)
+
+
 def test_engine_and_trainer_agree_on_all_turns(real):
     assert real["packed"] and max(real["gaps"]) <= 1e-5, real["gaps"]
 
