@@ -81,7 +81,7 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     everything, n_rows, n_eval = rows + eval_rows, len(rows), len(eval_rows)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
     bridge = args.episodes.reply and mistakes.attempt(
-        turns.check, args, lm and tokenizer, source and eos_ids(source, tokenizer),
+        turns.check, args, lm and tokenizer, tokenizer and eos_ids(source, tokenizer),
         lm and lm.config.vocab_size, everything)
     shape = shape or of_model(lm)
     mistakes += map(str, plan.problems(args, ranks, n_rows or None, n_eval, shape, machine))

@@ -23,8 +23,8 @@ from model import Trained
 from plan import SettingsError
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
-         "max_prompt_tokens", "reward", "group", "seed", "dtype", "lora_rank", "lora_alpha",
-         "lora_targets")  # else it is another run
+         "max_prompt_tokens", "reward", "reply", "group", "seed", "dtype", "lora_rank",
+         "lora_alpha", "lora_targets")  # else it is another run
 
 
 class Saved(NamedTuple):

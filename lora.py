@@ -144,9 +144,8 @@ def serve(llm, config: dict, adapter, sync: int):
 
 def export(lm, device, config: dict, folder: str):
     """peft's two files, in float32, written by rank 0. A collective."""
-    found = dict(tensors(lm, device))
+    found = {name: t.float().cpu().contiguous() for name, t in tensors(lm, device)}
     if torch.distributed.get_rank() == 0:
         Path(folder).mkdir(exist_ok=True)
-        found = {name: t.float().cpu().contiguous() for name, t in found.items()}
         save_file(found, f"{folder}/adapter_model.safetensors", {"format": "pt"})
         Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -269,6 +269,7 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
         f"{engine.holds:,} of the longest sequences ({plan.longest:,} "
         f"tokens), and a step asks it for {asked:,}",
         *[f"  lora       {adapter:,} parameters are trained; the engine takes " + (
-            "them alone" + ", and keeps its weights on the host (sleep level 1)" * bool(
+            "them alone" + f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of "
+            "each rank (sleep level 1)" * bool(
                 card and plan.args.engine.sleep_level) if engine.adapter else
             "weights with them merged")] * bool(adapter)]))

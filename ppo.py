@@ -32,7 +32,8 @@ from run import CommonArgs, parse, set_up
 class CriticArgs:
     """The critic."""
     critic_lr: float | None = None
-    """Peak learning rate of the critic. Not given: 1e-5, or 1e-3 for the tiny model."""
+    """Peak learning rate of the critic. Not given: 1e-5, or 1e-3 for the tiny model; LoRA: ten
+    times as much."""
     critic_warmup_steps: int = 0
     """First steps, in which only the critic learns."""
     critic_update_tokens: int = 16384

@@ -181,7 +181,9 @@ class Scorer:
                   f"{START_SECONDS} s)", flush=True)
         self.loaded.wait()
         if not self.loads:
-            raise SettingsError(self.refused)
+            error = SettingsError(self.refused)
+            error.alone = True  # the workers of another rank may have loaded
+            raise error
         return self.loads[0]
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:

@@ -48,9 +48,14 @@ class Bridge:
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
         system = [{"role": "system", "content": self.system}] * (self.system is not None)
-        return self.tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": "x"}, *messages], tokenize=False,
-            add_generation_prompt=goes_on)
+        chat = [*system, {"role": "user", "content": "x"}, *messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=goes_on)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            roles = ", ".join(m["role"] for m in chat)
+            raise SettingsError(f"--reply: the chat template takes no messages of the roles "
+                                f"{roles} ({error}).") from None
 
     def encode(self, text: str) -> list[int]:
         """As after a control token: some tokenizers put a space before the first word."""
@@ -64,12 +69,7 @@ class Bridge:
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
         start = self.render([], True).rstrip()
-        try:
-            after = self.render([said(WORDS), *messages], True)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise SettingsError(f"--reply: the chat template takes no message of role {roles} "
-                                f"after the model's turn ({error}).") from None
-        before = start + WORDS
+        after, before = self.render([said(WORDS), *messages], True), start + WORDS
         after = start + after[len(start):].lstrip()  # the model may begin with a space
         if not after.startswith(before):
             at = next(i for i, c in enumerate(before) if after[i:i + 1] != c)
@@ -108,19 +108,15 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
                                     f"{scorer.first_traceback}")
     if not tokenizer:
         return None
-    bridge = Bridge(tokenizer, eos_ids, vocab, args.prompts.system)
-
-    def refusal(messages: list[dict]):
-        try:
-            bridge.ids(-1, messages)
-        except SettingsError as error:
-            return error
-
+    bridge, refused = Bridge(tokenizer, eos_ids, vocab, args.prompts.system), None
     roles = [[{"role": role, "content": "z"}] for role in ("user", "tool")]
-    refusals = [refusal(one) for one in ([messages] if messages else roles)]
-    if all(refusals):
-        raise refusals[0]
-    return bridge
+    for one in [messages] if messages else roles:
+        try:
+            bridge.ids(-1, one)
+            return bridge
+        except SettingsError as error:
+            refused = refused or error
+    raise refused
 
 
 def said(text: str) -> dict:

@@ -1,19 +1,19 @@
 """A tool: the model may ask for arithmetic as often as it likes. See docs/turns.md.
 
-    <tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>
-
-    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --reward gsm8k \\
-        --reply examples/calculator.py:reply --system "$(python examples/calculator.py)"
+    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main \\
+        --reward examples/calculator.py:right --reply examples/calculator.py:reply \\
+        --system "$(python -c 'from examples import calculator as c; print(c.SYSTEM)')"
 """
 import ast
 import json
 import operator
 import re
 
+from verifiers import gsm8k
+
 SYSTEM = """You can use a calculator. To call it, write
 <tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>
 and wait for its result. It knows numbers, + - * / and parentheses. End with #### and the answer."""
-LONGEST = 200   # characters of an expression: no result is huge
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
 
@@ -25,9 +25,8 @@ def calculate(expression):
             return node.value
         operands = {ast.BinOp: ("left", "right"), ast.UnaryOp: ("operand",)}[type(node)]
         return OPERATORS[type(node.op)](*(value(getattr(node, name)) for name in operands))
-
-    if len(expression) > LONGEST:
-        raise ValueError(f"an expression has at most {LONGEST} characters")
+    if len(expression) > 200:  # no result is huge
+        raise ValueError("an expression has at most 200 characters")
     try:
         return value(ast.parse(expression.strip(), mode="eval").body)
     except KeyError:
@@ -55,5 +54,6 @@ def reply(row, turns):
     return [{"role": "tool", "content": result(call)} for call in calls[:8]] or None
 
 
-if __name__ == "__main__":
-    print(SYSTEM)
+def right(turns, answer, **row):
+    """1 if the last turn is right. What the tool said is no answer."""
+    return gsm8k(turns[-1]["content"], answer)

@@ -89,7 +89,7 @@ def test_a_model_without_a_tokenizer_or_with_too_few_tokens_or_positions(place):
     assert "at most the 64 positions of small" in error
     for path in folder.glob("tokenizer*"):
         path.unlink()   # transformers makes an empty one
-    error = refused(place, "--model", "small")
+    error = refused(place, "--model", "small", "--reply", f"{ROOT}/examples/guess.py:reply")
     assert "64 positions" in error and "no tokenizer" in error
 
 

@@ -106,7 +106,7 @@ def test_an_end_inside_the_reply_is_not_the_turns_end():
 
 @pytest.mark.parametrize("template, role, words", [
     (QWEN3, "user", r"rewrites earlier turns: .*'.*<think>.*' becomes '.*yes.*'"),
-    (LLAMA2, "tool", "takes no message of role tool .*only user and assistant"),
+    (LLAMA2, "tool", "takes no messages of the roles user, assistant, tool .*only user"),
     (tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1), "user",
      "rewrites earlier turns: before a message of role user")])
 def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, words):
@@ -427,6 +427,13 @@ def test_the_calculator_answers_every_call(text, expected):
         assert message["content"].startswith(start) and len(message["content"]) < 300
 
 
+def test_what_the_calculator_said_is_no_answer():
+    tool = {"role": "tool", "content": "18"}
+    for last, right in (("", 0), ("#### 17", 0), ("So it is\n#### 18", 1)):
+        said = [turns.said(CALL % "9*2"), tool, turns.said(last)]
+        assert calculator.right(said, "#### 18") == right
+
+
 def test_the_game_and_the_correction():
     chat = lambda *said: [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
     row = {"answer": "9"}
@@ -452,7 +459,7 @@ def test_the_game_and_the_correction():
     ("def reply(row, turns): return turns[-1]['content'][0]", "own.py:reply", "IndexError"),
     ("def reply(turns, colour): return None", "own.py:reply", "reply needs 'colour'; 1 of 1 rows"),
     ("def reply(row, turns): return [{'role': 'tool', 'content': 'z'}]", "own.py:reply",
-     "takes no message of role tool")])
+     "takes no messages of the roles user, assistant, tool")])
 def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(code)
@@ -461,6 +468,12 @@ def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, fla
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
         turns.check(args, with_template(LLAMA2), [END], tiny.VOCAB, [row])
+
+
+def test_a_template_that_takes_no_system_message_is_refused():
+    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    with pytest.raises(SettingsError, match=r"roles system, user, assistant \(No system role\)"):
+        turns.Bridge(with_template(gemma + tiny.CHATML), [END], tiny.VOCAB, "Be kind.")
 
 
 # ---- the real engine
