@@ -1,6 +1,6 @@
-"""Makes results/: runs the seeds of a result and files them away, and writes the table.
+"""Makes results/: runs the seeds of a result and files them away, and writes the tables.
 
-    python results/make.py                          the table and the curves, from the files
+    python results/make.py                          the tables and the curves, from the files
     python results/make.py sort-grpo --seeds 0 1 2  these runs first, by their command
 
 A folder has result.json (command, machine, and of each seed the seconds and the exit status),
@@ -133,6 +133,25 @@ def table() -> str:
             + "\n".join(lines) + "\n")
 
 
+def by_kind() -> str:
+    """Held-out accuracy of each data source before → after, mean over the seeds, of the results
+    that have several sources."""
+    lines = []
+    for name in COMMANDS:
+        runs = seeds(HERE / name)
+        keys = [key for one in runs[:1] for key in json.loads((one / "metrics.jsonl").open()
+                .readline()) if key.startswith("eval/") and key.endswith("/pass@1")]
+        if len(keys) < 2:
+            continue
+        head = "".join(f"| {key.split('/')[1]} " for key in keys)
+        ends = [[[*plot.series(one, key[5:]).values()] for one in runs] for key in keys]
+        cells = [" → ".join(f"{np.mean([curve[at] for curve in found]):.2f}" for at in (0, -1))
+                 for found in ends]
+        lines += [f"\n| held-out {head}|\n|---{'|---' * len(keys)}|"] * (not lines)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,7 +166,7 @@ def main() -> None:
         plot.draw([seeds(HERE / name)], HERE / name / "curve.png")
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
-    page.write_text(text + mark + table())
+    page.write_text(text + mark + table() + by_kind())
 
 
 if __name__ == "__main__":

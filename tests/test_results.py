@@ -97,7 +97,7 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
 
 def test_the_table_is_what_the_files_say():
     page = (make.HERE / "README.md").read_text()
-    assert page.partition(make.BEGIN)[2] == make.table()
+    assert page.partition(make.BEGIN)[2] == make.table() + make.by_kind()
     folders = {path.name for path in make.HERE.iterdir() if path.is_dir()} - {"__pycache__"}
     assert folders <= make.COMMANDS.keys()
     for folder in folders:

@@ -471,8 +471,8 @@ def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, fla
 
 
 def test_a_template_that_takes_no_system_message_is_refused():
-    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
-    with pytest.raises(SettingsError, match=r"roles system, user, assistant \(No system role\)"):
+    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+    with pytest.raises(SettingsError, match=r"roles system, user, assistant \(No system\)"):
         turns.Bridge(with_template(gemma + tiny.CHATML), [END], tiny.VOCAB, "Be kind.")
 
 
