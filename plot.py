@@ -61,7 +61,7 @@ def cell(values: list[float], digits: int = 3) -> str:
 
 
 def title(runs: list[Path]) -> str:
-    name = os.path.commonprefix([str(run) for run in runs])
+    name = os.path.commonprefix([os.path.relpath(run) for run in runs])
     return f"{name}* ({len(runs)} seeds)" if runs[1:] else name
 
 
@@ -78,10 +78,11 @@ def table(groups: list[list[Path]]) -> str:
 
 def draw(groups: list[list[Path]], path: Path) -> None:
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(16, 3.6 + 0.2 * len(groups)), layout="constrained")
-    axes = figure.subplots(1, len(PANELS))
+    panels = [name for name in PANELS if all(series(run, name) for runs in groups for run in runs)]
+    figure = Figure(figsize=(4 * len(panels), 3.6 + 0.2 * len(groups)), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for runs in groups:
-        for axis, name in zip(axes, PANELS, strict=True):
+        for axis, name in zip(axes, panels, strict=True):
             curves = [series(run, name) for run in runs]
             steps = sorted(set.intersection(*map(set, curves)))
             values = np.array([[curve[step] for step in steps] for curve in curves])  # (S, steps)

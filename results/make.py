@@ -163,7 +163,9 @@ def main() -> None:
     for name in args.names:
         for seed in args.seeds:
             run(name, seed)
-        plot.draw([seeds(HERE / name)], HERE / name / "curve.png")
+    for name in args.names or COMMANDS:
+        if runs := seeds(HERE / name):
+            plot.draw([runs], HERE / name / "curve.png")
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
     page.write_text(text + mark + table() + by_kind())
