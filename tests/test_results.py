@@ -113,6 +113,15 @@ def test_the_table_is_what_the_files_say():
             assert steps[:args["steps"]] == list(range(args["steps"]))
 
 
+def test_the_readme_quotes_the_results_of_the_real_model():
+    ends = [plot.ends(run) for run in make.seeds(make.HERE / "instructions")]
+    low, high, before, after = (
+        f"{sum(end[key] for end in ends) / len(ends):.2f}" for key in [*ends[0]][:4])
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"grows from {low} to {high}, and the accuracy on held-out rows from {before} to " \
+           f"{after}" in readme
+
+
 # ---- the real model, where it is
 
 @pytest.mark.slow
