@@ -285,18 +285,23 @@ def alike(seeds: int, steps: int, threads: int, batch: int, model: str, source: 
           f"|---|{'---|' * len(columns)}")
     for side in both:
         values = [table(side, key)[:, part].mean(1) for key, part in columns.values()]
-        cells = " | ".join(f"{v.mean():.3f} ± {v.std(ddof=1):.3f}" for v in values)
+        cells = " | ".join(f"{v.mean():.3f} ± {sd(v):.3f}" for v in values)
         print(f"| {side} | {cells} |")
     middle = {side: np.median(table(side, "time/step")[:, SKIPPED:]) for side in both}
     print(f"\nSeconds per step: {middle['grpo.py']:.2f} and {middle['TRL']:.2f}, TRL / ours "
           f"{middle['TRL'] / middle['grpo.py']:.2f}.")
     a, b = table("grpo.py", "reward/mean"), table("TRL", "reward/mean")
     gap = a.mean(0) - b.mean(0)                                                  # (steps,)
-    error = np.sqrt((a.var(0, ddof=1) + b.var(0, ddof=1)) / seeds)               # (steps,)
+    error = np.sqrt((sd(a) ** 2 + sd(b) ** 2) / seeds)                           # (steps,)
     print(f"\nDifference of the mean curves: {gap.mean():+.4f} over all steps, at most "
           f"{abs(gap).max():.3f} at one; within two standard errors at "
           f"{(abs(gap) <= 2 * error).sum()} of {steps} steps.")
     picture(a, b, title, file)
+
+
+def sd(x: np.ndarray) -> np.ndarray:
+    """Over the seeds. Of one seed: nan."""
+    return x.std(0, ddof=1) if len(x) > 1 else np.full(x.shape[1:], np.nan)
 
 
 def picture(a: np.ndarray, b: np.ndarray, title: str, file: str) -> None:
@@ -306,9 +311,9 @@ def picture(a: np.ndarray, b: np.ndarray, title: str, file: str) -> None:
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for rewards, name in ((a, "grpo.py"), (b, f"TRL {TRL}")):
-        at, mean, sd = np.arange(1, rewards.shape[1] + 1), rewards.mean(0), rewards.std(0, ddof=1)
+        at, mean, band = np.arange(1, rewards.shape[1] + 1), rewards.mean(0), sd(rewards)
         axes.plot(at, mean, label=name)
-        axes.fill_between(at, mean - sd, mean + sd, alpha=0.25)
+        axes.fill_between(at, mean - band, mean + band, alpha=0.25)
     axes.set(xlabel="step", ylabel=f"mean reward, ± sd over {len(a)} seeds",
              title=title)
     axes.legend()
