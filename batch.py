@@ -82,6 +82,12 @@ def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, l
         scorer.warned = True
 
 
+def note_advantages(samples: list[Sample], advantages, mask):
+    """Each sample keeps the mean of its row of advantages (N, T) where mask (N, T) is true."""
+    for sample, row, bears in zip(samples, advantages, mask, strict=True):
+        sample.advantage = float(row[bears].mean()) if bears.any() else None
+
+
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     """Vectors → one matrix, zeros to the right."""
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)

@@ -22,7 +22,7 @@ import dist  # isort: skip  (before torch: it sets what torch reads)
 import torch
 
 import losses
-from batch import Batch, Meter, Sample, sample_metrics, score_samples
+from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
 from canary import compare
 from check import show_plan
 from dist import World
@@ -157,8 +157,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
     # Advantage: A_i = R_i - mean(R of its group), the same for every token of a completion.
     advantages = compute_advantages(args, batch, mask, old_logprobs, ref_logprobs)  # (N, T)
-    for sample, row, bears in zip(samples, advantages, mask, strict=True):  # for samples/
-        sample.advantage = float(row[bears].mean()) if bears.any() else None
+    note_advantages(samples, advantages, mask)  # for samples/
     if args.engine_correction != "none":
         correction, details = engine_weights(args, batch, mask, old_logprobs)  # (N, T)
         metrics |= details

@@ -3,7 +3,7 @@ from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plan import BUDGETS, RANKS, Plan, SettingsError, broken, changed, flags, typed
+from plan import BUDGETS, LORA_RANKS, Plan, SettingsError, broken, changed, flags, typed
 
 GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
@@ -156,7 +156,7 @@ class EngineMemory:
         activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
         lora = plan.args.lora
         self.adapter = lora.in_engine(c == 2)
-        room = next((r for r in RANKS if r >= lora.lora_rank), 0) / max(1, lora.lora_rank)
+        room = next((r for r in LORA_RANKS if r >= lora.lora_rank), 0) / max(1, lora.lora_rank)
         self.weights = (s.params / e.tp + self.adapter * room * s.adapter(lora)) * c
         self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
         tokens = 16 if card else 128
@@ -257,6 +257,10 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
     of = f"of {limit / GIB:.3g} " * (limit > 0) + f"GiB {'per GPU' if card else 'free per rank'}"
     asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)
     adapter, engine = shape.adapter(plan.args.lora), EngineMemory(plan, shape, card)
+    takes = "them alone" if engine.adapter else "weights with them merged"
+    if engine.adapter and card and plan.args.engine.sleep_level:
+        takes += (f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of each rank "
+                  f"(sleep level 1)")
     gib = lambda value: f"{value / GIB:.2f}" if value else ""
     rows = {"": [load.phase for load in found]}
     rows |= {part: [gib(load.parts.get(part)) for load in found]
@@ -268,8 +272,5 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
         f"    {shape.params:,} parameters; the engine's cache holds "
         f"{engine.holds:,} of the longest sequences ({plan.longest:,} "
         f"tokens), and a step asks it for {asked:,}",
-        *[f"  lora       {adapter:,} parameters are trained; the engine takes " + (
-            "them alone" + f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of "
-            "each rank (sleep level 1)" * bool(
-                card and plan.args.engine.sleep_level) if engine.adapter else
-            "weights with them merged")] * bool(adapter)]))
+        *[f"  lora       {adapter:,} parameters are trained; the engine takes {takes}"]
+        * bool(adapter)]))

@@ -145,7 +145,7 @@ def typed(flag: str, value: object) -> str:
 
 
 INF = float("inf")
-RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
+LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
 RANGES = {name: (words, inside) for words, inside, names in (  # others: at least 0
     ("at least 1", lambda x: 1 <= x < INF, """batch group minibatches epochs max_prompt_tokens
@@ -202,10 +202,10 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
                    f"--{name} must be {words} {limit:,} (got {value:,}): {why}.", [(name, [limit])])
 
     rank, targets, off = given["lora_rank"], given["lora_targets"], [("lora_rank", [0])]
-    yield Rule(rank <= RANKS[-1] or given["lora_sync"] == "merged",
-               f"--lora_rank must be at most {RANKS[-1]}, which the engine has room for, or "
+    yield Rule(rank <= LORA_RANKS[-1] or given["lora_sync"] == "merged",
+               f"--lora_rank must be at most {LORA_RANKS[-1]}, which the engine has room for, or "
                f"--lora_sync merged (got {rank:,}).",
-               [("lora_rank", [RANKS[-1]]), ("lora_sync", ["merged"])])
+               [("lora_rank", [LORA_RANKS[-1]]), ("lora_sync", ["merged"])])
     if rank and shape:
         yield Rule(shape.linears, "--lora_rank needs layers of torch.nn.Linear, and this model has "
                    "none.", off)

@@ -19,7 +19,7 @@ import dist  # isort: skip  (before torch: it sets what torch reads)
 import torch
 
 import losses
-from batch import Batch, Meter, Sample, sample_metrics, score_samples
+from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
 from canary import compare
 from check import show_plan
 from dist import World
@@ -158,8 +158,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     token_rewards = losses.token_rewards(rewards, old_logprobs, ref_logprobs, mask, kl_coef=kl_coef)
     advantages, returns = losses.gae(token_rewards, values, mask, gamma=args.gamma, lam=args.lam)
     advantages = losses.whiten(advantages, mask)  # once, over the tokens of the global batch
-    for sample, row, bears in zip(samples, advantages, mask, strict=True):  # for samples/
-        sample.advantage = float(row[bears].mean()) if bears.any() else None
+    note_advantages(samples, advantages, mask)  # for samples/
     if args.engine_correction != "none":
         correction, details = engine_weights(args, batch, mask, old_logprobs)  # (N, T)
         metrics |= details

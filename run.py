@@ -217,28 +217,28 @@ class Run:
         args, world, checked = self.args, self.world, self.checked
         self.scorer = rewards.Scorer(list(args.reward), args.workers)  # imports while models load
 
-        rank = args.lora.lora_rank
+        adapters = args.lora if args.lora.lora_rank else None
 
         def load(kind, module, wanted=True, trained=True):
             if wanted:
                 module = model.build(module, checked.source, world, args.weights, trained,
-                                     rank and args.lora, args.seed)
+                                     adapters, args.seed)
                 return kind(module, world, args.weights, args.optimizer)
 
         self.policy = load(model.Policy, model.LogprobModel)
         self.critic = load(model.Critic, model.ValueModel, args.critic)
         self.reference = load(  # the starting model
-            model.Policy, model.LogprobModel, args.needs_reference and not rank, trained=False)
+            model.Policy, model.LogprobModel, args.needs_reference and not adapters, trained=False)
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
-        if rank and args.needs_reference:
+        if adapters and args.needs_reference:
             self.reference = lora.Base(self.policy)
         bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
         longest = checked.plan.longest
         self.log.say("  packing    " + canary.choose_packing(
             sharing, world, checked.config, longest, bfloat16))
         base = checked.source if is_tiny(args.model) else args.model
-        self.adapter = rank and lora.peft_config(self.policy.module.lm, args.lora, base)
+        self.adapter = adapters and lora.peft_config(self.policy.module.lm, adapters, base)
         self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
         self.max_gap = args.run.max_gap or (0.15 if bfloat16 else 1e-3)
         self.engine = Engine(
