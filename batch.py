@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
 from dist import World, balance, share, tokens
+from errors import SettingsError
 from packing import pack
-from plan import SettingsError
 from rewards import Item, Score, Scorer
 
 

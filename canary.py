@@ -10,9 +10,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from batch import Batch, Completion, Micro, Sample
 from data import Prompt, Row
 from dist import cut
+from errors import SettingsError
 from log import Peak
 from memory import KEYS
-from plan import Phase, Plan, SettingsError
+from plan import Phase, Plan
 from rewards import Score
 
 LAST = 64  # tokens that `compare` looks at

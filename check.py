@@ -13,7 +13,7 @@ import model
 import plan
 import rewards
 import turns
-from plan import SettingsError
+from errors import Mistakes, SettingsError
 
 
 @dataclass
@@ -29,21 +29,6 @@ class Checked:
     bridge: turns.Bridge | None  # None: one turn
 
 
-class Mistakes(list):
-    """Sentences of SettingsErrors, to raise together."""
-
-    def attempt(self, function, *args, **options):
-        """The result of function(…), or None and one more sentence."""
-        try:
-            return function(*args, **options)
-        except SettingsError as error:
-            self.append(str(error))
-
-    def stop(self) -> None:
-        if self:
-            raise SettingsError(plan.together(self))
-
-
 class NoTokenizer:
     """Of a model that is not here."""
     added_tokens_decoder, chat_template = {}, None
@@ -54,7 +39,7 @@ class NoTokenizer:
 
 def show_plan(args) -> None:
     """--plan, without torchrun, GPU or weights."""
-    print(check(args, args.planning.ranks, None, make=False).plan.text())
+    print(check(args, args.plan_args.ranks, None, make=False).plan.text())
 
 
 def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked | None:
@@ -62,7 +47,7 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
 
     Not `make`: a model that is not here is neither made nor fetched.
     """
-    mistakes, p, shape = Mistakes(), args.planning, None
+    mistakes, p, shape = Mistakes(), args.plan_args, None
     if make and not mistakes.attempt(find_model, args.model, make=False):
         check(args, ranks, machine, make=False)  # all else first
     source = mistakes.attempt(find_model, args.model, make)
@@ -75,12 +60,12 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     lm = source and mistakes.attempt(model.skeleton, source)
     tokenizer = source and mistakes.attempt(load_tokenizer, args.model, source)
     load = lambda spec, seed: spec and mistakes.attempt(
-        data.load, spec, tokenizer or NoTokenizer(), args.prompts, seed=seed) or ([], None)
+        data.load, spec, tokenizer or NoTokenizer(), args.data_args, seed=seed) or ([], None)
     rows, report = load(args.data, args.seed)
     eval_rows, eval_report = load(args.eval_data, 0)  # they do not depend on --seed
     everything, n_rows, n_eval = rows + eval_rows, len(rows), len(eval_rows)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
-    bridge = args.episodes.reply and mistakes.attempt(
+    bridge = args.turn_args.reply and mistakes.attempt(
         turns.check, args, lm and tokenizer, tokenizer and eos_ids(source, tokenizer),
         lm and lm.config.vocab_size, everything)
     shape = shape or of_model(lm)
@@ -96,7 +81,7 @@ def check(args, ranks: int, machine: int | None, make: bool = True) -> Checked |
     free = 0.0 if card else free_bytes() / machine
     sizes = memory.planned(
         plan.Plan(args, args.script, ranks, n_rows, n_eval, free=free), shape, card)
-    kv_cache = args.engine.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
+    kv_cache = args.engine_args.kv_cache_gb * memory.GIB or (0 if card else memory.CPU_CACHE)
     if shape and shape.fused:
         engine = memory.EngineMemory(sizes, shape, card)
         kv_cache = kv_cache if card else engine.cache
@@ -162,7 +147,7 @@ def load_tokenizer(name: str, source: str):
 def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model cannot take."""
     found, name, vocab = [], f"--model {args.model}", config.vocab_size
-    prompt, longest = args.prompts.max_prompt_tokens, args.max_tokens
+    prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
@@ -173,9 +158,9 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     if head not in served and not torch.cuda.is_available():
         found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
-    gpu = args.planning.plan or torch.cuda.is_available()
-    dtype = model.compute_dtype(args.weights, torch.device("cuda" if gpu else "cpu"))
-    if args.lora.in_engine(dtype == torch.bfloat16) and config.model_type == "stablelm":
+    gpu = args.plan_args.plan or torch.cuda.is_available()
+    dtype = model.compute_dtype(args.model_args, torch.device("cuda" if gpu else "cpu"))
+    if args.lora_args.in_engine(dtype == torch.bfloat16) and config.model_type == "stablelm":
         found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
                      f"--lora_sync merged.")
     if tokenizer and tokenizer.vocab_size > vocab:  # but for added tokens

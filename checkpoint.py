@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist import World
+from errors import SettingsError
 from model import Trained
-from plan import SettingsError
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "group", "seed", "dtype", "lora_rank",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from plan import SettingsError
+from errors import SettingsError
 from verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")

@@ -19,8 +19,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it 
 import torch
 import torch.distributed as td
 
+from errors import SettingsError
 from memory import KEYS
-from plan import SettingsError
 
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
 PEER_ENDED = "Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"

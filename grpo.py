@@ -54,7 +54,7 @@ class Args(losses.LossArgs, CommonArgs):
     """The most extra rollouts of one step with --dynamic_sampling."""
 
     script: ClassVar[str] = "grpo.py"
-    critic: ClassVar[None] = None  # ppo.py has one
+    critic_args: ClassVar[None] = None  # ppo.py has one
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -116,7 +116,7 @@ def train(args: Args) -> int:
                 compare(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn.
-            lr = learning_rate(step, args.steps, args.lr, args.optimizer)
+            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics["data/position"] = run.stream.position
             metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
@@ -124,7 +124,7 @@ def train(args: Args) -> int:
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
         run.log.step(step, metrics)
-        if step % args.run.samples_every == 0 or step == args.steps - 1:
+        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
         run.check(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
@@ -268,7 +268,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
 def main() -> None:
     """The command line."""
     args = parse(Args, __doc__)
-    dist.run(show_plan if args.planning.plan else train, args)
+    dist.run(show_plan if args.plan_args.plan else train, args)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from dist import World
-from plan import SettingsError
+from errors import SettingsError
 
 LINE = {
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
@@ -37,7 +37,7 @@ def open_folder(args):
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
     default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
     folder = Path("runs", args.name or time.strftime(default))
-    if not args.run.resume and (folder / "args.json").exists():
+    if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
     if args.steps <= (done := finished_steps(folder)):
         raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "

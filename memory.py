@@ -3,7 +3,8 @@ from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plan import BUDGETS, LORA_RANKS, Plan, SettingsError, broken, changed, flags, typed
+from errors import SettingsError
+from plan import BUDGETS, LORA_RANKS, Plan, broken, changed, flags, typed
 
 GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
@@ -149,12 +150,12 @@ class EngineMemory:
     """The bytes of vLLM on one GPU of `card` bytes (None: CPU)."""
 
     def __init__(self, plan: Plan, s: Shape, card: float | None):
-        e = plan.args.engine
+        e = plan.args.engine_args
         self.c = c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[
-            plan.args.weights.dtype]  # bytes of a computed number
+            plan.args.model_args.dtype]  # bytes of a computed number
         graphs = ENGINE_GRAPHS * bool(card and not e.eager)
         activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
-        lora = plan.args.lora
+        lora = plan.args.lora_args
         self.adapter = lora.in_engine(c == 2)
         room = next((r for r in LORA_RANKS if r >= lora.lora_rank), 0) / max(1, lora.lora_rank)
         self.weights = (s.params / e.tp + self.adapter * room * s.adapter(lora)) * c
@@ -174,13 +175,13 @@ class EngineMemory:
 
 
 def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
-    a, w, policy = plan.args, plan.args.weights, shape.params
+    a, w, policy = plan.args, plan.args.model_args, shape.params
     engine = EngineMemory(plan, shape, card)
     c, m = engine.c, max(4, engine.c)
-    critic = policy - (1 - shape.tied) * shape.embedding if a.critic else 0
+    critic = policy - (1 - shape.tied) * shape.embedding if a.critic_args else 0
     offload = w.offload if card else ()  # without a GPU there is one memory
-    adapter = shape.adapter(a.lora)  # 0: all weights are trained
-    trains = {False: adapter or policy, True: adapter * bool(a.critic) or critic}
+    adapter = shape.adapter(a.lora_args)  # 0: all weights are trained
+    trains = {False: adapter or policy, True: adapter * bool(a.critic_args) or critic}
     frozen = c * (policy + critic) * bool(adapter)
     reference = a.needs_reference and "reference" not in offload and not adapter
     shards = float("inf") if card and w.cpu_offload else w.shard_size or plan.ranks
@@ -255,10 +256,10 @@ def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
                 break
     top = max(loads(best, shape, card), key=lambda load: load.total)
     of = f"of {limit / GIB:.3g} " * (limit > 0) + f"GiB {'per GPU' if card else 'free per rank'}"
-    asked = -(-max(plan.batches) * plan.args.group * plan.args.engine.tp // plan.ranks)
-    adapter, engine = shape.adapter(plan.args.lora), EngineMemory(plan, shape, card)
+    asked = -(-max(plan.batches) * plan.args.group * plan.args.engine_args.tp // plan.ranks)
+    adapter, engine = shape.adapter(plan.args.lora_args), EngineMemory(plan, shape, card)
     takes = "them alone" if engine.adapter else "weights with them merged"
-    if engine.adapter and card and plan.args.engine.sleep_level:
+    if engine.adapter and card and plan.args.engine_args.sleep_level:
         takes += (f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of each rank "
                   f"(sleep level 1)")
     gib = lambda value: f"{value / GIB:.2f}" if value else ""

@@ -22,9 +22,9 @@ import lora
 import packing
 from batch import Micro
 from dist import World
+from errors import SettingsError
 from lora import LoraArgs
 from memory import HEAD_LOGITS
-from plan import SettingsError
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares engine, trainer and transformers for each of them.

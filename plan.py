@@ -3,11 +3,6 @@ import re
 from dataclasses import dataclass, is_dataclass, replace
 
 
-class SettingsError(Exception):
-    """A mistake in the settings or their files."""
-    alone = False  # True: only this rank found it
-
-
 @dataclass
 class PlanArgs:
     """The plan"""
@@ -83,13 +78,13 @@ class Plan:
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
         full = min(a.batch, rows)
-        self.longest = a.prompts.max_prompt_tokens + a.max_tokens
+        self.longest = a.data_args.max_prompt_tokens + a.max_tokens
         self.batches = sorted({full, rows % a.batch or full}, reverse=True)
-        most = max(full * a.group, self.n_eval * a.evaluation.eval_samples)
-        self.requests = -(-most * a.engine.tp // self.ranks)  # to one engine in one call
+        most = max(full * a.group, self.n_eval * a.eval_args.eval_samples)
+        self.requests = -(-most * a.engine_args.tp // self.ranks)  # to one engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
-        a, critic, rows = self.args, self.args.critic, prompts * self.args.group
+        a, critic, rows = self.args, self.args.critic_args, prompts * self.args.group
         parts = sorted({-(-rows // a.minibatches), rows // a.minibatches}, reverse=True)
         passes = [("update", part, a.update_tokens) for part in parts]
         if critic:
@@ -101,7 +96,7 @@ class Plan:
         return [Phase(*each, self.longest, self.ranks) for each in passes]
 
     def text(self, short: bool = False) -> str:
-        a, engines = self.args, self.ranks // self.args.engine.tp
+        a, engines = self.args, self.ranks // self.args.engine_args.tp
         lines = [f"plan for {self.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
                  f"{a.group:,} completions = {a.batch * a.group:,} completions and "
                  f"{count(a.minibatches * a.epochs, 'optimizer step')} a step"]
@@ -111,12 +106,12 @@ class Plan:
         for i, prompts in enumerate(self.batches):
             n = prompts * a.group
             lines += [f"  {'last batch' if i else 'rollout':<10} {n:,} completions: "
-                      f"{count(engines, 'engine')} of {count(a.engine.tp, 'rank')}, "
+                      f"{count(engines, 'engine')} of {count(a.engine_args.tp, 'rank')}, "
                       f"{spread(n, engines)} requests each; {spread(n, self.ranks)} a rank "
-                      f"for its {a.workers.reward_workers} reward workers",
+                      f"for its {a.reward_args.reward_workers} reward workers",
                       *(f"{'  ' * (1 + i)}{p.name:<10} {p}" for p in self.phases(prompts))]
-        if m := self.n_eval * a.evaluation.eval_samples:
-            lines.append(f"  evaluation {self.n_eval:,} rows x {a.evaluation.eval_samples} = {m:,} "
+        if m := self.n_eval * a.eval_args.eval_samples:
+            lines.append(f"  evaluation {self.n_eval:,} rows x {a.eval_args.eval_samples} = {m:,} "
                          f"requests, {spread(m, engines)} an engine")
         lines += self.memory.splitlines()
         return "\n".join(line for line in lines if not (short and line.startswith("    ")))
@@ -171,7 +166,7 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
     """Every Rule of several flags; each is in its range here."""
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
-    name, own, p = str(args.name), r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", args.planning
+    name, own, p = str(args.name), r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", args.plan_args
     yield Rule(re.fullmatch(own, name) and len(name.encode()) <= 200,
                f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
                f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
@@ -225,7 +220,7 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
         yield Rule(not words, f"--{name} must divide the {words} (got {value}).",
                    [(name, range(min(value, ranks), 0, -1))])
 
-    tried = plan.batches if args.planning.strict else []
+    tried = plan.batches if args.plan_args.strict else []
     if tried and given.get("dynamic_sampling"):  # any smaller batch
         tried = range(1, min(tried[0], 2 * ranks * args.minibatches) + 1)
     near = lambda n: sorted(range(max(1, n - 256), n + 256), key=lambda other: abs(other - n))
@@ -262,12 +257,6 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
                     rule.fixes += ((flag, value),)
                     break
     return found
-
-
-def together(found: list[str]) -> str:
-    if len(found) == 1:
-        return found[0]
-    return "\n  ".join([f"{len(found)} problems:", *(f"{i}. {p}" for i, p in enumerate(found, 1))])
 
 
 def warnings(args) -> list[str]:

@@ -58,7 +58,7 @@ class Args(losses.LossArgs, CommonArgs):
     """Adapt --kl_reward_coef once a rollout towards this KL, in nats a token. None: it is fixed."""
     kl_horizon: int = 10000
     """Completions over which --kl_reward_coef changes by at most a fifth."""
-    critic: CriticArgs = field(default_factory=CriticArgs)
+    critic_args: CriticArgs = field(default_factory=CriticArgs)
 
     script: ClassVar[str] = "ppo.py"
     needs_old_logprobs: ClassVar[bool] = True
@@ -98,9 +98,10 @@ def train(args: Args) -> int:
                 compare(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
-            lr = learning_rate(step, args.steps, args.lr, args.optimizer)
-            lr = lr if step >= args.critic.critic_warmup_steps else 0.0
-            critic_lr = learning_rate(step, args.steps, args.critic.critic_lr, args.optimizer)
+            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
+            lr = lr if step >= args.critic_args.critic_warmup_steps else 0.0
+            critic_lr = learning_rate(
+                step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics["data/position"] = run.stream.position
             metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
@@ -111,7 +112,7 @@ def train(args: Args) -> int:
                                                  target=args.kl_target, horizon=args.kl_horizon)
 
         run.log.step(step, metrics)
-        if step % args.run.samples_every == 0 or step == args.steps - 1:
+        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
         run.check(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
@@ -146,7 +147,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         if args.needs_reference:
             ref_logprobs = batch.score(world, args.score_tokens, "reference",
                                        lambda m: reference.logprobs(m, args.temperature)[0])
-        values = batch.score(world, args.critic.critic_score_tokens, "values", critic.values)
+        values = batch.score(world, args.critic_args.critic_score_tokens, "values", critic.values)
 
     # Reward of a token: -beta (log π - log ref); the last one also has the completion's reward.
     # A_t = sum_l (gamma lam)^l delta_(t+l),  delta_t = r_t + gamma V_(t+1) - V_t
@@ -179,7 +180,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             mask[rows], args.aggregation, max_tokens=args.max_tokens)
         rows = [r for r in rows if mask[r].any()]  # the others weigh nothing
         with phase("update_critic"):
-            budget = args.critic.critic_update_tokens
+            budget = args.critic_args.critic_update_tokens
             for micro in batch.micros(world, rows, budget, "update critic"):
                 m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
                 loss, clip_frac = losses.value_loss(
@@ -235,7 +236,7 @@ def critic_quality(values, returns, mask) -> dict[str, float]:
 def main() -> None:
     """The command line."""
     args = parse(Args, __doc__)
-    dist.run(show_plan if args.planning.plan else train, args)
+    dist.run(show_plan if args.plan_args.plan else train, args)
 
 
 if __name__ == "__main__":

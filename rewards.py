@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from plan import SettingsError
+from errors import SettingsError
 from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")

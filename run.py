@@ -24,12 +24,13 @@ import model
 import plan
 import rewards
 from batch import score_samples
-from check import Mistakes, check, eos_ids, is_tiny
+from check import check, eos_ids, is_tiny
 from data import DataArgs
+from errors import Mistakes, SettingsError
 from evaluate import EvalArgs, evaluation_metrics
 from lora import LoraArgs
 from model import ModelArgs, OptimizerArgs
-from plan import PlanArgs, SettingsError
+from plan import PlanArgs
 from rewards import RewardArgs
 from rollout import Engine, EngineArgs
 from turns import Episodes, TurnArgs
@@ -102,16 +103,16 @@ class CommonArgs:
     score_tokens: int = 32768
     """The same for one forward without gradient: old and reference logprobs."""
 
-    prompts: DataArgs = field(default_factory=DataArgs)
-    engine: EngineArgs = field(default_factory=EngineArgs)
-    weights: ModelArgs = field(default_factory=ModelArgs)
-    lora: LoraArgs = field(default_factory=LoraArgs)
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
-    workers: RewardArgs = field(default_factory=RewardArgs)
-    episodes: TurnArgs = field(default_factory=TurnArgs)
-    evaluation: EvalArgs = field(default_factory=EvalArgs)
-    run: RunArgs = field(default_factory=RunArgs)
-    planning: PlanArgs = field(default_factory=PlanArgs)
+    data_args: DataArgs = field(default_factory=DataArgs)
+    engine_args: EngineArgs = field(default_factory=EngineArgs)
+    model_args: ModelArgs = field(default_factory=ModelArgs)
+    lora_args: LoraArgs = field(default_factory=LoraArgs)
+    optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
+    reward_args: RewardArgs = field(default_factory=RewardArgs)
+    turn_args: TurnArgs = field(default_factory=TurnArgs)
+    eval_args: EvalArgs = field(default_factory=EvalArgs)
+    run_args: RunArgs = field(default_factory=RunArgs)
+    plan_args: PlanArgs = field(default_factory=PlanArgs)
 
     script: ClassVar[str]  # the file's name
 
@@ -127,11 +128,11 @@ def parse(kind: type, description: str):
     except SystemExit as end:
         dist.run(Mistakes([f"\n{said.getvalue()}"] * bool(end.code)).stop)
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
-    if args.lora.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x that of full training
+    if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
         lr, critic_lr = 10 * lr, 10 * critic_lr
     args.lr = lr if args.lr is None else args.lr
-    if args.critic and args.critic.critic_lr is None:
-        args.critic.critic_lr = critic_lr
+    if args.critic_args and args.critic_args.critic_lr is None:
+        args.critic_args.critic_lr = critic_lr
     return args
 
 
@@ -144,19 +145,19 @@ def set_up(args) -> "Run":
     mistakes = Mistakes()
     checked = mistakes.attempt(check, args, ranks, machine)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
-    world = dist.join(args.run.timeout)
+    world = dist.join(args.run_args.timeout)
     together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(checked.source).name, "rows": len(checked.rows),
         "eval_rows": len(checked.eval_rows)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
-    stop = dist.Stop(world, args.run.stop_seconds)
+    stop = dist.Stop(world, args.run_args.stop_seconds)
     # 3. Open the run's folder. Rank 0 writes it, and its clock names it.
     folder = world.gather([together(world, log.open_folder, args)])[0]
-    run_log = log.Log(folder, world, args.steps, args.run.wandb)
+    run_log = log.Log(folder, world, args.steps, args.run_args.wandb)
     together(world, run_log.lock)
-    every = args.run.save_every
+    every = args.run_args.save_every
     if world.agree(every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(
             f"--save_every {every} needs a folder that all machines share; {folder} is not there "
@@ -207,51 +208,51 @@ class Run:
         self.bad_steps = 0  # in a row
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
-        self.end = self.start if args.evaluation.eval_only else args.steps
-        every = args.evaluation.eval_every or args.steps
+        self.end = self.start if args.eval_args.eval_only else args.steps
+        every = args.eval_args.eval_every or args.steps
         self.evaluations = range(0, args.steps, every) if checked.eval_rows else ()
-        every = args.run.save_every
+        every = args.run_args.save_every
         self.saves = {*range(0, args.steps, every), args.steps} if every else ()  # steps done
 
     def build(self) -> None:
         args, world, checked = self.args, self.world, self.checked
-        self.scorer = rewards.Scorer(list(args.reward), args.workers)  # imports while models load
+        self.scorer = rewards.Scorer(list(args.reward), args.reward_args)  # starts now
 
-        adapters = args.lora if args.lora.lora_rank else None
+        adapters = args.lora_args if args.lora_args.lora_rank else None
 
         def load(kind, module, wanted=True, trained=True):
             if wanted:
-                module = model.build(module, checked.source, world, args.weights, trained,
+                module = model.build(module, checked.source, world, args.model_args, trained,
                                      adapters, args.seed)
-                return kind(module, world, args.weights, args.optimizer)
+                return kind(module, world, args.model_args, args.optimizer_args)
 
         self.policy = load(model.Policy, model.LogprobModel)
-        self.critic = load(model.Critic, model.ValueModel, args.critic)
+        self.critic = load(model.Critic, model.ValueModel, args.critic_args)
         self.reference = load(  # the starting model
             model.Policy, model.LogprobModel, args.needs_reference and not adapters, trained=False)
         self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
         sharing = [m for m in (self.policy, self.reference, self.critic) if m]
         if adapters and args.needs_reference:
             self.reference = lora.Base(self.policy)
-        bfloat16 = model.compute_dtype(args.weights, world.device) == torch.bfloat16
+        bfloat16 = model.compute_dtype(args.model_args, world.device) == torch.bfloat16
         longest = checked.plan.longest
         self.log.say("  packing    " + canary.choose_packing(
             sharing, world, checked.config, longest, bfloat16))
         base = checked.source if is_tiny(args.model) else args.model
         self.adapter = adapters and lora.peft_config(self.policy.module.lm, adapters, base)
         self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
-        self.max_gap = args.run.max_gap or (0.15 if bfloat16 else 1e-3)
+        self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
         self.engine = Engine(
-            checked.source, world, args.engine, tokenizer=checked.tokenizer,
+            checked.source, world, args.engine_args, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
             max_len=longest, max_tokens=args.max_tokens, seed=args.seed,
-            adapter=self.adapter if args.lora.in_engine(bfloat16) else None,
+            adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
             episodes=self.episodes)
         self.engine.sleep()
-        trains = not args.evaluation.eval_only
-        automatic = args.run.canary == "auto" and world.device.type == "cuda"
-        if trains and (automatic or args.run.canary == "on"):
+        trains = not args.eval_args.eval_only
+        automatic = args.run_args.canary == "auto" and world.device.type == "cuda"
+        if trains and (automatic or args.run_args.canary == "on"):
             peaks = canary.canary(checked.plan, world, checked.config.vocab_size, self.policy,
                                   self.reference, self.critic)
             peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
@@ -264,7 +265,7 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """pass@1 and pass@k on --eval_data. The best policy so far is exported."""
-        args = self.args.evaluation
+        args = self.args.eval_args
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
             samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
@@ -276,7 +277,7 @@ class Run:
         score = float(np.mean([v for k, v in metrics.items() if k.endswith("/pass@1")]))
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
-            if self.args.run.export and step:  # before the first step it is --model
+            if self.args.run_args.export and step:  # before the first step it is --model
                 self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
 
     def check(self, metrics: dict[str, float]) -> None:
@@ -291,7 +292,7 @@ class Run:
         if bad:
             say(f"{bad} updates had a gradient that is not finite and were not applied; such steps "
                 f"in a row: {self.bad_steps}")
-        if self.bad_steps >= self.args.optimizer.max_bad_steps:
+        if self.bad_steps >= self.args.optimizer_args.max_bad_steps:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
@@ -314,7 +315,7 @@ class Run:
         self.log.sync()
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
-        error = checkpoint.save(folder, self.world, self.trained, state, self.args.run.keep)
+        error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"the checkpoint after {step} steps was not written ({error})" if error else
                      f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
         return error
@@ -322,7 +323,7 @@ class Run:
     def restore(self, state: dict) -> None:
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.position, self.bad_steps = state["position"], state["bad_steps"]
-        if self.args.critic and self.args.kl_target is not None:
+        if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
         was = state["settings"]
         if all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_")):
@@ -344,10 +345,10 @@ class Run:
         if self.checked.eval_rows:
             self.evaluate(self.end)
             self.log.step(self.end, {})
-        if self.args.evaluation.eval_only:
+        if self.args.eval_args.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
-            missed = self.args.run.export and self.export("model")
+            missed = self.args.run_args.export and self.export("model")
             missed |= self.world.agree(self.world.rank == 0 and self.summary())
             self.log.finish(self.args.steps)
         self.close()
@@ -355,7 +356,7 @@ class Run:
 
     def summary(self) -> bool:
         """Print what came of the run → whether it missed --target_reward."""
-        rows, target, say = self.log.rows, self.args.run.target_reward, self.log.say
+        rows, target, say = self.log.rows, self.args.run_args.target_reward, self.log.say
         curve = self.log.curve()
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
         seconds, tokens = (sum(row.get(name, 0) for row in rows)
@@ -365,7 +366,7 @@ class Run:
             f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
             f"{tokens / seconds:,.0f} tokens/s, all phases")
         say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/, "
-            f"{'model/, ' * self.args.run.export}{curve.name if curve else ''}")
+            f"{'model/, ' * self.args.run_args.export}{curve.name if curve else ''}")
         missed = target is not None and not (before <= 0.4 and after >= target)
         if missed:
             say(f"missed --target_reward: the mean of the first 3 steps must be at most 0.4 and "

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from batch import Completion, report
 from data import Prompt, Row
-from plan import SettingsError
+from errors import SettingsError
 from rewards import Item, Score, Scorer, check_rows
 from rollout import Request
 
@@ -94,10 +94,10 @@ class Bridge:
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. The function is called
     once, for the first row and an empty turn. No tokenizer: of a model that is not here."""
-    spec, messages = args.episodes.reply, None
+    spec, messages = args.turn_args.reply, None
     if not re.fullmatch(r".+\.py:\w+", spec) or not isfile(spec.rpartition(":")[0]):
         raise SettingsError(f"--reply {spec} is no FILE.py:FUNCTION of a file that is here.")
-    with closing(Scorer([spec], args.workers, "reply")) as scorer:
+    with closing(Scorer([spec], args.reward_args, "reply")) as scorer:
         scorer.needs_groups  # noqa: B018
         check_rows(scorer.loads[1], rows, "reply")
         for row in rows[:1]:
@@ -108,7 +108,7 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
                                     f"{scorer.first_traceback}")
     if not tokenizer:
         return None
-    bridge, refused = Bridge(tokenizer, eos_ids, vocab, args.prompts.system), None
+    bridge, refused = Bridge(tokenizer, eos_ids, vocab, args.data_args.system), None
     roles = [[{"role": role, "content": "z"}] for role in ("user", "tool")]
     for one in [messages] if messages else roles:
         try:
@@ -132,8 +132,8 @@ class Episodes:
 
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
-        self.max_turns, self.max_tokens = args.episodes.max_turns, args.max_tokens
-        self.workers = Scorer([args.episodes.reply], args.workers, "reply")
+        self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
+        self.workers = Scorer([args.turn_args.reply], args.reward_args, "reply")
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:

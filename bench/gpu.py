@@ -109,7 +109,7 @@ class Bench:
         args = grpo.Args(
             model=str(self.folder), batch=8, minibatches=2, lr=1e-6, max_tokens=self.completion,
             update_tokens=budget, score_tokens=budget,
-            prompts=DataArgs(max_prompt_tokens=self.prompt))
+            data_args=DataArgs(max_prompt_tokens=self.prompt))
         return plan.Plan(plan.changed(args, **flags), "grpo.py", 1, None, 0)
 
     def policy(self, checkpointing: bool = False) -> model.Policy:

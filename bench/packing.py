@@ -93,8 +93,8 @@ def measure(world, name: str, case: tuple, times: int, folder: str | None) -> No
     folder = folder or (find_model("tiny", make=True) if size == "tiny" else random_model(size))
     args = grpo.Args(group=group, max_tokens=1024, lr=1e-9,
                      advantage="dr_grpo" if group > 1 else "reinforce++")
-    module = model.build(model.LogprobModel, folder, world, args.weights)
-    policy = model.Policy(module, world, args.weights, args.optimizer)
+    module = model.build(model.LogprobModel, folder, world, args.model_args)
+    policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     samples = make_samples(min(320, module.lm.config.vocab_size), prompts, group, *rest)
     took, metrics = {False: [], True: []}, {}
     def now() -> float:

@@ -265,8 +265,8 @@ def main() -> None:
     os.chdir(ROOT)
     args = grpo.Args(
         model=random_model(options.model), batch=16, group=8, max_tokens=128, steps=6, lr=1e-9,
-        name=f"bench-step-{os.getpid()}", prompts=DataArgs(max_prompt_tokens=64),
-        run=RunArgs(export=False, samples_every=10**9))
+        name=f"bench-step-{os.getpid()}", data_args=DataArgs(max_prompt_tokens=64),
+        run_args=RunArgs(export=False, samples_every=10**9))
     run = set_up(replace(args, max_tokens=512))        # the longest that the engine gets, in growth
     run.args, run.engine.max_tokens = args, args.max_tokens
     parameters = sum(p.numel() for p in run.policy.module.parameters())

@@ -14,8 +14,8 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from errors import SettingsError
 from examples import guess
-from plan import SettingsError
 
 
 def sort_digits(rng, clumsy):

@@ -31,8 +31,8 @@ def main(folder: str, where: str, rank: str, call: str) -> None:
     dist.Stop(world, 25)
     args = learning.arguments(update_tokens=1024, score_tokens=1024, minibatches=2,
                               dtype="float32")
-    module = model.build(model.LogprobModel, f"{folder}/untied", world, args.weights)
-    policy = model.Policy(module, world, args.weights, args.optimizer)
+    module = model.build(model.LogprobModel, f"{folder}/untied", world, args.model_args)
+    policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     layer, calls = module.lm.model.layers[1], 0
     shipped = layer.forward
 

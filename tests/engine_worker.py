@@ -18,7 +18,7 @@ import data
 import model
 import rewards
 from batch import Batch, Sample
-from plan import SettingsError
+from errors import SettingsError
 from rollout import Engine, EngineArgs, Request, hash_seed
 
 

@@ -153,21 +153,22 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
 
         def module(kind: str, noise: float, case=case, source=source, args=args):
             key = kind, case.tied, case.dtype, case.shard_size, (
-                args.lora.lora_rank, args.weights.checkpointing)
+                args.lora_args.lora_rank, args.model_args.checkpointing)
             if key not in built:
-                built[key] = model.build(model.LogprobModel, source, world, args.weights,
-                                         adapters=args.lora.lora_rank and args.lora)
+                built[key] = model.build(model.LogprobModel, source, world, args.model_args,
+                                         adapters=args.lora_args.lora_rank and args.lora_args)
             reset(built[key], source, noise)
             return built[key]
 
         start, reference = time.monotonic(), None
-        policy = Spy(module("policy", 0.0), world, args.weights, args.optimizer)
+        policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args)
         policy.gradients = outcome.gradients
         policy.pack(case.packs)
-        if args.needs_reference and args.lora.lora_rank:
+        if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)
         elif args.needs_reference:
-            reference = model.Policy(module("reference", 0.05), world, args.weights, args.optimizer)
+            reference = model.Policy(
+                module("reference", 0.05), world, args.model_args, args.optimizer_args)
             reference.pack(case.packs)
 
         def micros(self, world, rows, budget, phase, learns=None, outcome=outcome):

@@ -133,7 +133,7 @@ def resume_past_damage(world, folder, out):
 
 def found(world, folders):
     import checkpoint
-    from plan import SettingsError
+    from errors import SettingsError
     answers = []
     for folder in folders:
         try:
@@ -251,7 +251,7 @@ def test_machines_that_share_no_folder_are_told_so(folder, tmp_path):
 
 def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
     import checkpoint
-    from plan import SettingsError
+    from errors import SettingsError
     was = dict(script="grpo", model="tiny", group=8, lr=1e-3, betas=(0.9, 0.99), reward=("exact",))
     saved = checkpoint.Saved(tmp_path, {"settings": json.loads(json.dumps(was))})
     assert checkpoint.compare(saved, was) == []

@@ -13,9 +13,9 @@ from tokenizers.processors import TemplateProcessing
 
 import data
 from data import DataArgs, Row, Stream, read
+from errors import SettingsError
 from examples import tiny
 from examples.tiny import CHATML
-from plan import SettingsError
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data"
 real_rows = pytest.mark.skipif(not REAL.is_dir(), reason="no real rows beside this checkout")

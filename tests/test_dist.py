@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import ranks
 from batch import Batch
 from dist import assert_divisible, balance, cut, pad_to_multiple, share, tokens
+from errors import SettingsError
 from learning import fabricate
 from memory import KEYS
-from plan import SettingsError
 
 # ---- share, pad, divide ----
 

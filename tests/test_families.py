@@ -12,6 +12,7 @@ import families
 import grpo
 import model
 import plan
+from errors import SettingsError
 from examples import tiny
 from ranks import results
 
@@ -82,7 +83,7 @@ def refused(folder) -> list[str]:
     """The sentences of a run and of --plan."""
     found, args = [], plan.changed(ARGS, model=str(folder))
     for look in lambda: check.check(args, 1, 1), lambda: check.show_plan(args):
-        with pytest.raises(plan.SettingsError) as caught:
+        with pytest.raises(SettingsError) as caught:
             look()
         found.append(str(caught.value))
     return found

@@ -19,7 +19,7 @@ import torch
 import log
 from batch import Completion, Sample
 from data import Prompt, Row
-from plan import SettingsError
+from errors import SettingsError
 from rewards import Score
 
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)

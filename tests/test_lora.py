@@ -150,9 +150,9 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
         assert wrong[0].endswith(f"(got {targets[0]}). Would work: --lora_targets all-linear or "
                                  "--lora_rank 0.") and len(wrong) == 1
         return
-    lora.put_in(lm, args.lora, torch.float32)
+    lora.put_in(lm, args.lora_args, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
-    assert not wrong and shape.adapter(args.lora) == sum(sizes) > 0
+    assert not wrong and shape.adapter(args.lora_args) == sum(sizes) > 0
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
 
 

@@ -22,6 +22,7 @@ import model
 import plan
 import ppo
 from batch import Batch
+from errors import SettingsError
 from learning import difference, fabricate
 from live import Live
 from memory import KEYS
@@ -143,10 +144,10 @@ def test_sizes_come_from_flags_or_a_sentence():
     sizes = tuple("hidden=64 intermediate=128 layers=2 heads=2 kv_heads=1 vocab=100".split())
     assert memory.shape_of("nobody/nothing", sizes) == memory.Shape(64, 128, 2, 2, 1, 100)
     for bad in ("hidden=64",), ("hiden=3",), ("x",):
-        with pytest.raises(plan.SettingsError, match="--sizes must be hidden="):
+        with pytest.raises(SettingsError, match="--sizes must be hidden="):
             memory.shape_of("nobody/nothing", bad)
     args = plan.changed(grpo.Args(), model="nobody/nothing", plan=True)
-    with pytest.raises(plan.SettingsError, match="nobody/nothing.* --sizes"):
+    with pytest.raises(SettingsError, match="nobody/nothing.* --sizes"):
         check.show_plan(args)
 
 
@@ -230,8 +231,8 @@ def make_wide(folder: str) -> None:
 
 
 def build(world, folder: str, args, trained: bool = True) -> model.Policy:
-    module = model.build(model.LogprobModel, folder, world, args.weights, trained=trained)
-    return model.Policy(module, world, args.weights, args.optimizer)
+    module = model.build(model.LogprobModel, folder, world, args.model_args, trained=trained)
+    return model.Policy(module, world, args.model_args, args.optimizer_args)
 
 
 def stream_weights(world, folder: str) -> tuple[int, int, int]:
@@ -449,7 +450,7 @@ def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, 
     if not said:
         assert "fits: " in check.check(args, 2, 2).plan.memory
         return
-    with pytest.raises(plan.SettingsError, match="^this run does not fit; ") as caught:
+    with pytest.raises(SettingsError, match="^this run does not fit; ") as caught:
         check.check(args, 2, 2)
     assert said in str(caught.value) and "of 3 GiB free per rank at most" in str(caught.value)
     works = {name: type(flags[name])(*words) for name, words in flags_in(str(caught.value)).items()}

@@ -12,8 +12,8 @@ import families
 import grpo
 import model
 import plan
+from errors import SettingsError
 from examples import tiny
-from plan import SettingsError
 from ranks import results
 
 IDS = torch.arange(24).view(2, 12)

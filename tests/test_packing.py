@@ -173,8 +173,8 @@ def test_rows_without_a_gradient_change_nothing(models):
 def choose(world, folder: str) -> list[str]:
     """What a good model, one whose attention mixes the packed rows, and a window give."""
     args = learning.arguments(dtype="float32")
-    policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.weights),
-                          world, args.weights, args.optimizer)
+    policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.model_args),
+                          world, args.model_args, args.optimizer_args)
     config, told = model.config_of(f"{folder}/tied"), []
     try_it = lambda: told.append(canary.choose_packing([policy], world, config, 32, False)) or (
         policy.packs)

@@ -23,6 +23,7 @@ import ppo
 from batch import Batch, Completion, Sample
 from data import Row, Stream
 from dist import balance, share
+from errors import Mistakes, SettingsError
 from examples import tiny
 from memory import SHAPES
 from rewards import Score
@@ -69,7 +70,7 @@ def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
     assert not set(flags) & {"engine", "critic", "planning"}
     other = plan.changed(args, tp=4, batch=3, critic_update_tokens=7)
     assert other.engine.tp == 4 and other.batch == 3 and other.critic.critic_update_tokens == 7
-    assert plan.flags(args) == flags and other.evaluation is args.evaluation
+    assert plan.flags(args) == flags and other.eval_args is args.eval_args
     with pytest.raises(TypeError, match="tq"):
         plan.changed(args, tq=4)
 
@@ -284,8 +285,9 @@ def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
     found = problems(6, n_rows=100, **flags)
     assert {p.kind for p in found} == {f"--{name}" for name in flags} - {"--batch", "--group"}
     check_fixes(Args(**flags), 6, 100, found)
-    text = plan.together([str(p) for p in found])
-    assert text.startswith("6 problems:") and "\n  6. " in text
+    with pytest.raises(SettingsError) as caught:
+        Mistakes(map(str, found)).stop()
+    assert str(caught.value).startswith("6 problems:") and "\n  6. " in str(caught.value)
 
 
 def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) -> None:
@@ -323,7 +325,7 @@ def place(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
     args = Args(plan=planning, **flags)
-    with pytest.raises(plan.SettingsError, match=words):
+    with pytest.raises(SettingsError, match=words):
         check.show_plan(args) if planning else check.check(args, 1, 1)
     assert not Path("runs").exists()
 
@@ -332,7 +334,7 @@ def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, c
     check.show_plan(Args(plan=True, gpu_gb=80.0))
     assert "plan for grpo.py on 1 rank" in capsys.readouterr().out and not Path("runs").exists()
     Path("runs").write_text("")
-    with pytest.raises(plan.SettingsError, match=r"runs/ cannot be written \(File exists"):
+    with pytest.raises(SettingsError, match=r"runs/ cannot be written \(File exists"):
         check.check(Args(), 1, 1)
 
 
@@ -372,9 +374,9 @@ def draw(rng: random.Random):
 def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> None:
     """One epoch: each completion is trained on --epochs times or counted once."""
     made = plan.Plan(args, "", ranks, n_rows, n_eval)
-    ids = [[1] * rng.randint(1, args.prompts.max_prompt_tokens) for _ in range(n_rows)]
+    ids = [[1] * rng.randint(1, args.data_args.max_prompt_tokens) for _ in range(n_rows)]
     stream = Stream([Row(i, "", ids[i], None, {}, "") for i in range(n_rows)], args.seed)
-    seen, engines = Counter(), ranks // args.engine.tp
+    seen, engines = Counter(), ranks // args.engine_args.tp
     while stream.position < n_rows:
         prompts = stream.next(args.batch)
         assert len(prompts) in made.batches
@@ -409,7 +411,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
             empty = sum(not micro for lane in lanes for micro in lane)
             assert len(counts) == 1 and max(counts) <= phases[len(part)].micros
             assert empty <= phases[len(part)].padding, "more padding than the plan says"
-            assert not args.planning.strict or not empty, "padding under --strict"
+            assert not args.plan_args.strict or not empty, "padding under --strict"
             trained.update(part[i] for lane in lanes for micro in lane for i in micro)
         assert trained == dict.fromkeys(range(rows), args.epochs)
         assert rows + sum(counted.values()) == len(requests)

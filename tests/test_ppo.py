@@ -44,7 +44,7 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
     for case in CASES:
         args = learning.arguments(ppo, **BASE | case)
         policy, critic, reference = (
-            kind(module, world, weights, args.optimizer) for kind, module in
+            kind(module, world, weights, args.optimizer_args) for kind, module in
             zip((learning.Spy, SpyCritic, model.Policy), modules, strict=True))
         for trained in policy, critic, reference:
             trained.pack(True)
@@ -55,7 +55,7 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
             learning.reset(module, source, noise)
         policy.gradients, critic.gradients = [], []
         metrics = ppo.learn(args, world, (policy, critic), fabricate("mixed", prompts, args.group),
-                            lr=args.lr, critic_lr=args.critic.critic_lr, reference=reference,
+                            lr=args.lr, critic_lr=args.critic_args.critic_lr, reference=reference,
                             kl_coef=args.kl_reward_coef)
         out.append(dict(metrics=metrics, gradients=policy.gradients, policy=shards(policy),
                         critic_gradients=critic.gradients, critic=shards(critic)))
@@ -97,9 +97,9 @@ def critic_facts(world, folder: str) -> dict:
     """What happens to both models in a warm-up of the critic."""
     args, weights = learning.arguments(ppo, **BASE), model.ModelArgs(dtype="float64")
     policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, weights), world,
-                          weights, args.optimizer)
+                          weights, args.optimizer_args)
     critic = model.Critic(model.build(model.ValueModel, f"{folder}/tied", world, weights), world,
-                          weights, args.optimizer)
+                          weights, args.optimizer_args)
     storages = lambda trained: {p.to_local().untyped_storage().data_ptr()
                                 for p in trained.module.parameters()}
     snapshot = lambda trained: torch.cat([p.flatten() for p in shards(trained)])

@@ -19,7 +19,7 @@ import batch
 import data
 import rewards
 import verifiers
-from plan import SettingsError
+from errors import SettingsError
 from rewards import Item, RewardArgs, Score, Scorer
 
 ROOT = Path(__file__).resolve().parent.parent

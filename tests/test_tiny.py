@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import ranks
 import verifiers
+from errors import SettingsError
 from examples import tiny
-from plan import SettingsError
 
 
 def python(code: str) -> subprocess.Popen:

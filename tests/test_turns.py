@@ -24,9 +24,9 @@ import ranks
 import rollout
 import turns
 from batch import Batch, Completion, Sample
+from errors import SettingsError
 from examples import again, calculator, guess, tiny
 from faults import Attempt, differences, metrics
-from plan import SettingsError
 from rewards import Item, RewardArgs, Score, Scorer, messages
 from test_layouts import run
 from test_layouts import same as same_run
@@ -165,7 +165,7 @@ class FakeEngine:
 def play(world, spec, kinds=KINDS, timeout=2.0):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args, said = SimpleNamespace(
-        episodes=turns.TurnArgs(spec, 4), max_tokens=ROOM, workers=RewardArgs(2, timeout)), []
+        turn_args=turns.TurnArgs(spec, 4), max_tokens=ROOM, reward_args=RewardArgs(2, timeout)), []
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], "a", {"kind": kind}, ""))
                for i, kind in enumerate(kinds)]
     engine, seed = FakeEngine(), lambda i, turn=0: 10 * i + turn
@@ -463,8 +463,8 @@ def test_the_game_and_the_correction():
 def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(code)
-    args = SimpleNamespace(episodes=turns.TurnArgs(flag), workers=RewardArgs(1),
-                           prompts=data.DataArgs())
+    args = SimpleNamespace(turn_args=turns.TurnArgs(flag), reward_args=RewardArgs(1),
+                           data_args=data.DataArgs())
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
         turns.check(args, with_template(LLAMA2), [END], tiny.VOCAB, [row])

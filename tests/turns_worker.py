@@ -25,7 +25,8 @@ def main(folder: str, reply: str, out: str) -> None:
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
     log = SimpleNamespace(phase=lambda name: nullcontext(), writing=False, say=lambda text: None)
-    args = SimpleNamespace(episodes=TurnArgs(reply, 4), max_tokens=240, workers=RewardArgs(1, 3.0))
+    args = SimpleNamespace(
+        turn_args=TurnArgs(reply, 4), max_tokens=240, reward_args=RewardArgs(1, 3.0))
     episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)
     engine = Engine(folder, world, EngineArgs(), dtype=torch.float32, max_len=640, max_tokens=240,
                     eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
