@@ -12,7 +12,7 @@ from data import Prompt, Row
 from dist import cut
 from errors import SettingsError
 from log import Peak
-from memory import KEYS
+from packing import KEYS
 from plan import Phase, Plan
 from rewards import Score
 

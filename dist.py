@@ -20,7 +20,7 @@ import torch
 import torch.distributed as td
 
 from errors import SettingsError
-from memory import KEYS
+from packing import KEYS
 
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
 PEER_ENDED = "Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"

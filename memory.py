@@ -1,9 +1,10 @@
-"""What fits on a GPU, from the sizes of a model; needs no torch."""
+"""What fits on a GPU, from the sizes of a model."""
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import SettingsError
+from packing import EVEN, KEYS
 from plan import BUDGETS, LORA_RANKS, Plan, broken, changed, flags, typed
 
 GIB = 2**30
@@ -12,8 +13,6 @@ ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
 ENGINE_TOKENS = 8192  # prompt tokens in one pass of the engine
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
-KEYS = 4  # a packed micro-batch gathers at most so many keys for each token of its budget,
-EVEN = 0.7  # and pads queries to a length of which each completion has at least this share
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
 LADDER = [  # the cheapest first
     ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),

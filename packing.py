@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from memory import EVEN
+KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget,
+EVEN = 0.7  # and pads queries to a length of which each completion has at least this share
 
 
 @dataclass

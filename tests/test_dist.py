@@ -11,7 +11,7 @@ from batch import Batch
 from dist import assert_divisible, balance, cut, pad_to_multiple, share, tokens
 from errors import SettingsError
 from learning import fabricate
-from memory import KEYS
+from packing import KEYS
 
 # ---- share, pad, divide ----
 

@@ -25,7 +25,7 @@ from batch import Batch
 from errors import SettingsError
 from learning import difference, fabricate
 from live import Live
-from memory import KEYS
+from packing import KEYS
 from ranks import results
 
 ROOT = Path(__file__).parent.parent
