@@ -67,26 +67,26 @@ class Args(losses.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
-    def rules(self) -> list[Rule]:
-        """The settings of grpo.py that contradict each other."""
-        groups, updates = range(2, 65), self.minibatches * self.epochs
-        return [
-            Rule(self.group != 1 or self.advantage == "reinforce++",
-                 f"--advantage {self.advantage} compares the completions of a prompt, so --group "
-                 f"must be at least 2 (got 1).",
-                 [("group", groups), ("advantage", ["reinforce++"])]),
-            Rule(self.group != 1 or not self.dynamic_sampling, "--dynamic_sampling keeps groups "
-                 "whose rewards differ, so --group must be at least 2 (got 1).",
-                 [("group", groups), ("dynamic_sampling", [False])]),
-            Rule(not (self.kl_loss_coef and self.kl_reward_coef),
-                 "--kl_loss_coef and --kl_reward_coef must not both be on.",
-                 [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])]),
-            Rule(self.loss in ("clip", "gspo") or self.dual_clip is None,
-                 f"--dual_clip bounds a clipped loss, and --loss {self.loss} has none.",
-                 [("dual_clip", [None]), ("loss", ["clip"])]),
-            Rule(self.loss != "reinforce" or not updates > 1,
-                 f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
-                 f"{updates}).", [("loss", ["clip"])])]
+    def rules(self):
+        """Yields a Rule for settings of grpo.py that contradict each other."""
+        if self.group == 1 and self.advantage != "reinforce++":
+            yield Rule(f"--advantage {self.advantage} compares the completions of a prompt, so "
+                       f"--group must be at least 2 (got 1).",
+                       [("group", range(2, 65)), ("advantage", ["reinforce++"])])
+        if self.group == 1 and self.dynamic_sampling:
+            yield Rule("--dynamic_sampling keeps groups whose rewards differ, so --group must be "
+                       "at least 2 (got 1).",
+                       [("group", range(2, 65)), ("dynamic_sampling", [False])])
+        if self.kl_loss_coef and self.kl_reward_coef:
+            yield Rule("--kl_loss_coef and --kl_reward_coef must not both be on.",
+                       [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])])
+        if self.dual_clip is not None and self.loss not in ("clip", "gspo"):
+            yield Rule(f"--dual_clip bounds a clipped loss, and --loss {self.loss} has none.",
+                       [("dual_clip", [None]), ("loss", ["clip"])])
+        updates = self.minibatches * self.epochs
+        if self.loss == "reinforce" and updates > 1:
+            yield Rule(f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
+                       f"{updates}).", [("loss", ["clip"])])
 
 
 LOSSES = {"clip": losses.clip_loss, "gspo": losses.gspo_loss,

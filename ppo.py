@@ -68,14 +68,14 @@ class Args(losses.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for the KL in the reward."""
         return self.kl_reward_coef > 0
 
-    def rules(self) -> list[Rule]:
-        """The settings of ppo.py that are wrong or contradict each other."""
-        return [Rule(self.kl_target is None or self.kl_reward_coef != 0,
-                     f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0.",
-                     [("kl_reward_coef", [0.05])]),
-                Rule(not 0 < self.steps <= self.critic.critic_warmup_steps,
-                     "--critic_warmup_steps must be below --steps: else the policy never learns.",
-                     [("critic_warmup_steps", [0])])]
+    def rules(self):
+        """Yields a Rule for settings of ppo.py that are wrong or contradict each other."""
+        if self.kl_target is not None and self.kl_reward_coef == 0:
+            yield Rule(f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be "
+                       f"0.", [("kl_reward_coef", [0.05])])
+        if 0 < self.steps <= self.critic_args.critic_warmup_steps:
+            yield Rule("--critic_warmup_steps must be below --steps: else the policy never learns.",
+                       [("critic_warmup_steps", [0])])
 
 
 def train(args: Args) -> int:

@@ -22,7 +22,6 @@ from data import Prompt
 from dist import World, assert_divisible, share
 from log import Log
 from model import Policy, Trained
-from plan import LORA_RANKS
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Engine:
             enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
         if adapter:
             more |= dict(enable_lora=True, lora_target_modules=adapter["target_modules"],
-                         max_lora_rank=next(r for r in LORA_RANKS if r >= adapter["r"]))
+                         max_lora_rank=next(r for r in lora.LORA_RANKS if r >= adapter["r"]))
         self.move_trained(torch.device("cpu"))  # vLLM measures what is free
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",

@@ -67,9 +67,10 @@ def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
     flags = plan.flags(args)
     for name in ("batch", "tp", "plan", "eval_every", "critic_lr", "clip_low", "gamma", "betas"):
         assert name in flags
-    assert not set(flags) & {"engine", "critic", "planning"}
+    assert not set(flags) & {"engine_args", "critic_args", "plan_args"}
     other = plan.changed(args, tp=4, batch=3, critic_update_tokens=7)
-    assert other.engine.tp == 4 and other.batch == 3 and other.critic.critic_update_tokens == 7
+    assert other.engine_args.tp == 4 and other.batch == 3
+    assert other.critic_args.critic_update_tokens == 7
     assert plan.flags(args) == flags and other.eval_args is args.eval_args
     with pytest.raises(TypeError, match="tq"):
         plan.changed(args, tq=4)
