@@ -287,7 +287,9 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
     samples = [canary.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
-    micro = Micro(Batch(samples, True), list(range(len(samples))), world.device)
+    batch = Batch(samples, True)
+    batch.packed = True
+    micro = Micro(batch, list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro
 
