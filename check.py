@@ -18,9 +18,9 @@ from errors import Mistakes, SettingsError
 
 @dataclass
 class Checked:
-    """What a run works with."""
-    source: str | None  # the model's folder; None: it is not here
-    config: object  # the model's
+    """What a run works with. Of a model that is not here, the first three are None."""
+    source: str | None  # its folder
+    config: object
     tokenizer: object
     shape: memory.Shape | None  # its sizes; None: not known
     rows: list[data.Row]
@@ -61,7 +61,7 @@ def check(args, ranks: int, machine: int) -> Checked:
     if source is None:  # to make or fetch it takes time: first look at all else
         check_files(args, ranks, machine, None, needs, mistakes)
         mistakes.stop()
-        source = make_model(args.model)
+        source = find_model(args.model, make=True)
     found = check_files(args, ranks, machine, source, needs, mistakes)
     mistakes.stop()
     check_memory(found, gpu_bytes(), machine)
@@ -113,26 +113,20 @@ def is_tiny(name: str) -> bool:
     return name.partition(":")[0] == "tiny"
 
 
-def find_model(name: str) -> str | None:
-    """--model → its folder. None: it is not here. SettingsError if it can never be."""
+def find_model(name: str, make: bool = False) -> str | None:
+    """--model → its folder. Where it is not here: None, or if `make`, it is made or fetched."""
     if not is_tiny(name):
-        return model.find(name) if Path(name).is_dir() else None
+        return model.find(name) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
         raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
     folder = tiny.place("runs", task)
-    return folder if Path(folder).is_dir() else None
-
-
-def make_model(name: str) -> str:
-    """--model, here or not → its folder. It makes a tiny one, and fetches others from the hub."""
-    if not is_tiny(name):
-        return model.find(name)
-    from examples import tiny
+    if Path(folder).is_dir():
+        return folder
     try:
-        return tiny.ensure("runs", name.partition(":")[2] or "sort")
+        return tiny.ensure("runs", task) if make else None
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
@@ -205,10 +199,10 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
 
 def load_rows(args, spec: str | None, seed: int, tokenizer, mistakes: Mistakes):
     """Rows, and a sentence with their counts. ([], None) without data, or with a mistake in it."""
-    found = None
-    if spec:
-        found = mistakes.attempt(
-            data.load, spec, tokenizer or NoTokenizer(), args.data_args, seed=seed)
+    if not spec:
+        return [], None
+    tokenizer = tokenizer or NoTokenizer()
+    found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
     return found or ([], None)
 
 

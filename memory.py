@@ -295,30 +295,31 @@ def ladder(plan, shape) -> list[tuple[str, object]]:
 
 
 def fitting(plan, shape, card, values: dict) -> dict | None:
-    """The values, if it fits with them and 3 % to spare; else with another share for the engine,
-    the nearest that fits. None: with none."""
-    tries = [values]
+    """The values, if it fits with them and 3 % to spare, or them and the nearest share for the
+    engine with which it does. None: there is none."""
+    limit, tries = card or plan.free, [values]
     if card:
-        shares = sorted([n / 20 for n in range(2, 19)],
-                        key=lambda share: abs(share - flags(plan.args)[SHARE]))
+        given = flags(plan.args)[SHARE]
+        shares = sorted((n / 20 for n in range(2, 19)), key=lambda share: abs(share - given))
         tries += [values | {SHARE: share} for share in shares]
     for more in tries:
-        with_them = replace(plan, args=changed(plan.args, **more))
-        if fits(with_them, shape, card, spare=0.03 * (card or plan.free)):
+        if fits(replace(plan, args=changed(plan.args, **more)), shape, card, 0.03 * limit):
             return more
     return None
 
 
 def fewest(plan, shape, card) -> dict | None:
     """{flag: value} with which it fits, none too many. None: no flags are enough."""
-    steps, chosen = ladder(plan, shape), None
+    steps = ladder(plan, shape)
     # Walk down the ladder until it fits.
     for n in range(len(steps) + 1):
         chosen = fitting(plan, shape, card, dict(steps[:n]))
         if chosen is not None:
             break
-    # Drop each flag that is not needed, or take the first of its values that is enough.
-    for flag in chosen or ():
+    else:
+        return None
+    # Leave out each flag that is not needed, or take the first of its values that is enough.
+    for flag in chosen:
         others = {name: value for name, value in chosen.items() if name not in (flag, SHARE)}
         milder = [others | {name: value} for name, value in steps if name == flag]
         for fewer in [others, *milder]:

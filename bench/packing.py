@@ -25,7 +25,7 @@ import torch
 import grpo
 import model
 from batch import Batch, Completion, Sample
-from check import make_model
+from check import find_model
 from data import Prompt, Row
 from rewards import Score
 from step import random_model
@@ -90,7 +90,7 @@ MICROS = Batch.micros
 
 def measure(world, name: str, case: tuple, times: int, folder: str | None) -> None:
     size, prompts, group, *rest = case
-    folder = folder or (make_model("tiny") if size == "tiny" else random_model(size))
+    folder = folder or (find_model("tiny", make=True) if size == "tiny" else random_model(size))
     args = grpo.Args(group=group, max_tokens=1024, lr=1e-9,
                      advantage="dr_grpo" if group > 1 else "reinforce++")
     module = model.build(model.LogprobModel, folder, world, args.model_args)

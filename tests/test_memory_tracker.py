@@ -98,8 +98,9 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         td.destroy_process_group()
     with torch.device("meta"):
         shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
-    plan = memory.widest(shape, ids.numel(), grad=grad, c=c, m=4, keys=most, checkpointing=checkpointing,
-                         head_chunk=head_chunk, critic=critic, frozen=bool(rank))
+    plan = memory.widest(
+        shape, ids.numel(), grad=grad, c=c, m=4, keys=most, checkpointing=checkpointing,
+        head_chunk=head_chunk, critic=critic, frozen=bool(rank))
     return ours, sum(plan.values()) + held / ranks
 
 
