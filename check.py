@@ -40,7 +40,7 @@ class NoTokenizer:
 
 
 def show_plan(args) -> None:
-    """--plan, without torchrun, GPU or weights. A model that is not here stays away."""
+    """--plan, without torchrun, GPU or weights. It fetches no model."""
     mistakes = Mistakes()
     source = mistakes.attempt(find_model, args.model)
     needs = mistakes.attempt(rewards.check, list(args.reward))

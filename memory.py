@@ -213,23 +213,26 @@ class TrainerMemory:
     """The bytes of the trainer on one GPU."""
 
     def __init__(self, plan, shape, card):
-        self.args, self.shape, w = plan.args, shape, plan.args.model_args
+        a, w = plan.args, plan.args.model_args
+        self.args, self.shape = a, shape
         self.c = number_bytes(w.dtype, card)
         self.m = max(4, self.c)  # of a master weight
-        self.policy, self.frozen = shape.params, 0  # parameters: trained, and not trained
-        self.critic = shape.critic if self.args.critic_args else 0
-        adapter = shape.adapter(self.args.lora_args)
+        adapter = shape.adapter(a.lora_args)
+        self.policy, self.critic, self.frozen = shape.params, 0, 0  # parameters; frozen: of both
+        if a.critic_args:
+            self.critic = shape.critic
         if adapter:
-            self.frozen = self.policy + self.critic
-            self.policy, self.critic = adapter, adapter if self.critic else 0
+            self.frozen, self.policy = self.policy + self.critic, adapter
+            if a.critic_args:
+                self.critic = adapter
         offload = w.offload if card else ()  # without a GPU there is one memory
         self.ranks = w.shard_size or plan.ranks  # they share all this
-        if card and w.cpu_offload:
+        if card and w.cpu_offload:  # nothing is on the GPU
             self.ranks = float("inf")
 
         trained = self.m * (self.policy + self.critic)
         weights = trained + self.c * self.frozen
-        if self.args.needs_reference and not adapter and "reference" not in offload:
+        if a.needs_reference and not adapter and "reference" not in offload:
             weights += self.c * shape.params
         self.state = {"set aside": RESERVED if card else 0, "parameters": weights / self.ranks,
                       "optimizer": 2 * trained / self.ranks}
@@ -283,7 +286,7 @@ SHARE = "gpu_memory_utilization"
 
 
 def ladder(plan, shape) -> list[tuple[str, object]]:
-    """(flag, value): smaller budgets, then LADDER, without what breaks a rule."""
+    """(flag, value), the cheapest first: smaller budgets, then LADDER. None breaks a rule."""
     given, steps = flags(plan.args), []
     for name in BUDGETS:
         budget = given.get(name, 0) // 2

@@ -179,8 +179,6 @@ def typed(flag: str, value: object) -> str:
     return f"--{flag} {value}"
 
 
-# ---- the range of each flag ----
-
 INF = float("inf")
 
 
@@ -218,7 +216,7 @@ RANGES = {name: values for names, values in {  # a number that is not here: at l
 
 def outside(args, ranks: int) -> dict[str, Rule]:
     """{flag: Rule} of every flag whose value is not in its range. None is always allowed."""
-    found, default = {}, flags(type(args)())
+    default, found = flags(type(args)()), {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
         if value is None or not (name in RANGES or isinstance(value, int | float)):
             continue
@@ -307,17 +305,11 @@ def divisor_rules(plan: Plan, shape, machine: int | None):
             wholes.append((shape.kv_heads, "key-value heads"))
         vocab = 64 * ceil_div(shape.vocab, 64)  # vLLM pads it
         wholes.append((vocab, "tokens of the vocabulary"))
-    yield from not_divisor("tp", tp, wholes, plan.ranks)
-    if shard_size:
-        yield from not_divisor("shard_size", shard_size, wholes[:1], plan.ranks)
-
-
-def not_divisor(name: str, value: int, wholes: list[tuple[int, str]], ranks: int):
-    """Yields a Rule if the value of a flag does not divide a whole: (number, what it counts)."""
-    words = " and ".join(f"{n:,} {word}" for n, word in wholes if n % value)
-    if words:
-        yield Rule(f"--{name} must divide the {words} (got {value}).",
-                   [(name, range(min(value, ranks), 0, -1))])
+    for name, value, parts in ("tp", tp, wholes), ("shard_size", shard_size or 1, wholes[:1]):
+        words = " and ".join(f"{n:,} {word}" for n, word in parts if n % value)
+        if words:
+            yield Rule(f"--{name} must divide the {words} (got {value}).",
+                       [(name, range(min(value, plan.ranks), 0, -1))])
 
 
 def strict_rules(plan: Plan):
@@ -338,8 +330,6 @@ def nearest(n: int) -> list[int]:
     """The whole numbers around n, the nearest first."""
     return sorted(range(max(1, n - 256), n + 256), key=lambda other: abs(other - n))
 
-
-# ---- all rules ----
 
 def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
            machine: int | None = None) -> list[Rule]:
@@ -362,7 +352,6 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
     """The same, each with the changes that end it and break no other rule."""
     found = broken(args, ranks, *sizes, **more)
     kinds = {rule.kind for rule in found}
-
     for rule in found:
         for flag, values in rule.tries:
             for value in values:

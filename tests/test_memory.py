@@ -108,8 +108,9 @@ def test_what_the_search_names_fits_and_less_does_not(script, name, ranks, gpu_g
     flags = memory.fewest(made, shape, card)
     if flags is None:
         return
-    fits = lambda flags: memory.fits(
-        replace(made, args=plan.changed(args, **flags)), shape, card, spare=0.03 * card)
+    def fits(flags):
+        return memory.fits(
+            replace(made, args=plan.changed(args, **flags)), shape, card, spare=0.03 * card)
     assert fits(flags) and not plan.problems(plan.changed(args, **flags), ranks)
     for dropped in flags:
         assert not fits({flag: value for flag, value in flags.items() if flag != dropped})
@@ -186,7 +187,8 @@ def test_the_chunked_head_is_exact(chunk, entropy):
 def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
     vocab, hidden, chunk, peaks = 2000, 8, 16, {}
     weight = torch.randn(vocab, hidden, requires_grad=True)
-    head = lambda h: h @ weight.T
+    def head(h):
+        return h @ weight.T
     for n in (64, 256, 1024):
         h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
         with Live() as live:
@@ -195,7 +197,8 @@ def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
         weight.grad = None
         peaks[n] = live.peak
         assert live.largest <= chunk * vocab * 4         # nothing is larger than a chunk's logits
-    chunks = lambda count: (count + 1) * chunk * vocab * 4
+    def chunks(count):
+        return (count + 1) * chunk * vocab * 4
     assert peaks[64] <= chunks(memory.UPDATE_HEAD) + 3 * weight.nbytes
     assert peaks[1024] - peaks[64] <= (1024 - 64) * (3 * hidden + 8) * 4     # states, results
     h, t = torch.randn(1024, hidden), torch.zeros(1024, dtype=torch.long)
@@ -271,8 +274,9 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
     make_wide(str(tmp_path))
     L = learning.LONGEST
     sizes = [dict(prompts=p, group=g, update_tokens=8 * L, score_tokens=8 * L)
-             for p, g in ((4, 4), (16, 4), (4, 16))]
-    budgets = [dict(prompts=8, group=8, update_tokens=n * L, score_tokens=n * L) for n in (16, 32)]
+             for p, g in ((5, 4), (20, 4), (5, 16))]
+    budgets = [dict(prompts=p, group=8, update_tokens=n * L, score_tokens=n * L)
+               for p, n in ((18, 16), (21, 32))]     # each budget is filled to 96 % and more
     found = results(1, peaks_of, str(tmp_path), sizes + budgets)[0]
     assert max(found[:3]) <= 1.05 * min(found[:3]), found          # in batch and group
     at8, at16, at32 = found[1:2] + found[3:]
@@ -281,11 +285,10 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
     shape = memory.shape_from(model.skeleton(str(tmp_path / "wide")))
     p, c = learning.PROMPT, learning.COMPLETION - 1
     keys = (p + 8 * (p + c)) / (p + 8 * c)             # of a token of these groups of 8
-    plans = lambda tokens: 4 * shape.params + sum(
-        memory.widest(shape, tokens, grad=True, c=4, m=4, keys=keys, head_chunk=8).values())
-    print(slope, abs(at8 - (at16 - 8 * L * slope)) / at8, found)
+    def plans(tokens):
+        return 4 * shape.params + sum(
+            memory.widest(shape, tokens, grad=True, c=4, m=4, keys=keys, head_chunk=8).values())
     theirs = (plans(32 * L) - plans(16 * L)) / (16 * L)
-    print(slope / theirs, at32 / plans(32 * L))
     assert abs(slope / theirs - 1) < 0.1 and abs(at32 / plans(32 * L) - 1) < 0.1
 
 
@@ -321,7 +324,6 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
 def test_a_micro_batch_takes_what_the_plan_says(tmp_path):
     make_wide(str(tmp_path))
     for i, (peak, planned) in enumerate(results(1, worst_peaks, str(tmp_path))[0]):
-        print(i, peak / planned)
         assert (0.65 if i % 2 else 0.9) < peak / planned < 1, i   # it overestimates a score pass
 
 
