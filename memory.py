@@ -149,19 +149,20 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
         rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // shape.vocab))
         root, chunk, head = shape.root * c, rows * shape.vocab * 4, embedding * c
     layer, saved = shape.layer * c, tokens * shape.saved(c, keys)
-    one, two = root + layer, root + 2 * layer  # the root and layers, gathered
-    kept = h if checkpointing else saved  # of each layer
-    last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * h
-    mlp = shape.layers * kept + 2 * i + 3 * h
+    one, two = root + layer, root + 2 * layer  # gathered: the root with one layer, with two
+    kept = h if checkpointing else saved  # of each layer, for backward
+    last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * h  # behind the last layer
+    mlp = shape.layers * kept + 2 * i + 3 * h  # in the backward of an MLP
     if checkpointing:
-        mlp += saved  # of the layer that is computed again
+        mlp += saved  # its layer is computed again
+    # Each moment: (gathered, activations, head).
     if not grad:
         attention = max(3 * i, tokens * 12 * shape.hidden, saved - 4 * i)
         moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk), (two, 4 * h + attention, 0)]
     elif frozen:
         moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
     else:
-        moments = [  # (gathered, activations, head)
+        moments = [
             (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
             (one, last, 3 * head),  # the sum of its gradients
             (two, mlp, head),  # the last layer
@@ -322,7 +323,7 @@ def fewest(plan, shape, card) -> dict | None:
     else:
         return None
     # Leave out each flag that is not needed, or take the first of its values that is enough.
-    for flag in chosen:
+    for flag in list(chosen):
         others = {name: value for name, value in chosen.items() if name not in (flag, SHARE)}
         milder = [others | {name: value} for name, value in steps if name == flag]
         for fewer in [others, *milder]:
@@ -368,7 +369,7 @@ def verdict(plan, shape, card) -> tuple[str, Plan]:
     if fits(plan, shape, card):
         return "fits: ", plan
     for doubled in range(8 if card else 1):
-        wider = replace(plan, ranks=plan.ranks << doubled)
+        wider = replace(plan, ranks=plan.ranks * 2**doubled)
         more = fewest(wider, shape, card)
         if more is not None:
             best = replace(wider, args=changed(plan.args, **more))

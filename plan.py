@@ -71,7 +71,7 @@ class Phase:
     ranks: int
 
     def __post_init__(self):
-        self.tokens = min(self.budget, self.rows * self.longest)
+        self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
         self.padding = max(0, self.micros * self.ranks - self.rows)  # empty micro-batches
