@@ -236,8 +236,6 @@ class Run:
             self.reference = lora.Base(self.policy)
         bfloat16 = model.compute_dtype(args.model_args, world.device) == torch.bfloat16
         longest = checked.plan.longest
-        self.log.say("  packing    " + canary.choose_packing(
-            sharing, world, checked.config, longest, bfloat16))
         base = checked.source if is_tiny(args.model) else args.model
         self.adapter = adapters and lora.peft_config(self.policy.module.lm, adapters, base)
         self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
