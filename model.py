@@ -313,8 +313,8 @@ class Trained:
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
-        if next(module.parameters()).device.type != world.device.type:
-            self.moving = ()  # --cpu_offload
+        if world.device.type == "cpu" or model_args.cpu_offload:  # it is there already
+            self.moving = ()
         self.max_grad_norm = args.max_grad_norm or math.inf
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
@@ -343,17 +343,12 @@ class Trained:
 
     def move(self, device: torch.device):
         """What --offload names goes to the host before generation, and back after it."""
-        if self.world.device.type != "cuda":
-            return
         if "params" in self.moving:
             self.module.to(device)
         if "optimizer" in self.moving:
             for state in self.optimizer.state.values():
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = state[key].to(device, non_blocking=True)
-        if device.type == "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
 
 
 class Policy(Trained):

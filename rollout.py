@@ -117,16 +117,21 @@ class Engine:
         """Inside, the engine has the policy's weights and the GPU."""
         with self.log.phase("sync"):
             self.move_trained(torch.device("cpu"))
-            weights, adapter = policy.weights(self.dtype, merge=not self.adapter), None
+            adapter = None
             if self.adapter:
                 adapter = lora.tensors(policy.module.lm, self.world.device)
-            self.load(weights, adapter)
+            self.load(policy.weights(self.dtype, merge=not self.adapter), adapter)
         yield
         self.sleep()
 
     def move_trained(self, device: torch.device) -> None:
+        """The trainer leaves the GPU to the engine, or comes back."""
         for model in self.trained:
-            model.move(device)
+            if model.moving:
+                model.move(device)
+        if device.type == "cpu" and self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
 
     def sleep(self) -> None:
         """The trainer has the GPU back."""
@@ -175,14 +180,11 @@ class Engine:
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """One completion of each request, on every rank. A collective."""
-        mine = self.generate(self.mine(requests), temperature)
+        engine, place = divmod(self.world.rank, self.args.tp)
+        mine = requests[share(len(requests), self.engines, engine)]
+        mine = self.generate(mine, temperature)
         # The ranks of one engine made the same completions: each keeps its share of them.
-        mine = mine[share(len(mine), self.args.tp, self.world.rank % self.args.tp)]
-        return self.world.gather(mine)
-
-    def mine(self, requests: list) -> list:
-        """My engine's share, the same for all its ranks."""
-        return requests[share(len(requests), self.engines, self.world.rank // self.args.tp)]
+        return self.world.gather(mine[share(len(mine), self.args.tp, place)])
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
         """With log-probs in nats, of the sampling distribution."""
