@@ -98,8 +98,8 @@ class CommonArgs:
     epochs: int = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
-    """Tokens of one forward and backward, per rank: packed, or rows x longest (docs/packing.md). It
-    sets the memory, and never changes the maths."""
+    """Tokens of one forward and backward, per rank (docs/packing.md). It sets the memory, and never
+    changes the maths."""
     score_tokens: int = 32768
     """The same for one forward without gradient: old and reference logprobs."""
 
