@@ -4,7 +4,7 @@
     minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
 """
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,20 +93,28 @@ def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
 
 
-WORTH = 1.25  # packing costs as much as this factor on the tokens (bench/RESULTS.md)
+@dataclass
+class Work:
+    """What the micro-batches of a phase hold, on all ranks."""
+    with_grad: int = 0  # rows
+    without_grad: int = 0  # rows, computed for the metrics alone
+    computed: int = 0  # tokens
+    needed: int = 0  # tokens, if each prompt were computed once
+
+    def metrics(self) -> dict[str, float]:
+        pad_frac = 1 - self.needed / self.computed if self.computed else 0.0
+        return {"batch/with_grad": self.with_grad, "batch/without_grad": self.without_grad,
+                "batch/pad_frac": pad_frac}
 
 
 class Batch:
-    """N samples in request order. (N, T) tensors are right-padded and begin with the completion.
+    """N samples in request order. (N, T) tensors are right-padded and begin with the completion."""
 
-    packs: whether the model can take packed micro-batches (canary.choose_packing).
-    """
-
-    def __init__(self, samples: list[Sample], packs: bool = False):
+    def __init__(self, samples: list[Sample]):
         completions = [s.completion for s in samples]
-        self.sequences = [torch.cat([torch.tensor(s.prompt.row.prompt_ids),
-                                     torch.from_numpy(s.completion.ids).long()]) for s in samples]
-        self.lengths = torch.tensor([len(c.ids) for c in completions], dtype=torch.long)  # (N,)
+        self.prompts = [s.prompt.row.prompt_ids for s in samples]
+        self.ids = [c.ids for c in completions]
+        self.lengths = torch.tensor([len(ids) for ids in self.ids], dtype=torch.long)  # (N,)
         self.truncated = torch.tensor([c.truncated for c in completions], dtype=torch.bool)
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)
@@ -114,20 +122,17 @@ class Batch:
         self.engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in completions])  # (N, T)
         # Never from `ids != pad`: pad may also be an end-of-sequence token.
         self.sampled = pad([torch.from_numpy(c.sampled) for c in completions]).bool()  # (N, T)
-
-        prompts = [s.prompt.row.prompt_ids for s in samples]
-        owner, self.sizes = -1, []  # of each row: see dist.cut
-        for i, prompt in enumerate(prompts):
-            owner += not i or prompt != prompts[i - 1]
-            self.sizes.append((owner, len(prompt), len(completions[i].ids)))
-        self.tokens = sum(map(len, self.sequences))
-        once = tokens(range(len(samples)), self.sizes, packed=True)
-        self.packed = packs and self.tokens > WORTH * once
-        self.work: dict[str, Counter] = defaultdict(Counter)  # of each phase, on all ranks
+        self.sizes = []  # of each row, see dist.Size; equal neighbours share a prompt
+        for i, prompt in enumerate(self.prompts):
+            if i == 0 or prompt != self.prompts[i - 1]:
+                owner = i
+            self.sizes.append((owner, len(prompt), len(self.ids[i])))
+        self.tokens = sum(p + c for _, p, c in self.sizes)
+        self.work: dict[str, Work] = defaultdict(Work)  # of each phase
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
-        rows = list(range(len(self.sequences)))
+        rows = list(range(len(self.sizes)))
         return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
 
     def micros(self, world: World, rows: list[int], budget: int, phase: str,
@@ -136,32 +141,32 @@ class Batch:
 
         learns (N,) bool: the rows with a gradient. The others come last, in other micro-batches.
         """
-        made, work = [], self.work[phase]
-        for flag in (True, False):
-            part = [r for r in rows if flag == (learns is None or learns[r])]
-            sizes = [self.sizes[r] for r in part]
-            if part or flag:  # the optimizer needs a gradient, even if it is 0
-                lanes = balance(sizes, world.size, budget, self.packed)
-                work["computed"] += sum(
-                    tokens(micro, sizes, self.packed) for lane in lanes for micro in lane)
-                work["needed"] += tokens(range(len(part)), sizes, packed=True)
-                work[flag] += len(part)
-                made += [Micro(self, [part[i] for i in micro], world.device, flag)
-                         for micro in lanes[world.rank]]
-        world.same_phase(phase, len(made))
-        return made
-
-    def work_metrics(self, phase: str) -> dict[str, float]:
-        """Rows of a phase with and without a gradient, and the wasted part of its tokens."""
+        learning = [row for row in rows if learns is None or learns[row]]
+        others = [row for row in rows if learns is not None and not learns[row]]
         work = self.work[phase]
-        return {"batch/with_grad": work[True], "batch/without_grad": work[False],
-                "batch/pad_frac": 1 - work["needed"] / (work["computed"] or 1)}
+        work.with_grad += len(learning)
+        work.without_grad += len(others)
+        # Without a row too: the optimizer needs a gradient, even if it is 0.
+        micros = self.cut(world, learning, budget, work, learns=True)
+        if others:
+            micros += self.cut(world, others, budget, work, learns=False)
+        world.same_phase(phase, len(micros))
+        return micros
+
+    def cut(self, world: World, rows: list[int], budget: int, work: Work, learns: bool):
+        """My micro-batches of these rows."""
+        sizes = [self.sizes[row] for row in rows]
+        lanes = balance(sizes, world.size, budget)
+        work.computed += sum(tokens(micro, sizes) for lane in lanes for micro in lane)
+        work.needed += tokens(range(len(rows)), sizes)
+        return [Micro(self, [rows[i] for i in micro], world.device, learns)
+                for micro in lanes[world.rank]]
 
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
         """forward(micro) → (b, t), without gradient, over all rows → (N, T) on every rank."""
         scores = None
         with torch.no_grad():
-            for micro in self.micros(world, range(len(self.sequences)), budget, phase):
+            for micro in self.micros(world, range(len(self.sizes)), budget, phase):
                 out = forward(micro).cpu()
                 scores = out.new_zeros(self.sampled.shape) if scores is None else scores
                 if micro.rows:
@@ -170,36 +175,29 @@ class Batch:
 
 
 class Micro:
-    """Rows of the batch as one input; without rows, one dummy row of weight 0.
+    """Rows of the batch as one packed input; without rows, one dummy row of weight 0.
 
-    The output at a token predicts the next one: `source` makes that shift, here and nowhere else.
-    Only sampled tokens are predicted.
-    A padded input is (b, L) and needs no mask: causal attention never looks to the right. A packed
-    one is (1, S): see packing.py.
+    Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
+    shift by one is made in packing.pack, and nowhere else.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
         self.batch, self.rows, self.device, self.learns = batch, rows, device, learns
-        sequences = [batch.sequences[r] for r in rows] or [torch.zeros(2, dtype=torch.long)]
-        lengths = batch.lengths[rows] if rows else torch.ones(1, dtype=torch.long)
-        prompts = [len(s) - n for s, n in zip(sequences, lengths.tolist(), strict=True)]
-        if batch.packed:
-            owners = [batch.sizes[r][0] for r in rows] or [0]
-            parts = [s.split([p, len(s) - p]) for s, p in zip(sequences, prompts, strict=True)]
-            ids, positions, packed, last, start = pack(owners, parts, device)
-            self.inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device),
-                           "packed": packed}
-        else:
-            ids = pad(sequences)  # (b, L)
-            start = torch.arange(len(ids)) * ids.shape[1] + torch.tensor(prompts)
-            last, self.inputs = start - 1, {"input_ids": ids.to(device)}
-        at = torch.arange(int(lengths.max()))
-        sampled = batch.sampled[rows, :len(at)] if rows else torch.ones(1, 1, dtype=torch.bool)
-        # A completion's first token is predicted by the prompt's last, the others by their left.
-        source = torch.where(at == 0, last.view(-1, 1), start.view(-1, 1) + at - 1)[sampled]
-        targets = pad([s[p:] for s, p in zip(sequences, prompts, strict=True)])[sampled]
-        self.tokens, self.sampled = ids.numel(), sampled.to(device)  # (b, t)
-        self.source, self.targets = source.to(device), targets.to(device)  # (n,), (n,) their ids
+        parts = [(batch.sizes[r][0], torch.tensor(batch.prompts[r]),
+                  torch.from_numpy(batch.ids[r]).long()) for r in rows]
+        sampled = [batch.sampled[r, :len(batch.ids[r])] for r in rows]
+        if not rows:
+            zero = torch.zeros(1, dtype=torch.long)
+            parts, sampled = [(0, zero, zero)], [torch.ones(1, dtype=torch.bool)]
+        ids, positions, packed, sources = pack(parts, device)
+        self.inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device),
+                       "packed": packed}
+        real = torch.cat(sampled)
+        self.source = torch.cat(sources)[real].to(device)  # (n,)
+        self.targets = torch.cat([completion for _, _, completion in parts])[real].to(device)
+        sampled = pad(sampled)  # (b, t)
+        self.place = sampled.flatten().nonzero().flatten().to(device)  # (n,)
+        self.tokens, self.sampled = ids.numel(), sampled.to(device)
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
         """(N, T) of the batch → (b, t); zeros for the dummy row."""
@@ -209,59 +207,66 @@ class Micro:
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(n,) of the predicted tokens → (b, t), zeros elsewhere. Differentiable."""
-        return values.new_zeros(self.sampled.shape).masked_scatter(self.sampled, values)
+        flat = values.new_zeros(self.sampled.numel()).index_copy(0, self.place, values)
+        return flat.view(self.sampled.shape)
 
 
 class Meter:
-    """Means of per-token metrics, with the loss's own weights."""
+    """Means of per-token metrics, with the loss's own weights. Its sums stay on the device."""
 
     def __init__(self, world: World):
-        self.world, self.sums, self.gap_max = world, defaultdict(float), 0.0
+        self.world, self.sums = world, {}  # name → sum of weight * value
+        zero = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.weight = self.gap = self.tokens = self.gap_max = zero
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
 
-    def add(self, micro: Micro, mask, weights, metrics, old_logprobs=None):
+    def add(self, mask, weights, metrics):
         """One micro-batch: metrics {name: (b, t)}, to average over mask (b, t) with weights."""
-        sums = {name: (weights * torch.where(mask, value.detach().double(), 0)).sum()
-                for name, value in metrics.items()}
-        sums["weight"] = weights.sum()
-        if old_logprobs is not None:  # |trainer - engine|: is the engine the policy?
-            gap = old_logprobs.detach().double() - micro.slice(micro.batch.engine_logprobs)
-            gap = torch.where(mask, gap.abs(), 0)
-            sums |= {"gap": gap.sum(), "tokens": mask.sum()}
-            self.gap_max = max(self.gap_max, float(gap.max()))
-        for name, value in sums.items():
-            self.sums[name] += float(value)
+        self.weight = self.weight + weights.sum()
+        for name, values in metrics.items():
+            values = torch.where(mask, values.detach().double(), 0)  # (b, t)
+            self.sums[name] = self.sums.get(name, 0.0) + (weights * values).sum()
+
+    def add_gap(self, micro: Micro, mask, logprobs):
+        """|trainer - engine| over mask (b, t), in nats: is the engine the policy?"""
+        gap = logprobs.detach().double() - micro.slice(micro.batch.engine_logprobs)
+        gap = torch.where(mask, gap.abs(), 0)  # (b, t)
+        self.gap, self.tokens = self.gap + gap.sum(), self.tokens + mask.sum()
+        self.gap_max = torch.maximum(self.gap_max, gap.max())
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
         """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
-        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        total = dict(zip(self.sums, self.world.sum(sums).tolist(), strict=True))
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
                f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
-        if "gap" in total:
-            gap_max = self.world.max(torch.tensor(self.gap_max, dtype=torch.float64))
-            out |= {"rollout/logprob_gap_mean": total.pop("gap") / (total.pop("tokens") or 1.0),
-                    "rollout/logprob_gap_max": float(gap_max)}
-        weight = total.pop("weight", 0.0) or 1.0
-        return out | {name if "/" in name else prefix + name: value / weight
-                      for name, value in total.items()}
+        sums = torch.stack([self.weight, self.gap, self.tokens, *self.sums.values()])
+        weight, gap, tokens, *sums = self.world.sum(sums.cpu()).tolist()
+        if tokens:
+            out["rollout/logprob_gap_mean"] = gap / tokens
+            out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
+        for name, value in zip(self.sums, sums, strict=True):
+            out[name if "/" in name else prefix + name] = value / (weight or 1.0)
+        return out
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
     """Of all completions of a step, sampled in `seconds`."""
-    rewards = {name: [s.score.parts[name] for s in samples] for name in samples[0].score.parts}
-    rewards["mean"] = [s.score.total for s in samples]
-    rewards = {name: [r for r in values if r is not None] for name, values in rewards.items()}
-    done, scored = [s.completion for s in samples], rewards["mean"]
+    done = [s.completion for s in samples]
     tokens = sum(c.tokens for c in done)
+    scored = [s.score.total for s in samples if s.score.total is not None]
     turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
-    means = {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items() if values}
-    return means | ({"reward/std": float(np.std(scored))} if scored else {}) | {
+    metrics = {
         "rollout/completions": len(samples), "rollout/unscored": len(samples) - len(scored),
         "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / seconds,
         "rollout/length_mean": tokens / len(samples),
         "rollout/reply_failed": sum(c.failed for c in done),
         "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done)}
+    for name in samples[0].score.parts:
+        values = [s.score.parts[name] for s in samples]
+        if any(v is not None for v in values):
+            metrics[f"reward/{name}"] = float(np.mean([v for v in values if v is not None]))
+    if scored:
+        metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
+    return metrics

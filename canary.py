@@ -1,4 +1,4 @@
-"""canary.py: before the first update: can rows be packed, does it fit, is the engine the policy?"""
+"""canary.py: before the first update: does it fit, is the engine the policy?"""
 import re
 import time
 
@@ -17,35 +17,6 @@ from plan import Phase, Plan
 from rewards import Score
 
 LAST = 64  # tokens that `compare` looks at
-
-
-def choose_packing(models: list, world, config, longest: int, bfloat16: bool) -> str:
-    """Pack from now on, if that does not change the log-probs of short rows → what it is.
-
-    It does with other positions, sinks, recurrence. A window does not show in short rows.
-    """
-    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    if window and window < longest:
-        return f"padded rows: attention has a window of {window:,} tokens, fewer than {longest:,}"
-    if models[0].module.lm.attention != "sdpa":
-        return "padded rows: the scores of its attention are capped"
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 4, 12))
-    samples = [sample(prompt[:8 + g].tolist(), completion[:4 * i + 1])
-               for g, (prompt, *group) in enumerate(ids) for i, completion in enumerate(group)]
-    rows, packed = (logprobs(models, samples, packs, world) for packs in (False, True))
-    gap = float((rows - packed).abs().mean())
-    # Measured: 1e-6 in float32. 0.06 in bfloat16, on random tokens.
-    if not gap < (0.25 if bfloat16 else 1e-4):
-        logprobs(models, samples, False, world)
-        return f"padded rows: packed ones differ by {gap:.2g} nats in this model"
-    return f"each prompt once: packed rows differ by {gap:.0e} nats from padded ones"
-
-
-def logprobs(models, samples, packs: bool, world):
-    for model in models:
-        model.pack(packs)
-    return Batch(samples, packs).score(
-        world, 1024, "packing", lambda micro: models[0].logprobs(micro, 1.0)[0])
 
 
 def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
@@ -75,8 +46,7 @@ def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
         peak = Peak(world.device)
         try:
             with torch.set_grad_enabled("update" in phase.name):
-                out = forward(worst_micro(
-                    tokens, phase.longest, vocab, world.device, trained.packs))
+                out = forward(worst_micro(tokens, phase.longest, vocab, world.device))
                 if out.requires_grad:
                     trained.backward(out.sum())
         except (MemoryError, RuntimeError) as error:
@@ -93,19 +63,14 @@ def sample(prompt: list[int], completion: np.ndarray) -> Sample:
         Score(0.0, {}, None))
 
 
-def worst_micro(tokens: int, longest: int, vocab: int, device, packs: bool):
-    """The largest micro-batch of `tokens`: equal rows of at most `longest`.
-
-    Padded, prompts have one token. Packed, all rows share a prompt so long that attention gathers
-    as many keys as it may.
-    """
+def worst_micro(tokens: int, longest: int, vocab: int, device):
+    """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
+    long that attention gathers as many keys as it may."""
     rows = -(-tokens // longest)
-    n = max(2, tokens // rows)
-    p = n - 1 - -(-n // KEYS) if packs and n > KEYS else 1
-    rows *= KEYS if packs else 1
-    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * rows, packs)
-    first, *_ = cut(batch.sizes, max(tokens, n), batch.packed)
-    return Micro(batch, first, device)
+    n = max(2, tokens // rows)  # tokens of a row
+    p = max(1, n - 1 - -(-n // KEYS))  # of its prompt
+    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * (rows * KEYS))
+    return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 
 def end(world, phase: Phase, failed: int):
@@ -124,27 +89,40 @@ def compare(run, samples: list[Sample]):
     """SettingsError if transformers, trainer and engine are not one policy. A collective.
 
     It compares the mean over the last tokens of one completion of each rank's engine: rounding
-    moves it little, and single tokens much.
+    moves it little, and single tokens much. The trainer computes the completion twice in one packed
+    input, and the second one counts: a model that looks at its neighbour is found.
     """
-    world, policy, temperature = run.world, run.policy, run.args.temperature
-    sample = max(world.mine(samples) or samples, key=lambda s: s.completion.tokens)
-    micro, done = Micro(Batch([sample]), [0], world.device), sample.completion
-    register_fsdp_forward_method(policy.module, "logits")
+    world, policy = run.world, run.policy
+    mine = world.mine(samples) or samples
+    sample = max(mine, key=lambda s: s.completion.tokens)
+    twice = Micro(Batch([sample, sample]), [0, 1], world.device)
     with torch.no_grad():
-        trainer = policy.logprobs(micro, temperature)[0][micro.sampled][-LAST:].cpu().double()
-        logits = policy.module.logits(micro.inputs["input_ids"], micro.source[-LAST:])
-    logits = logits[0].cpu().double()
-    policy.module.reshard()
-    plain = (logits / temperature).log_softmax(-1)[range(len(logits)), micro.targets[-LAST:].cpu()]
+        trainer = policy.logprobs(twice, run.args.temperature)[0][1][twice.sampled[1]]
+    trainer = trainer[-LAST:].cpu().double()
+    done = sample.completion
     engine = torch.from_numpy(done.logprobs[done.sampled][-LAST:])
-    gaps = torch.stack([(trainer - other).abs().mean() for other in (plain, engine)])
-    for gap, who, cause in zip(
-            world.max(gaps.nan_to_num(torch.inf)).tolist(),
-            ("trainer and transformers", "engine and trainer"),
-            ("LogprobModel in model.py misses what this family does to its logits",
-             "the engine did not take all weights, kept a prefix cache of old ones, or samples "
-             "otherwise"), strict=True):
+    gaps = [(trainer - other).abs().mean()
+            for other in (plain_logprobs(run, sample)[-LAST:], engine)]
+    gaps = world.max(torch.stack(gaps).nan_to_num(torch.inf)).tolist()
+    causes = [
+        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py misses "
+         "what this family does to its logits or scores"),
+        ("engine and trainer", "the engine did not take all weights, kept a prefix cache of old "
+         "ones, or samples otherwise")]
+    for gap, (who, cause) in zip(gaps, causes, strict=True):
         if gap > run.max_gap:
             raise SettingsError(
                 f"{who} differ before the first update by {gap:.2g} nats a token, more than "
                 f"--max_gap {run.max_gap:g}; likely cause: {cause}")
+
+
+def plain_logprobs(run, sample: Sample):
+    """(n,) of the last sampled tokens, at most LAST, by transformers' own forward. A collective."""
+    module = run.policy.module
+    micro = Micro(Batch([sample]), [0], run.world.device)  # one row: packed is as it is
+    register_fsdp_forward_method(module, "plain_logits")
+    with torch.no_grad():
+        logits = module.plain_logits(micro.inputs["input_ids"][0], micro.source[-LAST:])
+    module.reshard()
+    logprobs = (logits.cpu().double() / run.args.temperature).log_softmax(-1)  # (n, V)
+    return logprobs.gather(-1, micro.targets[-LAST:].cpu().unsqueeze(-1)).squeeze(-1)

@@ -14,8 +14,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
-
 import torch
 import torch.distributed as td
 
@@ -52,60 +50,52 @@ def assert_divisible(n: int, by: int, what: str, per: str) -> int:
                         f"Would work: {what} {values}, or {per} {near}.")
 
 
-# A row: its prompt's number, the prompt's tokens p, the completion's tokens c. A padded micro-batch
-# is a matrix of rows. A packed one has each of its prompts once, and completions without their last
-# token, which predicts nothing.
+# A row's size: its prompt's number, the prompt's tokens p, the completion's tokens c. A micro-batch
+# has each of its prompts once, and completions without their last token, which predicts nothing.
 Size = tuple[int, int, int]
 
 
-def tokens(rows: list[int], sizes: list[Size], packed: bool) -> int:
-    """What a micro-batch computes, padding included."""
-    if not packed:
-        return len(rows) * max((sum(sizes[r][1:]) for r in rows), default=0)
-    return sum(dict(sizes[r][:2] for r in rows).values()) + sum(sizes[r][2] - 1 for r in rows)
+def tokens(rows: list[int], sizes: list[Size]) -> int:
+    """What a micro-batch computes."""
+    prompts = {sizes[row][0]: sizes[row][1] for row in rows}
+    return sum(prompts.values()) + sum(sizes[row][2] - 1 for row in rows)
 
 
-def cut(sizes: list[Size], budget: int, packed: bool) -> list[list[int]]:
-    """Rows → micro-batches of row numbers, each of at most `budget` tokens.
+def cut(sizes: list[Size], budget: int) -> list[list[int]]:
+    """Rows → micro-batches of row numbers, in order, so that a prompt's rows stay neighbours.
 
-    Padded: longest first. Packed: in order, so a prompt's rows are neighbours.
+    Each has at most `budget` tokens, and its attention gathers at most KEYS x budget keys.
     """
-    order, micros, last = range(len(sizes)), [], None
-    room = keys = width = 0
-    if not packed:
-        order = sorted(order, key=lambda row: (-sum(sizes[row][1:]), row))
-    for row in order:
-        prompt, p, c = sizes[row]
+    micros, last, room, keys = [], None, 0, 0
+    for row, (prompt, p, c) in enumerate(sizes):
         if p + c > budget:
             raise ValueError(f"row {row} has {p + c} tokens; the budget is {budget}")
-        new = c - 1 + p * (prompt != last) if packed else width
-        if new > room or p + c > keys or not micros:
+        new = c - 1 if prompt == last else p + c - 1
+        if not micros or new > room or p + c > keys:
             micros.append([])
-            new = width = p + c
-            room, keys = budget, KEYS * budget
+            new, room, keys = p + c, budget, KEYS * budget
         micros[-1].append(row)
-        room, keys, last = room - new, keys - p - c, prompt
+        last, room, keys = prompt, room - new, keys - p - c
     return micros
 
 
-def balance(sizes: list[Size], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:
+def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]:
     """Rows → [rank][round]: a micro-batch of row numbers, of at most `budget` tokens.
 
     Every rank has the same number of them, because FSDP counts collectives; [] is padding alone.
     There are as few rounds as the budget allows, and a round's micro-batches cost about the same.
     """
-    cost = lambda micro: tokens(micro, sizes, packed)
-    rounds = max(1, -(-len(cut(sizes, budget, packed)) // ranks))
-    least = max((p + c for _, p, c in sizes), default=1)
+    rounds = max(1, -(-len(cut(sizes, budget)) // ranks))
     # The smallest budget that needs no more rounds makes the largest micro-batch small.
-    even = least + bisect_left(range(least, budget), True, key=lambda smaller: len(
-        cut(sizes, smaller, packed)) <= rounds * ranks)
-    micros = cut(sizes, even, packed)
-    while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):
-        largest = max((m for m in micros if len(m) > 1), key=cost)  # idle ranks: halve it
+    budgets = range(max((p + c for _, p, c in sizes), default=1), budget)
+    even = bisect_left(budgets, True, key=lambda b: len(cut(sizes, b)) <= rounds * ranks)
+    micros = cut(sizes, budgets[even] if even < len(budgets) else budget)
+    while len(micros) < rounds * ranks and any(len(m) > 1 for m in micros):  # a rank has none
+        largest = max((m for m in micros if len(m) > 1), key=lambda m: tokens(m, sizes))
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
-    micros = pad_to_multiple(sorted(micros, key=cost, reverse=True) or [[]], rounds * ranks, [])
+    micros.sort(key=lambda m: tokens(m, sizes), reverse=True)
+    micros = pad_to_multiple(micros or [[]], rounds * ranks, [])
     return [micros[rank::ranks] for rank in range(ranks)]
 
 
@@ -153,13 +143,8 @@ class World:
         td.barrier(group=self.control)
 
     def same_phase(self, phase: str, count: int):
-        """All ranks begin the same phase with the same count, or the run ends: else they would wait
-        in different collectives until a watchdog ends them. A collective."""
-        try:
-            td.monitored_barrier(self.control, timeout=datetime.timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {self.rank} waited up to {self.timeout:g} s (--timeout) at "
-                               f"the start of {phase!r}, step {self.step}: {error}") from error
+        """All ranks begin the same phase with the same count, or the run ends: otherwise they would
+        wait in different collectives until a watchdog ends them. A collective."""
         phases = self.gather([(phase, self.step, count)])
         for rank, theirs in enumerate(phases):
             if theirs != phases[0]:

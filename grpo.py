@@ -18,9 +18,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import dist  # isort: skip  (before torch: it sets what torch reads)
 import torch
 
+import dist
 import losses
 from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
 from canary import compare
@@ -141,7 +141,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
     Metrics and new weights are the same on every rank, on any number of ranks, with any budgets.
     """
-    batch = Batch(samples, policy.packs)
+    batch = Batch(samples)
     mask, metrics = bears_loss(args, batch)  # (N, T) bool
 
     # Log-probs from before the update, if something needs them. With one update per rollout the
@@ -159,7 +159,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     advantages = compute_advantages(args, batch, mask, old_logprobs, ref_logprobs)  # (N, T)
     note_advantages(samples, advantages, mask)  # for samples/
     if args.engine_correction != "none":
-        correction, details = engine_weights(args, batch, mask, old_logprobs)  # (N, T)
+        correction, details = losses.engine_weights(
+            args, old_logprobs, batch.engine_logprobs, mask)  # (N, T)
         metrics |= details
 
     # Update:   L = sum_it weight_it * loss_it
@@ -196,9 +197,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * torch.where(m, loss, 0)).sum())
-                meter.add(micro, m, w, details, old)
+                meter.add(m, w, details)
+                meter.add_gap(micro, m, old)
             meter.norms.append(policy.step(lr))
-    return metrics | batch.work_metrics("update") | meter.metrics() | {"lr": lr}
+    return metrics | batch.work["update"].metrics() | meter.metrics() | {"lr": lr}
 
 
 def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
@@ -230,15 +232,6 @@ def compute_advantages(args: Args, batch: Batch, mask, old_logprobs, ref_logprob
         rewards, args.group, kind=kind, eps=args.advantage_eps, scored=batch.scored)  # (N,)
     advantages = advantages.view(-1, 1).expand(mask.shape)
     return losses.whiten(advantages, mask) if kind == "reinforce++-baseline" else advantages
-
-
-def engine_weights(args: Args, batch: Batch, mask, old_logprobs):
-    """--engine_correction: π_trainer / π_engine for each token, bounded: (N, T), and metrics."""
-    weights, details = losses.engine_correction(
-        old_logprobs, batch.engine_logprobs, mask, kind=args.engine_correction,
-        low=args.correction_low, high=args.correction_high)
-    return weights, {f"policy/{name}": float(losses.masked_mean(value, mask))
-                     for name, value in details.items()}
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

@@ -122,28 +122,6 @@ def tensors(lm, device):
             yield f"base_model.model.{name}.weight", p.detach().to(device).full_tensor()
 
 
-def serve(llm, config: dict, adapter, sync: int):
-    """Put an adapter into the engine → the request for it. Its path exists nowhere, and is new in
-    each sync: the prefix cache knows an adapter by it, and would serve an old one."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-    from vllm.lora.request import LoRARequest
-    copies = {name: t.to("cpu", copy=True) for name, t in adapter}  # vLLM scales B in place
-
-    def put(model):
-        manager, renames = model.lora_manager, getattr(model, "hf_to_vllm_mapper", None)
-        made = LoRAModel.from_lora_tensors(
-            1, copies, PEFTHelper.from_dict(config), device="cpu",
-            dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size,
-            weights_mapper=renames and renames.get_rename_mapper())
-        manager.remove_adapter(1)
-        manager.add_adapter(made)
-        manager.activate_adapter(1)
-
-    llm.apply_model(put)
-    return LoRARequest("policy", 1, f"memory/sync_{sync}")
-
-
 def export(lm, device, config: dict, folder: str):
     """peft's two files, in float32, written by rank 0. A collective."""
     found = {name: t.float().cpu().contiguous() for name, t in tensors(lm, device)}

@@ -269,6 +269,15 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
 
 
+def engine_weights(args: LossArgs, old_logprobs, engine_logprobs, mask):
+    """`engine_correction` by the flags, (B, T), and the means of its metrics."""
+    weights, details = engine_correction(
+        old_logprobs, engine_logprobs, mask, kind=args.engine_correction,
+        low=args.correction_low, high=args.correction_high)
+    return weights, {f"policy/{name}": float(masked_mean(value, mask))
+                     for name, value in details.items()}
+
+
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
     """Factors of the token losses that correct for sampling with the engine, detached.
 

@@ -110,13 +110,12 @@ def config_of(folder: str):
 
 
 def skeleton(folder: str, dtype=torch.float32):
-    """The model without weights."""
-    from transformers import AutoModelForCausalLM
-    config = config_of(folder)
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    """The model without weights. Its attention takes packed inputs alone: see packing.py."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    AttentionInterface.register("packed", packing.attention)
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    lm.attention = attention
+        lm = AutoModelForCausalLM.from_config(
+            config_of(folder), dtype=dtype, attn_implementation="packed")
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     return lm
 
@@ -152,8 +151,6 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
 
     Master weights are at least float32; what is not trained has none.
     """
-    from transformers import AttentionInterface
-    AttentionInterface.register("packed", packing.attention)
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if adapters else master)
@@ -167,6 +164,9 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
     layers = next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
+    if lm.config.model_type == "stablelm":
+        for layer in layers:
+            layer.register_forward_pre_hook(hand_on, with_kwargs=True)
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     for module in lm.modules():  # rotary frequencies are in no file
@@ -183,6 +183,11 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     if bad := world.gather(bad):
         raise SettingsError(f"--model {folder}: {bad[0]} has values that are not finite.")
     return root
+
+
+def hand_on(layer, inputs, options):
+    """A hook: a layer of StableLM does not pass `packed` on to its attention."""
+    layer.self_attn.packed = options.get("packed")
 
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
@@ -214,8 +219,8 @@ class Float64(TorchFunctionMode):
 
 
 def widen(lm):
-    """transformers' norms compute in float32, also in a float64 model: the gradients of packed and
-    padded rows would differ by 1e-7."""
+    """transformers' norms compute in float32, also in a float64 model: the gradients of a prompt
+    that is shared and of one that is not would differ by 1e-7."""
     def wide(forward, *args):
         with Float64():
             return forward(*args)
@@ -278,9 +283,13 @@ class LogprobModel(nn.Module):
         return token_logprobs(hidden_states(self.lm, inputs, source), self.head, targets,
                               temperature / self.scale, self.chunk, entropy)
 
-    def logits(self, ids, keep):
-        """transformers' own, at the positions `keep`."""
-        return self.lm(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+    def plain_logits(self, ids, keep):
+        """transformers' own forward of one sequence (L,), at the positions `keep` → (keep, V)."""
+        capped = getattr(self.lm.config, "attn_logit_softcapping", None)
+        self.lm.set_attn_implementation("eager" if capped else "sdpa")
+        logits = self.lm(input_ids=ids.unsqueeze(0), use_cache=False, logits_to_keep=keep).logits
+        self.lm.set_attn_implementation("packed")
+        return logits[0]
 
 
 class ValueModel(nn.Module):
@@ -301,12 +310,11 @@ class ValueModel(nn.Module):
 
 class Trained:
     """A model with its optimizer."""
-    packs = False  # whether it takes packed micro-batches
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
-        if next(module.parameters()).device.type != world.device.type:
-            self.moving = ()  # --cpu_offload
+        if world.device.type == "cpu" or model_args.cpu_offload:  # it is there already
+            self.moving = ()
         self.max_grad_norm = args.max_grad_norm or math.inf
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
@@ -333,24 +341,14 @@ class Trained:
         self.optimizer.zero_grad()
         return norm
 
-    def pack(self, packs: bool):
-        """From now on, take packed micro-batches, or padded ones only."""
-        self.packs = packs
-        self.module.lm.set_attn_implementation("packed" if packs else self.module.lm.attention)
-
     def move(self, device: torch.device):
         """What --offload names goes to the host before generation, and back after it."""
-        if self.world.device.type != "cuda":
-            return
         if "params" in self.moving:
             self.module.to(device)
         if "optimizer" in self.moving:
             for state in self.optimizer.state.values():
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = state[key].to(device, non_blocking=True)
-        if device.type == "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
 
 
 class Policy(Trained):
@@ -366,14 +364,18 @@ class Policy(Trained):
 
         merge: with what adapters add.
         """
-        # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
         lm, device = self.module.lm, self.world.device
+        # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
         for name, value in lm.state_dict().items():
             layer, to = lm.get_submodule(name.rpartition(".")[0]), dtype or value.dtype
-            if merge and isinstance(layer, lora.Lora) and name.endswith(".weight"):
+            adapted = isinstance(layer, lora.Lora)
+            if adapted and lora.is_adapter(name):
+                continue
+            if name == "lm_head.weight" and lm.config.model_type == "gemma2":
+                continue
+            if adapted and merge and name.endswith(".weight"):
                 yield name, layer.merged(device).to(to)
-            elif not lora.is_adapter(name) and (
-                    (name, lm.config.model_type) != ("lm_head.weight", "gemma2")):
+            else:
                 yield name, whole(value.to(device, to))
 
     def export(self, source: str, folder: str, notes: dict | None = None):

@@ -1,123 +1,162 @@
 """packing.py: one input with each prompt once. Its completions attend to it, and to themselves.
 
-    rows, padded       [p p p a a .]     packed       p p p q a b b      a: positions 3 …
-                       [p p p b b b]                                     b: positions 3 …
-                       [q c . . . .]
+    rows, one after another    [p p p a a]  [p p p b b b]  [q c]
+    packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
 
 All prompts come first, then all completions without their last tokens, which predict nothing. A
 row's attention is what it was: this changes no log-prob (docs/packing.md).
 """
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget,
-EVEN = 0.7  # and pads queries to a length of which each completion has at least this share
+KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget
+EVEN = 0.7  # segments of one block have at least this share of the longest one's length
+
+
+class Segment(NamedTuple):
+    """A prompt, or a completion without its last token: `length` tokens of the input from `start`.
+
+    It attends to its prefix, which is its prompt, and to itself. A prompt has no prefix.
+    """
+    start: int
+    length: int
+    prefix_start: int
+    prefix: int  # tokens
 
 
 @dataclass
 class Packed:
-    """Who attends to whom. A segment is a prompt or a completion; all are (segments,)."""
-    start: torch.Tensor  # its first token
-    length: torch.Tensor
-    prefix_start: torch.Tensor  # its prompt's first token
-    prefix: torch.Tensor  # its prompt's tokens; 0 for a prompt
+    """Who attends to whom in an input of S tokens."""
+    segments: list[Segment]
+    tokens: int  # S
     device: torch.device
 
     @cached_property
-    def blocks(self) -> tuple[list, torch.Tensor]:
+    def blocks(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int]], torch.Tensor]:
         """Segments of one prefix length and similar lengths as matrices of token numbers:
 
-        [(queries (n, L), keys (n, prefix + L), mask (L, prefix + L) or None)], and where each token
-        is among all queries. Padding is to the right, so the causal mask hides it.
+        [(queries (n, L), keys (n, prefix + L), prefix)], and (S,): where each token is among all
+        queries. Padding is to the right, so the causal mask hides it.
         """
-        size, length, prefixes = (
-            int(self.length.sum()), self.length.tolist(), self.prefix.tolist())
-        members: list[list[int]] = []
-        for i in sorted(range(len(length)), key=lambda i: (prefixes[i], -length[i])):
-            head = members[-1][0] if members else i  # the longest
-            if members and prefixes[i] == prefixes[head] and length[i] >= EVEN * length[head]:
-                members[-1].append(i)
+        groups: list[list[Segment]] = []
+        for s in sorted(self.segments, key=lambda s: (s.prefix, -s.length)):
+            head = groups[-1][0] if groups else s  # the longest of its group
+            if groups and s.prefix == head.prefix and s.length >= EVEN * head.length:
+                groups[-1].append(s)
             else:
-                members.append([i])
-        made, place, done = [], torch.empty(size, dtype=torch.long), 0
-        for rows in members:
-            prefix, longest = prefixes[rows[0]], length[rows[0]]
-            at = torch.arange(longest)
-            queries = self.start[rows].view(-1, 1) + at  # (n, L)
-            real = at < self.length[rows].view(-1, 1)
+                groups.append([s])
+        blocks, place, done = [], torch.empty(self.tokens, dtype=torch.long), 0
+        for group in groups:
+            start, length, prefix_start, prefix = torch.tensor(group).unsqueeze(-1).unbind(1)
+            at, prefix = torch.arange(int(length.max())), int(prefix[0])  # (L,)
+            queries, real = start + at, at < length  # (n, L)
             place[queries[real]] = done + real.flatten().nonzero().flatten()
             done += queries.numel()
-            queries = queries.clamp(max=size - 1)
-            keys = self.prefix_start[rows].view(-1, 1) + torch.arange(prefix)  # (n, prefix)
-            mask = torch.ones(longest, prefix + longest, dtype=torch.bool).tril(prefix)
-            made.append((queries.to(self.device), torch.cat([keys, queries], 1).to(self.device),
-                         mask.to(self.device) if prefix else None))
-        return made, place.to(self.device)
+            queries = queries.clamp(max=self.tokens - 1)
+            keys = torch.cat([prefix_start + torch.arange(prefix), queries], 1)
+            blocks.append((queries.to(self.device), keys.to(self.device), prefix))
+        return blocks, place.to(self.device)
 
     @cached_property
     def varlen(self) -> tuple:
         """varlen_attn's arguments, and the token numbers of all keys, one segment after another."""
-        keys = torch.cat([
-            torch.cat([torch.arange(p, p + n), torch.arange(s, s + m)]) for s, m, p, n in zip(
-                *(x.tolist() for x in (self.start, self.length, self.prefix_start, self.prefix)),
-                strict=True)])
-        ends = [F.pad(x.cumsum(0), (1, 0)).int().to(self.device)
-                for x in (self.length, self.length + self.prefix)]
-        longest = [int(self.length.max()), int((self.length + self.prefix).max())]
-        return keys.to(self.device), *ends, *longest
+        keys = []
+        for s in self.segments:
+            keys += [torch.arange(s.prefix_start, s.prefix_start + s.prefix),
+                     torch.arange(s.start, s.start + s.length)]
+        queries = torch.tensor([s.length for s in self.segments])
+        with_prefix = queries + torch.tensor([s.prefix for s in self.segments])
+        ends = [F.pad(n.cumsum(0), (1, 0)).int().to(self.device) for n in (queries, with_prefix)]
+        return (torch.cat(keys).to(self.device), *ends,
+                int(queries.max()), int(with_prefix.max()))
 
 
-def pack(owners: list[int], rows: list, device: torch.device):
-    """Rows → ids (1, S), positions (1, S), Packed, and (b,) each: where in S a row's prompt has its
-    last token, and where its completion starts.
+def pack(rows: list[tuple[int, torch.Tensor, torch.Tensor]], device: torch.device):
+    """Rows (owner, prompt (p,), completion (c,)) → one input. Rows of one owner share the prompt.
 
-    rows: (prompt, completion) each; those of one owner share the prompt.
+    → ids (1, S), positions (1, S), Packed, and for each row (c,): where in S the token stands that
+    predicts each token of the completion. The prompt's last token predicts the first one.
     """
-    prompts = {owner: prompt for owner, (prompt, _) in zip(owners, rows, strict=True)}
-    parts = [*prompts.values(), *(c[:-1] for _, c in rows)]
-    length = torch.tensor([len(part) for part in parts])
-    start, none = length.cumsum(0) - length, torch.zeros(len(prompts), dtype=torch.long)
-    place = {owner: i for i, owner in enumerate(prompts)}
-    of = torch.tensor([place[owner] for owner in owners])  # each row's prompt
-    prefix_start, prefix = torch.cat([none, start[of]]), torch.cat([none, length[of]])
-    positions = torch.cat([torch.arange(n, n + m) for n, m in zip(
-        prefix.tolist(), length.tolist(), strict=True)])
-    some = length > 0  # a completion of one token has none here
-    packed = Packed(start[some], length[some], prefix_start[some], prefix[some], device)
-    return (torch.cat(parts).unsqueeze(0), positions.unsqueeze(0), packed,
-            start[of] + length[of] - 1, start[len(prompts):])
+    ids, segments, sources, starts, size = [], [], [], {}, 0
+    for owner, prompt, _ in rows:
+        if owner not in starts:
+            starts[owner] = size
+            segments.append(Segment(size, len(prompt), 0, 0))
+            ids.append(prompt)
+            size += len(prompt)
+    for owner, prompt, completion in rows:
+        p, n, start = len(prompt), len(completion) - 1, starts[owner]
+        segments.append(Segment(size, n, start, p))
+        ids.append(completion[:-1])
+        sources.append(torch.tensor([start + p - 1, *range(size, size + n)]))
+        size += n
+    positions = torch.cat([torch.arange(s.prefix, s.prefix + s.length) for s in segments])
+    packed = Packed([s for s in segments if s.length], size, device)
+    return torch.cat(ids).unsqueeze(0), positions.unsqueeze(0), packed, sources
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, packed=None, **options):
-    """The models' attention: (1, heads, S, d) → (1, S, heads, d). Without `packed`, plain rows."""
-    if packed is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options)
+def attention(module, query, key, value, attention_mask, scaling=None, packed=None,
+              sliding_window=None, softcap=None, **options):
+    """The models' attention: (1, heads, S, d) → (1, S, heads, d). transformers calls it.
+
+    sliding_window: keys that a query sees, itself included (Mistral, Gemma 3). softcap: a bound on
+    the scores (Gemma 2). None: none.
+    """
+    packed = packed or module.packed  # StableLM's layers drop the argument: see model.build
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return (varlen if flash else blocks)(q, k, v, packed, scaling).unsqueeze(0), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+        return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
+    return blocks(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
 
 
-def varlen(q, k, v, packed: Packed, scale: float):
+def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
     """torch's kernel for bfloat16 on a GPU, (S, heads, d) → the same. It aligns the ends of queries
     and keys: a completion's keys are its prompt and itself."""
     keys, *sizes = packed.varlen
+    left = -1 if window is None else window - 1
     return varlen_attn(q, k.index_select(0, keys), v.index_select(0, keys), *sizes,
-                       window_size=(-1, 0), scale=scale, enable_gqa=True)
+                       window_size=(left, 0), scale=scale, enable_gqa=True)
 
 
-def blocks(q, k, v, packed: Packed, scale: float):
+def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
+           cap: float | None = None):
     """The same with plain attention over rows of gathered keys."""
-    rows = lambda x, index: F.embedding(  # unlike x[index], its gradient is deterministic
-        index, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)  # (n, heads, L, d)
-    made, place = packed.blocks
-    done = [F.scaled_dot_product_attention(
-        rows(q, queries), rows(k, keys), rows(v, keys), attn_mask=mask, is_causal=mask is None,
-        scale=scale, enable_gqa=True).transpose(1, 2).flatten(0, 1)  # (n·L, heads, d)
-        for queries, keys, mask in made]
+    parts, place = packed.blocks
+    done = []
+    for queries, keys, prefix in parts:
+        mask = None  # causal: what the kernel has of its own
+        if prefix or cap or (window and window < keys.shape[1]):
+            mask = visible(queries.shape[1], prefix, window, q.device)
+        attend = partial(capped_attention, cap=cap) if cap else F.scaled_dot_product_attention
+        out = attend(gather(q, queries), gather(k, keys), gather(v, keys),  # (n, heads, L, d)
+                     attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        done.append(out.transpose(1, 2).flatten(0, 1))  # (n·L, heads, d)
     return torch.cat(done).index_select(0, place)
+
+
+def gather(x, index):
+    """(S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index] depends
+    on the threads; that of F.embedding does not."""
+    return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
+
+
+def visible(length: int, prefix: int, window: int | None, device) -> torch.Tensor:
+    """(length, prefix + length) bool: which keys each query of a segment sees."""
+    mask = torch.ones(length, prefix + length, dtype=torch.bool, device=device).tril(prefix)
+    return mask if window is None else mask.triu(prefix - window + 1)
+
+
+def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options):
+    """Attention whose scores are cap * tanh(score / cap): no kernel of torch has it.
+
+    (n, heads, L, d) → the same. https://arxiv.org/abs/2408.00118, section 2
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * scale / cap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~attn_mask, -torch.inf).softmax(-1).to(v.dtype) @ v

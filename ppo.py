@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import dist  # isort: skip  (before torch: it sets what torch reads)
 import torch
 
+import dist
 import losses
 from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
 from canary import compare
@@ -131,7 +131,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     Metrics and weights do not depend on the ranks or on the budgets. With lr 0 the policy stays.
     """
     policy, critic = models
-    batch = Batch(samples, policy.packs)
+    batch = Batch(samples)
     mask = batch.sampled & batch.scored.view(-1, 1)  # (N, T) bool
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": batch.tokens,
@@ -161,7 +161,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     advantages = losses.whiten(advantages, mask)  # once, over the tokens of the global batch
     note_advantages(samples, advantages, mask)  # for samples/
     if args.engine_correction != "none":
-        correction, details = engine_weights(args, batch, mask, old_logprobs)  # (N, T)
+        correction, details = losses.engine_weights(
+            args, old_logprobs, batch.engine_logprobs, mask)  # (N, T)
         metrics |= details
 
     # Update:   L = sum_it weight_it * loss_it
@@ -187,7 +188,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                     critic.values(micro), micro.slice(values), micro.slice(returns), m,
                     clip=args.value_clip)  # (b, t)
                 critic.backward((w * torch.where(m, loss, 0)).sum())
-                critic_meter.add(micro, m, w, {"loss/value": loss, "clip_frac": clip_frac})
+                critic_meter.add(m, w, {"loss/value": loss, "clip_frac": clip_frac})
             critic_meter.norms.append(critic.step(critic_lr))
         if lr == 0:
             continue
@@ -205,24 +206,16 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * torch.where(m, loss, 0)).sum())
-                policy_meter.add(micro, m, w, details, old)
+                policy_meter.add(m, w, details)
+                policy_meter.add_gap(micro, m, old)
             policy_meter.norms.append(policy.step(lr))
 
     if args.needs_reference:
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind="k1")
         metrics |= {"policy/kl": float(losses.masked_mean(kl, mask)), "policy/kl_coef": kl_coef}
     return (metrics | critic_meter.metrics("critic/", "critic/grad_norm") | policy_meter.metrics()
-            | critic_quality(values, returns, mask) | batch.work_metrics("update critic")
+            | critic_quality(values, returns, mask) | batch.work["update critic"].metrics()
             | {"lr": lr, "critic/lr": critic_lr})
-
-
-def engine_weights(args: Args, batch: Batch, mask, old_logprobs):
-    """--engine_correction: π_trainer / π_engine for each token, bounded: (N, T), and metrics."""
-    weights, details = losses.engine_correction(
-        old_logprobs, batch.engine_logprobs, mask, kind=args.engine_correction,
-        low=args.correction_low, high=args.correction_high)
-    return weights, {f"policy/{name}": float(losses.masked_mean(value, mask))
-                     for name, value in details.items()}
 
 
 def critic_quality(values, returns, mask) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -71,23 +72,18 @@ class Engine:
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log: Log, trained: list[Trained], adapter: dict | None = None,
                  episodes=None):
-        gpu = world.device.type == "cuda"
-        prepare_environment(gpu, args)
+        prepare_environment(world.device.type == "cuda", args)
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0
-        # The CPU build has no sleep mode. With an adapter the weights come once: they are kept.
-        self.sleep_level = min(args.sleep_level, 1 if adapter else 2) if gpu else 0
-        # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
-        # CPU in any call of more than 4,096 prompt tokens.
-        more = {} if gpu else dict(
-            enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_len))
-        if adapter:
-            more |= dict(enable_lora=True, lora_target_modules=adapter["target_modules"],
-                         max_lora_rank=next(r for r in lora.LORA_RANKS if r >= adapter["r"]))
+        self.sleep_level = args.sleep_level
+        if adapter:  # the base comes once, in the first load: it must be kept
+            self.sleep_level = min(args.sleep_level, 1)
+        if world.device.type == "cpu":  # vLLM has no sleep mode there
+            self.sleep_level = 0
         self.move_trained(torch.device("cpu"))  # vLLM measures what is free
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
@@ -96,23 +92,45 @@ class Engine:
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
-            enforce_eager=args.eager or not gpu, enable_sleep_mode=bool(self.sleep_level),
+            enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=int(kv_cache) or None, **more)
+            kv_cache_memory_bytes=int(kv_cache) or None,
+            **self.options_of_device(max_len), **self.options_of_adapter())
+
+    def options_of_device(self, max_len: int) -> dict:
+        if self.world.device.type == "cuda":
+            return {"enforce_eager": self.args.eager}
+        # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
+        # CPU in any call of more than 4,096 prompt tokens.
+        return {"enforce_eager": True, "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, max_len)}
+
+    def options_of_adapter(self) -> dict:
+        if not self.adapter:
+            return {}
+        return {"enable_lora": True, "lora_target_modules": self.adapter["target_modules"],
+                "max_lora_rank": next(r for r in lora.LORA_RANKS if r >= self.adapter["r"])}
 
     @contextmanager
     def generating(self, policy: Policy):
         """Inside, the engine has the policy's weights and the GPU."""
         with self.log.phase("sync"):
             self.move_trained(torch.device("cpu"))
-            self.load(policy.weights(self.dtype, merge=not self.adapter),
-                      self.adapter and lora.tensors(policy.module.lm, self.world.device))
+            adapter = None
+            if self.adapter:
+                adapter = lora.tensors(policy.module.lm, self.world.device)
+            self.load(policy.weights(self.dtype, merge=not self.adapter), adapter)
         yield
         self.sleep()
 
     def move_trained(self, device: torch.device) -> None:
+        """The trainer leaves the GPU to the engine, or comes back."""
         for model in self.trained:
-            model.move(device)
+            if model.moving:
+                model.move(device)
+        if device.type == "cpu" and self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
 
     def sleep(self) -> None:
         """The trainer has the GPU back."""
@@ -131,8 +149,9 @@ class Engine:
         if not (adapter and self.request):
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
             deque(weights, maxlen=0)  # a collective: every rank must use it up
-        self.syncs += 1
-        self.request = adapter and lora.serve(self.llm, self.adapter, adapter, self.syncs)
+        if adapter:
+            self.syncs += 1
+            self.request = put_adapter(self.llm, self.adapter, adapter, self.syncs)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -143,29 +162,28 @@ class Engine:
                purpose: str = "train") -> list[Sample]:
         """`group` completions of each prompt: P·group samples in request order, on every rank."""
         owners = [prompt for prompt in prompts for _ in range(group)]
-        seed = lambda i, *turn: hash_seed(
-            self.seed, purpose, owners[i].position, i % group, *turn)
+
+        def seed(i: int, *turn: int) -> int:
+            return hash_seed(self.seed, purpose, owners[i].position, i % group, *turn)
+
         requests = [Request(p.row.prompt_ids, seed(i)) for i, p in enumerate(owners)]
         self.world.same_phase("rollout", len(requests))
         with self.log.phase("rollout"):
-            complete = lambda requests: self.complete(requests, temperature)
-            completions = complete(requests)
+            completions = self.complete(requests, temperature)
             if self.episodes:
-                self.episodes.play(owners, completions, complete, seed)
+                self.episodes.play(
+                    owners, completions, partial(self.complete, temperature=temperature), seed)
             texts = self.tokenizer.batch_decode(
                 [c.ids for c in completions], skip_special_tokens=True)
         return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """One completion of each request, on every rank. A collective."""
-        mine = self.generate(self.mine(requests), temperature)
+        engine, place = divmod(self.world.rank, self.args.tp)
+        mine = requests[share(len(requests), self.engines, engine)]
+        mine = self.generate(mine, temperature)
         # The ranks of one engine made the same completions: each keeps its share of them.
-        mine = mine[share(len(mine), self.args.tp, self.world.rank % self.args.tp)]
-        return self.world.gather(mine)
-
-    def mine(self, requests: list) -> list:
-        """My engine's share, the same for all its ranks."""
-        return requests[share(len(requests), self.engines, self.world.rank // self.args.tp)]
+        return self.world.gather(mine[share(len(mine), self.args.tp, place)])
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
         """With log-probs in nats, of the sampling distribution."""
@@ -189,6 +207,28 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def put_adapter(llm, config: dict, adapter: Iterator, sync: int):
+    """Put an adapter (lora.tensors) into the engine → the request for it. Its path exists nowhere,
+    and is new in each sync: the prefix cache knows an adapter by it, and would serve an old one."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    copies = {name: t.to("cpu", copy=True) for name, t in adapter}  # vLLM scales B in place
+
+    def put(model):
+        manager, names = model.lora_manager, getattr(model, "hf_to_vllm_mapper", None)
+        made = LoRAModel.from_lora_tensors(
+            1, copies, PEFTHelper.from_dict(config), device="cpu",
+            dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size,
+            weights_mapper=names.get_rename_mapper() if names else None)
+        manager.remove_adapter(1)
+        manager.add_adapter(made)
+        manager.activate_adapter(1)
+
+    llm.apply_model(put)
+    return LoRARequest("policy", 1, f"memory/sync_{sync}")
 
 
 def completion_of(output) -> Completion:
@@ -218,4 +258,8 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     if not gpu and args.tp > 1:
         # By gloo: vLLM leaves its shared memory behind, and the next run fails on it ("errno: 17").
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+        def never(self) -> bool:
+            return False
+
+        CpuCommunicator._all_group_ranks_share_shm_group_name = never

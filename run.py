@@ -98,8 +98,8 @@ class CommonArgs:
     epochs: int = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
-    """Tokens of one forward and backward, per rank: packed, or rows x longest (docs/packing.md). It
-    sets the memory, and never changes the maths."""
+    """Tokens of one forward and backward, per rank (docs/packing.md). It sets the memory, and never
+    changes the maths."""
     score_tokens: int = 32768
     """The same for one forward without gradient: old and reference logprobs."""
 
@@ -236,8 +236,6 @@ class Run:
             self.reference = lora.Base(self.policy)
         bfloat16 = model.compute_dtype(args.model_args, world.device) == torch.bfloat16
         longest = checked.plan.longest
-        self.log.say("  packing    " + canary.choose_packing(
-            sharing, world, checked.config, longest, bfloat16))
         base = checked.source if is_tiny(args.model) else args.model
         self.adapter = adapters and lora.peft_config(self.policy.module.lm, adapters, base)
         self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)

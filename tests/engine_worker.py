@@ -40,7 +40,7 @@ def main(folder: str, out: str) -> None:
 
     def samples(temperature: float) -> list[Sample]:
         """What the engine samples now."""
-        done = world.gather(engine.generate(engine.mine(requests), temperature))
+        done = engine.complete(requests, temperature)
         score = rewards.Score(0.0, {}, None)
         return [Sample(p, c, "", score) for p, c in zip(owners, done, strict=True)]
 
@@ -106,7 +106,7 @@ def main(folder: str, out: str) -> None:
     model.token_logprobs = lambda hidden, *rest: shipped(hidden * 2, *rest)
     found["guard"]["head x 2"] = guard()
     model.token_logprobs = shipped
-    greedy = world.gather(engine.generate(engine.mine(requests), 0.0))
+    greedy = engine.complete(requests, 0.0)
     found["greedy"] = [c.ids.tolist() for c in greedy]
     crowd = [Request([(11 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)],
                      hash_seed(1, i)) for i in range(48)]                         # 9,600 tokens

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import dist  # isort: skip  (it sets what torch reads)
 import numpy as np
 import torch
 
-import canary
 import data
+import dist
 import model
 from batch import Batch, Completion, Sample, pad
 from rewards import Score
@@ -74,20 +73,19 @@ def make(name: str, folder: str) -> None:
     tiny.make_tokenizer().save_pretrained(folder)
 
 
-def scored(prompts, completions, packs: bool) -> Batch:
+def scored(prompts, completions) -> Batch:
     """A batch without rewards."""
     return Batch([Sample(*one, "", Score(0.0, {}, None))
-                  for one in zip(prompts, completions, strict=True)], packs)
+                  for one in zip(prompts, completions, strict=True)])
 
 
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
     """(completions, the trainer's log-probs) before and after an update, which moves every weight
     and is exported to FOLDER-1. Two completions of each of three random prompts, which are longer
-    than a window and a cache block. They are packed if the model can be."""
+    than a window and a cache block."""
     weights, rng = model.ModelArgs(**options), np.random.default_rng(0)
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
-    canary.choose_packing([policy], world, policy.module.lm.config, 200, False)
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
             for i in (0, 1, 5) for _ in range(2)]
     rows[1::2], found = rows[::2], []
@@ -99,14 +97,14 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
                       max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
                       tokenizer=None, log=SimpleNamespace(
                           phase=lambda name: nullcontext(), writing=False))
-        requests = vllm.mine([Request(row.prompt_ids, i) for i, row in enumerate(rows)])
+        requests = [Request(row.prompt_ids, i) for i, row in enumerate(rows)]
 
         def generate():
             vllm.load(policy.weights(vllm.dtype))
-            return world.gather(vllm.generate(requests, HEAT))
+            return vllm.complete(requests, HEAT)
 
     for step in range(2):
-        batch = scored(prompts, generate(), policy.packs)
+        batch = scored(prompts, generate())
         ours = batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
         found.append((batch, ours))
         for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
@@ -126,7 +124,8 @@ def plain(folder: str, batch: Batch) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
     lm, out = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"), []
-    for ids, n in zip(batch.sequences, batch.lengths, strict=True):
+    for prompt, completion in zip(batch.prompts, batch.ids, strict=True):
+        ids, n = torch.tensor([*prompt, *completion]), len(completion)
         with torch.no_grad():
             logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
         out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
@@ -142,8 +141,8 @@ def gaps(folder: str, found) -> tuple[float, float]:
     return tuple(map(max, zip(*each, strict=True)))
 
 
-def with_engine(name: str) -> tuple[float, float, bool]:
-    """`gaps` of a case, with an engine on each of two ranks, and whether it was packed."""
+def with_engine(name: str) -> tuple[float, float]:
+    """`gaps` of a case, with an engine on each of two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         make(name, f"{folder}/model")
         done = subprocess.run(
@@ -152,7 +151,7 @@ def with_engine(name: str) -> tuple[float, float, bool]:
             capture_output=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
-        return *gaps(f"{folder}/model", found), found[0][0].packed
+        return gaps(f"{folder}/model", found)
 
 
 def worker(folder: str, out: str) -> None:
@@ -164,10 +163,9 @@ def worker(folder: str, out: str) -> None:
 
 def row(name: str) -> str:
     """A line of the table in docs/families.md."""
-    trainer, engine, packed = with_engine(name)
+    trainer, engine = with_engine(name)
     kind, _, special = CASES[name]
-    micros = "packed" if packed else "padded"
-    return f"| {name} | `{kind}` | {special} | {micros} | {trainer:.0e} | {engine:.0e} |"
+    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine:.0e} |"
 
 
 if __name__ == "__main__":

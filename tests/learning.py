@@ -31,7 +31,6 @@ class Case:
     dtype: str = "float64"
     steps: int = 1
     shard_size: int = 0
-    packs: bool = True
 
     @property
     def options(self) -> dict:
@@ -163,13 +162,11 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
         start, reference = time.monotonic(), None
         policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args)
         policy.gradients = outcome.gradients
-        policy.pack(case.packs)
         if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)
         elif args.needs_reference:
             reference = model.Policy(
                 module("reference", 0.05), world, args.model_args, args.optimizer_args)
-            reference.pack(case.packs)
 
         def micros(self, world, rows, budget, phase, learns=None, outcome=outcome):
             made = real_micros(self, world, rows, budget, phase, learns)

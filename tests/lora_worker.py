@@ -37,8 +37,8 @@ def main(folder: str, out: str, tp: str) -> None:
     found = {"gap": {}, "gradients": []}
 
     def sampled():
-        done = world.gather(engine.generate(engine.mine(requests), 0.7))
-        return families.scored(prompts, done[:len(rows)], False)
+        done = engine.complete(requests, 0.7)
+        return families.scored(prompts, done)
 
     def scored(batch, who=policy):
         return batch.score(world, 256, "score", lambda micro: who.logprobs(micro, 0.7)[0])

@@ -58,7 +58,8 @@ class Spy(model.Policy):
             for p in lm.parameters():
                 p *= 1 + noise * torch.randn_like(p)
         module, self.gradients = model.LogprobModel(lm, 0), []
-        lm.attention, module.reshard = "sdpa", lambda: None  # it is not sharded
+        lm.set_attn_implementation("packed")
+        module.reshard = lambda: None  # it is not sharded
         super().__init__(module, World(), model.ModelArgs(), model.OptimizerArgs())
 
     def step(self, lr):
@@ -69,11 +70,9 @@ class Spy(model.Policy):
         return torch.cat([p.detach().flatten() for p in self.module.parameters()])
 
 
-def gradient(samples="mixed", packs=True, **flags) -> torch.Tensor:
+def gradient(samples="mixed", **flags) -> torch.Tensor:
     """Of one grpo.learn of 7 prompts x 4 completions, over all parameters."""
     args, policy, reference = learning.arguments(**flags), Spy(), Spy(0.05)
-    for each in policy, reference:
-        each.pack(packs)
     grpo.learn(args, World(), policy, fabricate(samples, 7), lr=1e-3, reference=reference)
     return policy.gradients[0]
 
@@ -213,7 +212,7 @@ def critic_targets() -> float:
     """The size of what ppo.py's critic is to learn where every reward is 1 and its values are 0."""
     values = lambda micro: torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
     critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
-    policy = SimpleNamespace(packs=False, logprobs=lambda micro, *_: (values(micro).detach(), None))
+    policy = SimpleNamespace(logprobs=lambda micro, *_: (values(micro).detach(), None))
     metrics = ppo.learn(learning.arguments(ppo, lam=1.0), World(), (policy, critic),
                         fabricate("equal", 4), lr=0.0, critic_lr=1e-3, kl_coef=0.0)
     return round((2 * metrics["loss/value"]) ** 0.5, 6)
@@ -231,7 +230,7 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
     engine = SimpleNamespace(
         seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
         log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
-        mine=lambda x: x, tokenizer=SimpleNamespace(batch_decode=lambda x, **_: [""] * len(x)),
+        engines=1, tokenizer=SimpleNamespace(batch_decode=lambda x, **_: [""] * len(x)),
         generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
     engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)
     rollout.Engine.sample(engine, [data.Prompt(first + i, row) for i in range(prompts)], group, 1.0)

@@ -61,62 +61,59 @@ def rows_of(groups) -> list[tuple[int, int, int]]:
     return [(g, p, c) for g, (p, completions) in enumerate(groups) for c in completions]
 
 
-def computed(micro, sizes, packed) -> int:
+def computed(micro, sizes) -> int:
     """The tokens of a micro-batch, by its definition."""
-    if packed:
-        return (sum(p for _, p in {sizes[r][:2] for r in micro})
-                + sum(sizes[r][2] - 1 for r in micro))
-    return len(micro) * max((sizes[r][1] + sizes[r][2] for r in micro), default=0)
+    return (sum(p for _, p in {sizes[r][:2] for r in micro})
+            + sum(sizes[r][2] - 1 for r in micro))
 
 
 @settings(max_examples=400)
-@given(groups, st.integers(60, 400), st.booleans())
-def test_cut_keeps_the_budget_and_every_row(groups, budget, packed):
+@given(groups, st.integers(60, 400))
+def test_cut_keeps_the_budget_and_every_row(groups, budget):
     sizes = rows_of(groups)
-    micros = cut(sizes, budget, packed)
+    micros = cut(sizes, budget)
     assert sorted(i for micro in micros for i in micro) == list(range(len(sizes)))
     for micro in micros:
-        assert micro and tokens(micro, sizes, packed) == computed(micro, sizes, packed) <= budget
+        assert micro and tokens(micro, sizes) == computed(micro, sizes) <= budget
         assert sum(sum(sizes[r][1:]) for r in micro) <= KEYS * budget
-    assert len(cut(sizes, budget + 1, packed)) <= len(micros)   # the search in balance needs it
+    assert len(cut(sizes, budget + 1)) <= len(micros)   # the search in balance needs it
 
 
 @settings(max_examples=600)
-@given(groups, st.integers(1, 9), st.integers(60, 400), st.booleans())
-def test_balance(groups, ranks, budget, packed):
+@given(groups, st.integers(1, 9), st.integers(60, 400))
+def test_balance(groups, ranks, budget):
     sizes = rows_of(groups)
-    lanes = balance(sizes, ranks, budget, packed)
+    lanes = balance(sizes, ranks, budget)
     rows = [i for lane in lanes for micro in lane for i in micro]
     assert sorted(rows) == list(range(len(sizes)))              # every row exactly once
     # As many micro-batches on every rank.
     assert len(lanes) == ranks and len({len(lane) for lane in lanes}) == 1 and lanes[0]
-    assert all(computed(micro, sizes, packed) <= budget for lane in lanes for micro in lane)
+    assert all(computed(micro, sizes) <= budget for lane in lanes for micro in lane)
     empty = sum(not micro for lane in lanes for micro in lane)
     # Padding only where there are fewer rows than micro-batches.
     assert empty == max(0, len(lanes[0]) * ranks - len(sizes))
     # And no more micro-batches than the budget asks for.
-    assert len(lanes[0]) == max(1, -(-len(cut(sizes, budget, packed)) // ranks))
-    assert balance(sizes, ranks, budget, packed) == lanes
+    assert len(lanes[0]) == max(1, -(-len(cut(sizes, budget)) // ranks))
+    assert balance(sizes, ranks, budget) == lanes
     # In a round the largest comes first: no rank has all of them only by its number.
     for micros in zip(*lanes, strict=True):
-        costs = [computed(micro, sizes, packed) for micro in micros]
+        costs = [computed(micro, sizes) for micro in micros]
         assert costs == sorted(costs, reverse=True)
 
 
 def test_balance_of_nothing_and_of_less_than_one_row_a_rank():
-    for packed in True, False:
-        assert balance([], 3, 10, packed) == [[[]], [[]], [[]]]
-        two = [(0, 4, 1), (1, 5, 2)]
-        assert sorted(balance(two, 4, 7, packed)) == [[[]], [[]], [[0]], [[1]]]
-        with pytest.raises(ValueError, match="row 1 has 11 tokens; the budget is 10"):
-            cut([(0, 2, 1), (1, 3, 8)], 10, packed)
+    assert balance([], 3, 10) == [[[]], [[]], [[]]]
+    two = [(0, 4, 1), (1, 5, 2)]
+    assert sorted(balance(two, 4, 7)) == [[[]], [[]], [[0]], [[1]]]
+    with pytest.raises(ValueError, match="row 1 has 11 tokens; the budget is 10"):
+        cut([(0, 2, 1), (1, 3, 8)], 10)
 
 
 def test_a_group_that_exceeds_the_budget_repeats_its_prompt():
     group = [(0, 10, 6)] * 4                        # 10 + 4 x 5 tokens
-    assert [len(m) for m in cut(group, 31, True)] == [4]
-    assert [len(m) for m in cut(group, 21, True)] == [2, 2]
-    assert tokens([0, 1], group, True) == 20
+    assert [len(m) for m in cut(group, 31)] == [4]
+    assert [len(m) for m in cut(group, 21)] == [2, 2]
+    assert tokens([0, 1], group) == 20
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
@@ -180,9 +177,8 @@ def test_ranks_that_disagree_are_both_named():
     ok, behind = ("update", 4, 2), ("update", 5, 2)
     words = [(ok, ok, ("update", 4, 3)), (ok, ("old logprobs", 4, 2), ok),
              (("update", 10**9, 10**6), behind, behind), (ok, ok, ok)]
-    began = time.monotonic()
     errors = ranks.results(3, disagree, words)
-    assert time.monotonic() - began < 60 and errors[0] == errors[1] == errors[2]
+    assert errors[0] == errors[1] == errors[2]
     others = ("rank 2 begins 'update' of step 4 with 3", "rank 1 begins 'old logprobs' of step 4 "
               "with 2", "rank 1 begins 'update' of step 5 with 2")
     for text, other in zip(errors[0], others, strict=False):
@@ -193,18 +189,15 @@ def test_ranks_that_disagree_are_both_named():
 
 def late(world):
     if world.rank == 2:
-        time.sleep(12)
+        time.sleep(30)
         return "slept"
-    began, world.step = time.monotonic(), 3
     try:
         world.same_phase("update", 1)
     except RuntimeError as error:
-        return time.monotonic() - began, str(error)
+        return str(error), world.late(5)
 
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout():
     outcomes = ranks.on_ranks(3, late, timeout=3.0, wait=60)
-    kind, (seconds, text) = outcomes[0]
-    assert kind == "ok" and 2 < seconds < 10, outcomes
-    assert "waited up to 3 s (--timeout) at the start of 'update', step 3" in text
-    assert re.search(r"[Rr]ank 2", text), text
+    for kind, (text, missing) in outcomes[:2]:
+        assert kind == "ok" and "Timed out waiting" in text and missing == [2], outcomes

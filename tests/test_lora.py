@@ -94,7 +94,8 @@ def logprobs_of(lm, rows: list[list[int]]) -> list[torch.Tensor]:
 def exported(found):
     """Rows, the merged folder's model in transformers, and the folders of base and adapter."""
     from transformers import AutoModelForCausalLM
-    rows = [s.tolist() for s in found["batch"].sequences]
+    batch = found["batch"]
+    rows = [[*p, *c.tolist()] for p, c in zip(batch.prompts, batch.ids, strict=True)]
     merged = AutoModelForCausalLM.from_pretrained(f"{found['folder']}/out.model")
     logits = torch.cat([merged(torch.tensor([row])).logits[0, -n - 1:-1].div(0.7).log_softmax(-1)[
         range(n), row[-n:]] for row, n in zip(rows, found["batch"].lengths.tolist(), strict=True)])

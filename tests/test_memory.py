@@ -260,7 +260,6 @@ def peaks_of(world, folder: str, settings: list[dict]) -> list[int]:
         prompts = options.pop("prompts")
         args = learning.arguments(dtype="float32", head_chunk=8, **options)
         policy = build(world, f"{folder}/wide", args)
-        policy.pack(True)
         samples = fabricate("long", prompts, args.group)       # the budget is filled
         for sample in samples:
             sample.score.total = sample.score.total or 0.0
@@ -295,9 +294,7 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
     samples = [canary.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
-    batch = Batch(samples, True)
-    batch.packed = True
-    micro = Micro(batch, list(range(len(samples))), world.device)
+    micro = Micro(Batch(samples), list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro
 
@@ -307,11 +304,10 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     args, found = learning.arguments(dtype="float32", head_chunk=8), []
     shape = memory.shape_from(model.skeleton(f"{folder}/wide"))
     policy = build(world, f"{folder}/wide", args)
-    policy.pack(True)
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
         if keys == KEYS:
-            micro = canary.worst_micro(tokens, 64, 256, world.device, True)
+            micro = canary.worst_micro(tokens, 64, 256, world.device)
         with Live() as live, torch.set_grad_enabled(grad):
             logprobs, _ = policy.logprobs(micro, 1.0, "value")
             policy.backward(logprobs.sum())
@@ -413,12 +409,9 @@ def test_the_canary_leaves_everything_as_it_was(two_ranks):
 
 @pytest.mark.parametrize("tokens", [1024, 1000, 33, 32, 16, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens):
-    micro = canary.worst_micro(tokens, 32, 64, torch.device("cpu"), packs=False)
-    rows, length = micro.inputs["input_ids"].shape
-    assert length <= 32 and tokens - rows < rows * length <= tokens
-    assert len(micro.targets) == rows * (length - 1)
-    micro = canary.worst_micro(tokens, 32, 64, torch.device("cpu"), packs=True)
+    micro = canary.worst_micro(tokens, 32, 64, torch.device("cpu"))
     assert tokens - 8 <= micro.tokens <= max(tokens, 2)
+    assert max(map(len, micro.batch.sequences)) <= 32
     if tokens > 64:     # and attention gathers nearly as many keys as it may
         keys = sum(len(s) for s in map(micro.batch.sequences.__getitem__, micro.rows))
         assert 0.9 * KEYS * tokens <= keys <= KEYS * tokens

@@ -1,5 +1,6 @@
 """packing.py: a packed group is its rows, to the last digits."""
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,8 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -21,6 +26,7 @@ import model
 import packing
 import ranks
 from batch import Batch, Micro
+from errors import SettingsError
 from learning import Case, difference, learn_all, whole
 
 AttentionInterface.register("packed", packing.attention)
@@ -53,15 +59,15 @@ def samples_of(groups, seed: int = 0) -> list:
 def packed_logprobs(lm, samples: list) -> torch.Tensor:
     """(N, T) from one packed micro-batch, with gradient."""
     lm.set_attn_implementation("packed")
-    micro = Micro(batch := Batch(samples, True), list(range(len(samples))), torch.device("cpu"))
-    assert batch.packed and micro.tokens < batch.tokens
+    micro = Micro(batch := Batch(samples), list(range(len(samples))), torch.device("cpu"))
+    assert micro.tokens < batch.tokens
     module = model.LogprobModel(lm, 0)
     return micro.spread(module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0])
 
 
-def one_by_one(lm, samples: list) -> torch.Tensor:
+def one_by_one(lm, samples: list, attention: str = "sdpa") -> torch.Tensor:
     """The same, one sequence at a time through plain transformers."""
-    lm.set_attn_implementation("sdpa")
+    lm.set_attn_implementation(attention)
     rows = []
     for s in samples:
         prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
@@ -112,12 +118,14 @@ def test_two_threads_give_one_gradient():
 
 def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
     """torch.nn.attention.varlen.varlen_attn by its documentation, one segment at a time."""
-    assert window_size == (-1, 0) and ends_q.dtype == ends_k.dtype == torch.int32
+    left, right = window_size
+    assert right == 0 and ends_q.dtype == ends_k.dtype == torch.int32
     out, lengths = torch.empty_like(q), [e.diff().tolist() for e in (ends_q, ends_k)]
     assert (longest_q, longest_k) == tuple(map(max, lengths))
     for (a, n), (b, m) in zip(*(zip(e.tolist(), L, strict=False) for e, L in zip(
             (ends_q, ends_k), lengths, strict=True)), strict=True):
         mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+        mask = mask if left < 0 else mask.triu(m - n - left)
         q_, k_, v_ = (x.transpose(0, 1) for x in (q[a:a + n], k[b:b + m], v[b:b + m]))
         out[a:a + n] = F.scaled_dot_product_attention(
             q_, k_, v_, attn_mask=mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
@@ -127,7 +135,7 @@ def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, 
 def test_the_gpu_kernel_gets_the_same_attention(monkeypatch):
     monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
     samples = samples_of(GROUPS)
-    micro = Micro(Batch(samples, True), list(range(len(samples))), torch.device("cpu"))
+    micro = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu"))
     q, k, v = (torch.randn(micro.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     ours, theirs = (way(q, k, v, micro.inputs["packed"], 0.3)
                     for way in (packing.blocks, packing.varlen))
@@ -153,7 +161,7 @@ def all_learn(world, folder: str, cases: list[Case]) -> list:
 
 def test_rows_without_a_gradient_change_nothing(models):
     cases = [Case(7, (("minibatches", 2), ("update_tokens", 77)), steps=3),
-             Case(6, (("loss", "gspo"),), packs=False, steps=2),
+             Case(6, (("loss", "gspo"),), steps=2),
              Case(5, samples="equal", steps=2), Case(4, (("kl_loss_coef", 0.1),))]
     ours, theirs = (list(zip(*ranks.results(2, function, models, cases), strict=True))
                     for function in (learn_all, all_learn))
@@ -170,24 +178,64 @@ def test_rows_without_a_gradient_change_nothing(models):
 
 # ---- which models ----
 
-def choose(world, folder: str) -> list[str]:
-    """What a good model, one whose attention mixes the packed rows, and a window give."""
+WINDOWS = {"mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=6)),
+           "gemma2": (Gemma2ForCausalLM, Gemma2Config, dict(
+               sliding_window=6, attn_logit_softcapping=2.0, query_pre_attn_scalar=8))}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_and_soft_caps_are_packed(kind):
+    """Every row is longer than the window; a completion's window reaches into its prompt."""
+    made, config, more = WINDOWS[kind]
+    torch.manual_seed(3)
+    lm = made(config(**SIZES, head_dim=8, **more)).double().eval()
+    model.widen(lm)
+    samples = samples_of([(14, (12, 2, 20)), (3, (1, 5, 9, 2)), (9, (7,))])
+    with torch.no_grad():
+        ours = packed_logprobs(lm, samples)
+        lm.config.sliding_window = 100
+        theirs = one_by_one(lm, samples, "eager")
+        assert difference(ours, theirs) > 1e-3      # the window was seen
+        lm.config.sliding_window = 6
+        theirs = one_by_one(lm, samples, "eager")
+    assert difference(ours, theirs) < 1e-6          # transformers' softmax is float32
+
+
+def test_the_gpu_kernel_gets_the_same_window(monkeypatch):
+    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
+    samples = samples_of(GROUPS)
+    packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
+    q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    ours, theirs = (way(q, k, v, packed, 0.3, 5) for way in (packing.blocks, packing.varlen))
+    assert difference(ours, theirs) < 1e-14
+
+
+def guarded(world, folder: str) -> list[str]:
+    """What canary.compare finds in a good model, and in one whose attention mixes the rows."""
     args = learning.arguments(dtype="float32")
     policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.model_args),
                           world, args.model_args, args.optimizer_args)
-    config, told = model.config_of(f"{folder}/tied"), []
-    try_it = lambda: told.append(canary.choose_packing([policy], world, config, 32, False)) or (
-        policy.packs)
-    chosen = [try_it()]
-    AttentionInterface.register("packed", lambda *a, packed=None, **k: packing.attention(*a, **k))
-    chosen.append(try_it())
-    config.sliding_window, config.use_sliding_window = 16, True
-    chosen.append(try_it())
-    return [*zip(chosen, told, strict=True), policy.module.lm.config._attn_implementation]
+    samples, found = samples_of([(5, (9,))]), []
+    run = SimpleNamespace(world=world, policy=policy, args=args, max_gap=1e-3)
+    logprobs = Batch(samples).score(
+        world, 100, "score", lambda micro: policy.logprobs(micro, 1.0)[0])
+    samples[0].completion.logprobs[:] = logprobs[0].numpy()  # a good engine
+    for attention in packing.attention, mixed:
+        AttentionInterface.register("packed", attention)
+        try:
+            canary.compare(run, samples)
+            found.append("")
+        except SettingsError as error:
+            found.append(str(error))
+    return found
 
 
-def test_a_model_that_cannot_be_packed_gets_padded_rows(models):
-    [good, mixed, window, kind], = ranks.results(1, choose, models)
-    assert good[0] and good[1].startswith("each prompt once")
-    assert not mixed[0] and "packed ones differ by" in mixed[1] and kind == "sdpa"
-    assert not window[0] and "window of 16 tokens, fewer than 32" in window[1]
+def mixed(module, q, k, v, mask, scaling=None, packed=None, **options):
+    """Attention to all that stands before, the rows of others too."""
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def test_a_model_that_cannot_be_packed_is_refused_before_the_first_update(models):
+    (good, bad), = ranks.results(1, guarded, models)
+    assert good == "" and bad.startswith("trainer and transformers differ before the first update")

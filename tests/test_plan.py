@@ -399,8 +399,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
         of = [p for p in prompts for _ in range(args.group)]
         batch = Batch([
             Sample(p, Completion(np.ones(n, np.int32), np.zeros(n, np.float32), False), "",
-                   Score(0.0, {}, None)) for p, n in zip(of, lengths, strict=True)],
-            packs=rng.random() < 0.7)
+                   Score(0.0, {}, None)) for p, n in zip(of, lengths, strict=True)])
         sizes = batch.sizes
         phases = {p.rows: p for p in made.phases(len(prompts)) if p.name == "update"}
         trained, minibatches = Counter(), batch.minibatches(args.minibatches, args.epochs)
@@ -410,8 +409,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
             if not part:                             # fewer completions than minibatches
                 assert args.dynamic_sampling
                 continue
-            lanes = balance([sizes[r] for r in part], ranks, args.update_tokens,
-                            batch.packed)
+            lanes = balance([sizes[r] for r in part], ranks, args.update_tokens)
             counts = {len(lane) for lane in lanes}
             empty = sum(not micro for lane in lanes for micro in lane)
             assert len(counts) == 1 and max(counts) <= phases[len(part)].micros
@@ -420,7 +418,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
             trained.update(part[i] for lane in lanes for micro in lane for i in micro)
         assert trained == dict.fromkeys(range(rows), args.epochs)
         assert rows + sum(counted.values()) == len(requests)
-        score = balance(sizes, ranks, args.score_tokens, batch.packed)
+        score = balance(sizes, ranks, args.score_tokens)
         assert sorted(i for lane in score for micro in lane for i in micro) == list(range(rows))
     assert seen == dict.fromkeys(range(n_rows), 1), "a row was dropped, or came twice in an epoch"
     evaluated = [list(range(n_eval))[share(n_eval, engines, e)] for e in range(engines)]

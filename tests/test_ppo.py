@@ -46,8 +46,6 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
         policy, critic, reference = (
             kind(module, world, weights, args.optimizer_args) for kind, module in
             zip((learning.Spy, SpyCritic, model.Policy), modules, strict=True))
-        for trained in policy, critic, reference:
-            trained.pack(True)
         learning.WEIGHTS.setdefault(source, learning.load_file(f"{source}/model.safetensors"))
         head = torch.linspace(-1, 1, 32, dtype=torch.float64).view(1, -1)
         learning.WEIGHTS[source]["head.weight"] = head

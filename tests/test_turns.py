@@ -286,8 +286,6 @@ def test_every_rank_has_the_same_episodes(spec, played):
 
 class Bigram:
     """A policy whose logits see only the token before: what else changes is no condition."""
-    packs, take = False, 0
-
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         make = lambda: torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
@@ -362,16 +360,15 @@ def test_what_the_environment_said_is_a_condition_and_never_a_target(script, opt
 
 def test_only_sampled_tokens_are_targets():
     samples = learning.fabricate("mixed", 7)
-    for packs in (False, True):
-        there = Batch(samples, packs)
-        micro = batch.Micro(there, list(range(len(samples))), torch.device("cpu"))
-        expected = [x for s in samples for x in s.completion.ids[s.completion.sampled].tolist()]
-        assert micro.targets.tolist() == expected and len(micro.source) == len(expected)
-        before = [(p + c)[len(p) + t - 1] for s in samples
-                  for p, c in [(s.prompt.row.prompt_ids, s.completion.ids.tolist())]
-                  for t in np.flatnonzero(s.completion.sampled)]
-        assert micro.inputs["input_ids"].flatten()[micro.source].tolist() == before
-        assert there.sampled.sum() == len(expected) < there.lengths.sum()
+    there = Batch(samples)
+    micro = batch.Micro(there, list(range(len(samples))), torch.device("cpu"))
+    expected = [x for s in samples for x in s.completion.ids[s.completion.sampled].tolist()]
+    assert micro.targets.tolist() == expected and len(micro.source) == len(expected)
+    before = [(p + c)[len(p) + t - 1] for s in samples
+              for p, c in [(s.prompt.row.prompt_ids, s.completion.ids.tolist())]
+              for t in np.flatnonzero(s.completion.sampled)]
+    assert micro.inputs["input_ids"].flatten()[micro.source].tolist() == before
+    assert there.sampled.sum() == len(expected) < there.lengths.sum()
 
 
 # ---- rewards and examples
@@ -526,7 +523,7 @@ def test_later_turns_use_the_prefix_cache(real):
 
 
 def test_engine_and_trainer_agree_on_all_turns(real):
-    assert real["packed"] and max(real["gaps"]) <= 1e-5, real["gaps"]
+    assert real["gap"] <= 1e-5, real["gap"]
 
 
 def test_hostile_replies_among_real_ones(real):

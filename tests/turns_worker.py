@@ -56,16 +56,13 @@ def main(folder: str, reply: str, out: str) -> None:
     samples = engine.sample(prompts, 3, 0.9)
     for sample in samples:
         sample.score = Score(0.0, {}, None)
-    gaps = []
-    for packs in (False, True):
-        policy.pack(packs)
-        there = Batch(samples, packs)
-        found = there.score(world, 2048, "score", lambda micro: policy.logprobs(micro, 0.9)[0])
-        gaps.append(float((found - there.engine_logprobs).abs().max()))  # 0 where not sampled
+    there = Batch(samples)
+    found = there.score(world, 2048, "score", lambda micro: policy.logprobs(micro, 0.9)[0])
+    gap = float((found - there.engine_logprobs).abs().max())  # 0 where not sampled
     done = [s.completion for s in samples]
     if world.rank == 0:
         Path(out).write_text(json.dumps({
-            "rounds": rounds, "cached": cached, "gaps": gaps, "packed": there.packed,
+            "rounds": rounds, "cached": cached, "gap": gap,
             "samples": [dict(
                 ids=c.ids.tolist(), logprobs=c.logprobs.tolist(), sampled=c.sampled.tolist(),
                 truncated=c.truncated, failed=c.failed, turns=c.turns, text=s.text,
