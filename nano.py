@@ -84,7 +84,7 @@ def train() -> None:
         # Not named_parameters(): it has no tied head, and the engine's would stay old in silence.
         weights = ((name, w.full_tensor().to(DTYPE)) for name, w in policy.state_dict().items())
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        engine.reset_prefix_cache()  # what it has computed of prompts is of the old weights
+        engine.reset_prefix_cache()  # what it keeps of prompts was computed with old weights
         chats = [[{"role": "user", "content": row["question"]}] for row in batch]
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
         N = len(prompts) * G
@@ -92,22 +92,22 @@ def train() -> None:
         outputs = engine.generate([{"prompt_token_ids": prompts[n // G]} for n in mine], [
             SamplingParams(seed=seed_of(position + n // G, n % G), max_tokens=MAX_TOKENS)
             for n in mine], use_tqdm=False)
-        replies = {n: output.outputs[0] for n, output in zip(mine, outputs, strict=True)}
+        replies = {n: out.outputs[0].token_ids for n, out in zip(mine, outputs, strict=True)}
         position += len(batch)
 
         # 2. Reward: each rank scores its share. Then it gets the rewards and lengths of all.
+        texts = {n: tokenizer.decode(replies[n], skip_special_tokens=True) for n in mine}
         shares = [None] * RANKS
         td.all_gather_object(shares, [
-            (reward(replies[n].text, batch[n // G]["answer"]), len(replies[n].token_ids))
-            for n in mine])
+            (reward(texts[n], batch[n // G]["answer"]), len(replies[n])) for n in mine])
         rewards, lengths = torch.tensor(sum(shares, [])).view(-1, G, 2).unbind(-1)  # (P, G)
 
         # 3. Learn. All tokens of a completion have the same advantage.
         advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()  # N numbers
         for part in (mine[i::MICROS] for i in range(MICROS)):  # FSDP needs all ranks in each
-            ids = pad([prompts[n // G] + replies[n].token_ids for n in part])  # (b, L)
-            A = pad([[0.0] * len(prompts[n // G]) + [advantages[n]] * len(replies[n].token_ids)
-                     for n in part])  # (b, L), 0 at what the policy has not chosen
+            ids = pad([prompts[n // G] + replies[n] for n in part])  # (b, L): the longest has L
+            # (b, L), and 0 at tokens that the policy has not chosen: the prompt and the padding.
+            A = pad([[0] * len(prompts[n // G]) + [advantages[n]] * len(replies[n]) for n in part])
             # No mask is needed: a token attends to its left, and the padding is on the right.
             logits = policy(input_ids=ids, use_cache=False).logits[:, :-1].float()  # (b, L-1, V)
             logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # of the next token
