@@ -40,13 +40,13 @@ DEVICE, DTYPE = (f"cuda:{LOCAL_RANK}", torch.bfloat16) if GPU else ("cpu", torch
 
 
 def reward(text: str, answer: str) -> float:
-    """A task of your own begins here, and with its rows in `train`."""
+    """1 for a right completion. Your own task is this function, and `rows` in `train`."""
     return float(text.strip() == answer)
 
 
 def seed_of(position: int, i: int) -> int:
     """Completion i of a prompt has its own random numbers, whichever rank samples it."""
-    text = repr((SEED, "train", position, i))  # hashed: with sums, other prompts had the same seed
+    text = repr((SEED, "train", position, i))  # hashed: sums such as position + i repeat
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
@@ -62,26 +62,27 @@ def train() -> None:
     folder = tiny.ensure()  # a small model, made on first use
     tokenizer, rows = AutoTokenizer.from_pretrained(folder), tiny.rows(1000, SEED)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
-    for module in (*policy.model.layers, policy):  # only one layer has all its weights at a time
+    for module in (*policy.model.layers, policy):  # FSDP gathers the weights of a layer at a time
         fully_shard(module, mp_policy=MixedPrecisionPolicy(DTYPE, torch.float32))
-        # The loss is already divided by the tokens of all ranks: sum their gradients, no mean.
+        # Sum the ranks' gradients, no mean: the loss is already divided by the tokens of all.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     engine = LLM(
-        folder, distributed_executor_backend="external_launcher", dtype=DTYPE, enforce_eager=True,
+        folder, dtype=DTYPE, max_model_len=MAX_PROMPT + MAX_TOKENS, enforce_eager=True,
+        distributed_executor_backend="external_launcher",  # torchrun starts the ranks, not vLLM
         load_format="dummy",  # random weights: it takes the policy's before each rollout
         gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**28,  # else it takes all memory
-        max_num_batched_tokens=P * G * MAX_PROMPT,  # a prompt in two parts fails with seeds on CPU
-        max_model_len=MAX_PROMPT + MAX_TOKENS)
+        max_num_batched_tokens=P * G * MAX_PROMPT)  # on CPU, seeds fail with prompts in two parts
     position = 0  # in the data
+
     for step in range(STEPS):
         epoch, start = divmod(position, len(rows))
         order = np.random.default_rng([SEED, epoch]).permutation(len(rows))  # alike on all ranks
         batch = [rows[i] for i in order[start:start + P]]  # fewer than P at an epoch's end
 
         # 1. Rollout: G completions of each prompt. Completion n has prompt n // G.
-        # Not named_parameters(): it has no tied head, and the engine's would stay old in silence.
+        # Not named_parameters(): it omits a head tied to the embedding, and vLLM's would stay old.
         weights = ((name, w.full_tensor().to(DTYPE)) for name, w in policy.state_dict().items())
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         engine.reset_prefix_cache()  # what it keeps of prompts was computed with old weights
@@ -104,7 +105,7 @@ def train() -> None:
 
         # 3. Learn. All tokens of a completion have the same advantage.
         advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()  # N numbers
-        for part in (mine[i::MICROS] for i in range(MICROS)):  # FSDP needs all ranks in each
+        for part in (mine[i::MICROS] for i in range(MICROS)):  # as many on each rank: FSDP needs it
             ids = pad([prompts[n // G] + replies[n] for n in part])  # (b, L): the longest has L
             # (b, L), and 0 at tokens that the policy has not chosen: the prompt and the padding.
             A = pad([[0] * len(prompts[n // G]) + [advantages[n]] * len(replies[n]) for n in part])
@@ -112,7 +113,7 @@ def train() -> None:
             logits = policy(input_ids=ids, use_cache=False).logits[:, :-1].float()  # (b, L-1, V)
             logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # of the next token
             # GRPO has the ratio π / π_old in the place of log π, and clips it. With one update
-            # after each rollout π is π_old: the gradient is the same, and nothing is clipped.
+            # after each rollout the ratio is 1: the gradient is the same, nothing is clipped.
             loss = -(A[:, 1:] * logp).sum() / lengths.sum()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM).full_tensor()
