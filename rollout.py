@@ -142,7 +142,8 @@ class Engine:
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """`group` completions of each prompt: P·group samples in request order, on every rank."""
+        """`group` completions of each prompt: P·group samples in request order, on every rank.
+        Their texts come with their scores."""
         owners = [prompt for prompt in prompts for _ in range(group)]
         seed = lambda i, *turn: hash_seed(
             self.seed, purpose, owners[i].position, i % group, *turn)
@@ -153,9 +154,7 @@ class Engine:
             completions = complete(requests)
             if self.episodes:
                 self.episodes.play(owners, completions, complete, seed)
-            texts = self.tokenizer.batch_decode(
-                [c.ids for c in completions], skip_special_tokens=True)
-        return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
+        return [Sample(*one) for one in zip(owners, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """One completion of each request, on every rank. A collective."""

@@ -231,8 +231,7 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
     engine = SimpleNamespace(
         seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
         log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
-        mine=lambda x: x, tokenizer=SimpleNamespace(batch_decode=lambda x, **_: [""] * len(x)),
-        generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
+        mine=lambda x: x, generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
     engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)
     rollout.Engine.sample(engine, [data.Prompt(first + i, row) for i in range(prompts)], group, 1.0)
     return asked
