@@ -128,17 +128,11 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
     spec = os.path.expanduser(spec)
     name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", spec, re.DOTALL).groups()
-    if name == "reasoning_gym":
-        from examples import reasoning_gym_tasks
-        rows = reasoning_gym_tasks.rows(GENERATED_ROWS, seed, config, split or "train")
-        return rows, f"{name}/{config}"
-    if name == "tiny":
-        from examples import tiny
-        task, split = config or "sort", split or "train"
-        if task not in tiny.TASKS or split not in ("train", "test"):
-            raise SettingsError(
-                f"no such rows: {spec}; tiny has {', '.join(tiny.TASKS)}, train and test.")
-        return tiny.rows(GENERATED_ROWS, seed, task, split), f"tiny/{config}" if config else name
+    if name in ("tiny", "reasoning_gym"):
+        from examples import reasoning_gym_tasks, tiny
+        make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
+        rows = make(GENERATED_ROWS, seed, config, split or "train")
+        return rows, f"{name}/{config}" if config else name
     is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
     path = spec if is_file else name
     if "://" in spec:

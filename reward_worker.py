@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from examples import reasoning_gym_tasks
 from rewards import Item, Part, messages, number, parse
 from verifiers import REWARDS, math_reward
 
@@ -71,13 +72,18 @@ def find(part: Part):
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, part.name, None)
-    if part.name in ("math", "reasoning_gym"):
-        shut_eval(part.name)
+    if part.name == "math":
+        shut_eval()
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns: no timer
+        math_reward(r"\boxed{\frac{1}{2}}", "0.5")  # loads the grammar
+    if part.name == "reasoning_gym":
+        shut_eval()
+        reasoning_gym_tasks.shut_eval()
     return pkgutil.resolve_name(REWARDS[part.name])
 
 
-def shut_eval(library: str):
-    """Import the library, and keep eval away from what a model wrote."""
+def shut_eval():
+    """Keep sympy from evaluating what a model wrote, unless it is arithmetic."""
     from sympy.parsing import sympy_parser
     stringify = sympy_parser.stringify_expr  # sympy evals what it returns
 
@@ -90,15 +96,6 @@ def shut_eval(library: str):
         return code
 
     sympy_parser.stringify_expr = arithmetic_only
-    if library == "math":
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns: no timer
-        math_reward(r"\boxed{\frac{1}{2}}", "0.5")  # loads the grammar
-    else:
-        import reasoning_gym  # noqa: F401
-        for name, module in list(sys.modules.items()):
-            # bitwise_arithmetic evaluates only the row's problem.
-            if name.startswith("reasoning_gym.") and not name.endswith(".bitwise_arithmetic"):
-                module.eval = ast.literal_eval
 
 
 def answer(rewards: list[Reward], items: list[Item]) -> tuple:

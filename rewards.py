@@ -65,12 +65,10 @@ class Part(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a worker found out about its rewards."""
-    groups: bool  # one of them takes all completions of a prompt together
+    """What a worker found in its rewards."""
+    groups: bool  # one takes all completions of a prompt together
     needs: list  # [(reward, column that it needs), …]
 
-
-# ---- the reward of a step
 
 def score_samples(run, samples: list, group: int) -> None:
     """Give each sample its text and its score. `group` samples in a row share a prompt.
@@ -84,8 +82,8 @@ def score_samples(run, samples: list, group: int) -> None:
         mine = [sample for unit in run.world.mine(units) for sample in unit]
         items = [item_of(sample, run.engine.tokenizer) for sample in mine]
         scores = run.scorer.score(items, size)
-        texts = [item.completion for item in items]
-        scored = run.world.gather(list(zip(texts, scores, strict=True)))
+        scored = run.world.gather([(item.completion, score)
+                                   for item, score in zip(items, scores, strict=True)])
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
@@ -122,8 +120,6 @@ def report(scorer, world, log, scores: list[Score], calls: int) -> None:
         log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
         scorer.warned = True
 
-
-# ---- before weights load
 
 def parse(specs: list[str], kind: str = "reward") -> list[Part]:
     """The words of --reward (or --reply). One SettingsError has all mistakes."""
@@ -166,8 +162,6 @@ def check_rows(needs: list, rows: list, kind: str = "reward"):
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
 
 
-# ---- what a function may return
-
 def number(value) -> float | None:
     """A finite number (also of numpy or torch) as a float, or None. Else a TypeError."""
     value = value.item() if hasattr(value, "item") else value
@@ -194,8 +188,6 @@ def is_message(value) -> bool:
     return (isinstance(value, dict) and isinstance(value.get("role"), str)
             and isinstance(value.get("content"), str))
 
-
-# ---- workers
 
 class Worker:
     """A process that kills all that its rewards started when it ends."""
@@ -245,7 +237,6 @@ class Scorer:
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.specs, self.kind, self.timeout = specs, kind, args.reward_timeout
         self.parts = parse(specs, kind)
-        self.names = ["reply"] if kind == "reply" else [part.name for part in self.parts]
         self.tried, self.closed = threading.Event(), threading.Event()
         self.loaded: Loaded | None = None
         self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
@@ -326,7 +317,7 @@ class Scorer:
             scores, trace, usable = self._ask(worker, unit.start, items)
         except Exception as error:  # a reward can write into the socket
             why = str(error) if isinstance(error, OSError) else f"no valid answer ({error!r})"
-            scores = [Score(None, dict.fromkeys(self.names), why) for _ in items]
+            scores = [self._sum([None] * len(self.parts), why) for _ in items]
             trace, usable = f"{why}\nThe completion: {items[0].completion[:300]!r}", False
         self.scores[unit] = scores
         self.first_traceback = self.first_traceback or trace
@@ -348,12 +339,12 @@ class Scorer:
         return [self._sum(parts, error) for _, parts, error in found], trace, usable
 
     def _sum(self, values: list, error: str | None) -> Score:
-        """The score of one completion from the values of its parts."""
+        """The score of a completion. A reply has the total 0, and its messages as the part."""
         error = None if error is None else str(error)
         if self.kind == "reply":
-            total, values = None if error else 0.0, [messages(value) for value in values]
-        else:
-            values = [number(value) for value in values]
-            total = None if None in values else sum(
-                part.weight * value for part, value in zip(self.parts, values, strict=True))
-        return Score(total, dict(zip(self.names, values, strict=True)), error)
+            reply, = values
+            return Score(None if error else 0.0, {"reply": messages(reply)}, error)
+        parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
+        if None in parts.values():
+            return Score(None, parts, error)
+        return Score(sum(p.weight * parts[p.name] for p in self.parts), parts, error)

@@ -278,7 +278,7 @@ def evaluated() -> str:
     import reward_worker
     kept = sympy_parser.stringify_expr
     try:
-        reward_worker.shut_eval("math")
+        reward_worker.shut_eval()
         sympy_parser.parse_expr("__import__('os').getpid()")
     except ValueError:
         return "refused"

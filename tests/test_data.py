@@ -177,9 +177,9 @@ def test_tiny_rows():
     again, name = read("tiny:sort@train", seed=5)
     assert again == [row.columns for row in rows] and name == "tiny/sort"
     assert not set(questions("tiny@test", seed=5)) & {row["question"] for row in again}
-    for spec in ("tiny:srt", "tiny@dev"):
+    for spec, whole in ("tiny:srt", "tiny:srt@train"), ("tiny@dev", "tiny:sort@dev"):
         message = sentence(read, spec)
-        assert all(w in message for w in (f"no such rows: {spec}; ", "sort", "train and test"))
+        assert all(w in message for w in (f"no such rows: {whole}; ", "sort", "train and test"))
 
 
 # ---- Real rows

@@ -293,6 +293,16 @@ def test_importing_loads_nothing_heavy():
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"
 
 
+@pytest.mark.parametrize("spec", ["exact", "kk", "countdown", "own.py:f"])
+def test_a_worker_loads_nothing_heavy(own, spec):
+    """In another folder than the project's."""
+    own("def f(completion): return None")
+    heavy = {"torch", "transformers", "math_verify", "sympy", "numpy", "reasoning_gym"}
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import reward_worker, rewards\n"
+            f"reward_worker.load(rewards.parse([{spec!r}])[0], 'reward')\n"
+            f"print({heavy} & set(sys.modules))")
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"set()\n"
+
 # ---- signatures
 
 SIGNATURES = """
@@ -386,7 +396,8 @@ def test_none_is_unscorable_and_no_failure(own):
 
 
 @pytest.mark.parametrize("fault, kind", [
-    ("raise ValueError('no')", "exception"), ("os._exit(1)", "death"), ("time.sleep(1e9)", "timeout"),
+    ("raise ValueError('no')", "exception"), ("os._exit(1)", "death"),
+    ("time.sleep(1e9)", "timeout"),
     ("return [1.0, float('nan')]", "exception"), ("return [1.0]", "exception")])
 def test_a_failure_of_a_group_reward_costs_the_group(own, fault, kind):
     spec = own(f"def f(prompts, completions, **columns):\n    if 'bad' in completions: {fault}\n"
