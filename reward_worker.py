@@ -44,10 +44,8 @@ class Reward(NamedTuple):
 def load(part: Part, wanted: str) -> Reward:
     """wanted: "reward" or "reply"."""
     function = find(part)
-    parameters = []
-    if callable(function):
-        parameters = inspect.signature(function).parameters.values()
-    named = {p.name: p.default for p in parameters
+    parameters = inspect.signature(function).parameters if callable(function) else {}
+    named = {name: p for name, p in parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     kinds = KINDS if wanted == "reward" else {"turns": "reply"}
     kind = next((kind for name, kind in kinds.items() if name in named), None)
@@ -57,9 +55,9 @@ def load(part: Part, wanted: str) -> Reward:
     given = arguments(kind, [Item("", "", None, {}, 0, False)]).keys()
     if not part.path:
         given -= {"answer"}  # it must not be None
-    required = [name for name, default in named.items() if default is inspect.Parameter.empty]
-    needs = [(part.name, name) for name in required if name not in given]
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    needs = [(part.name, name) for name, p in named.items()
+             if p.default is p.empty and name not in given]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return Reward(kind, function, None if any_name else list(named), needs)
 
 

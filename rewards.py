@@ -99,24 +99,27 @@ def item_of(sample, tokenizer) -> Item:
 
 
 def report(scorer, world, log, scores: list[Score], calls: int) -> None:
-    """Print what rewards (or replies) printed, and a run's first failure. A collective.
+    """Print what rewards (or replies) printed, and what failed. A collective.
 
-    calls: of the reward, on all ranks. SettingsError after FAILED_CALLS in a row without a score.
+    calls: of the reward, on all ranks.
     """
     told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
     printed = "".join(text for _, text in told)
     if printed:
         log.say(f"{scorer.kind}s printed (the last 1,000 characters):\n{printed[-1000:]}")
     failure = next((trace for trace, _ in told if trace), None)
-    if any(score.total is not None for score in scores):
-        scorer.unscored = 0
-    else:
-        scorer.unscored += calls
-        failure = failure or "every reward returned None"
+    scored = sum(score.total is not None for score in scores)
+    scorer.unscored = 0 if scored else scorer.unscored + calls
+    if failure or not scored:
+        report_failure(scorer, log, len(scores), failure or "every reward returned None")
+
+
+def report_failure(scorer, log, count: int, failure: str) -> None:
+    """A run's first one is printed. SettingsError after FAILED_CALLS in a row without a score."""
     if scorer.unscored >= FAILED_CALLS:
         raise SettingsError(
-            f"None of this batch's {len(scores)} completions has a {scorer.kind}:\n{failure}")
-    if failure and not scorer.warned:
+            f"None of this batch's {count} completions has a {scorer.kind}:\n{failure}")
+    if not scorer.warned:
         log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
         scorer.warned = True
 
@@ -127,10 +130,10 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(-?\d*\.?\d+(?:e-?\d\d?)?))?", spec)
         path, name, weight = match.groups() if match else (None, spec, None)
-        known = os.path.isfile(path) if path else name in REWARDS
-        if not known:
-            what = "file" if path else "reward"
-            mistakes.append(f"--{kind} {spec}: no such {what}.")
+        if path and not os.path.isfile(path):
+            mistakes.append(f"--{kind} {spec}: no such file.")
+        if not path and name not in REWARDS:
+            mistakes.append(f"--{kind} {spec}: no such reward.")
         if name in [part.name for part in parts]:
             mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
         if name in ("mean", "std") and kind == "reward":
@@ -249,7 +252,12 @@ class Scorer:
             thread.start()
 
     def wait(self) -> Loaded:
-        """What the workers have loaded; waits for it. SettingsError if they cannot load it."""
+        """What the workers have loaded. SettingsError if they cannot load it."""
+        if not self.loaded:
+            self._wait()
+        return self.loaded
+
+    def _wait(self):
         if not self.tried.wait(SLOW_SECONDS) and os.environ.get("RANK", "0") == "0":
             print(f"--{self.kind} {' '.join(self.specs)} is still loading (limit: "
                   f"{START_SECONDS} s)", flush=True)
@@ -258,7 +266,6 @@ class Scorer:
             error = SettingsError(self.refused)
             error.alone = True  # the workers of another rank may have loaded
             raise error
-        return self.loaded
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:
         """A score for each item. Each `group` items in a row share a prompt."""
@@ -314,7 +321,14 @@ class Scorer:
         """False: the worker must be replaced."""
         items = self.items[unit]
         try:
-            scores, trace, usable = self._ask(worker, unit.start, items)
+            if not worker:
+                raise OSError(f"no worker starts: {self.refused}")
+            worker.socket.settimeout(self.timeout)
+            worker.socket.sendall(pickle.dumps((unit.start, items)))
+            start, values, errors, trace, usable = worker.receive(self.timeout * len(items))
+            if start != unit.start:
+                raise ValueError(start)
+            scores = [self._sum(*one) for _, *one in zip(items, values, errors, strict=True)]
         except Exception as error:  # a reward can write into the socket
             why = str(error) if isinstance(error, OSError) else f"no valid answer ({error!r})"
             scores = [self._sum([None] * len(self.parts), why) for _ in items]
@@ -325,18 +339,6 @@ class Scorer:
             self.printed.append(worker.printed.decode(errors="replace"))
             worker.printed = b""
         return usable
-
-    def _ask(self, worker: Worker | None, start: int, items: list[Item]) -> tuple:
-        """(scores, first traceback or None, whether the worker can go on) of its answer."""
-        if not worker:
-            raise OSError(f"no worker starts: {self.refused}")
-        worker.socket.settimeout(self.timeout)
-        worker.socket.sendall(pickle.dumps((start, items)))
-        answered, values, errors, trace, usable = worker.receive(self.timeout * len(items))
-        if answered != start:
-            raise ValueError(answered)
-        found = zip(items, values, errors, strict=True)
-        return [self._sum(parts, error) for _, parts, error in found], trace, usable
 
     def _sum(self, values: list, error: str | None) -> Score:
         """The score of a completion. A reply has the total 0, and its messages as the part."""

@@ -6,20 +6,23 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import ranks
 import rewards
 import verifiers
+from batch import Completion, Sample
 from errors import SettingsError
-from examples import countdown, kk
+from examples import countdown, gsm8k, kk, tiny
 from rewards import Item, RewardArgs, Score, Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,7 +145,7 @@ def test_math_in_the_workers_is_math_in_a_plain_main_thread():
     ("10-5", "5", 1), ("x = -5", "-5", 1), ("$-5", "-5", 1), ("-$5", "-5", 1),
     (".5", "0.5", 1), ("1,2345", "2345", 1), ("#### 0.30", "0.3", 1)])
 def test_gsm8k(completion, answer, expected):
-    assert verifiers.gsm8k(completion, answer) == expected
+    assert gsm8k.gsm8k(completion, answer) == expected
 
 
 def test_a_row_without_a_number_is_not_a_zero():
@@ -507,6 +510,43 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
     start = "if os.path.exists('started'): raise SystemExit\nopen('started', 'w')\n"
     scores, failures, _ = score([own(start + F + "os._exit(1)")], ["x"] * 20, workers=1)
     assert totals(scores) == [None] * 20 and failures == {"death": 20}
+
+
+def scored_on(world, specs, groups, group):
+    """(text and score of each sample, how often this rank decoded)"""
+    decoded, tokenizer = [], tiny.make_tokenizer()
+
+    def decode(ids, **options):
+        decoded.append(len(ids))
+        return tokenizer.decode(ids, **options)
+    samples = []
+    for i in range(groups * group):
+        row = data.Row(i, "q", [1], "12" if i % 2 else "3", {}, "")
+        ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
+        samples.append(Sample(data.Prompt(i, row), Completion(ids, np.zeros(len(ids)), False)))
+    with closing(Scorer(specs, RewardArgs(1))) as scorer:
+        rewards.score_samples(SimpleNamespace(
+            scorer=scorer, world=world, engine=SimpleNamespace(
+                tokenizer=SimpleNamespace(decode=decode)),
+            log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, group)
+    return [(s.text, s.score.total) for s in samples], len(decoded)
+
+
+def all_scored_on(world, cases):
+    return [scored_on(world, *case) for case in cases]
+
+
+def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
+    """With two whole groups, a rank of three has nothing to score."""
+    own("def f(completions, **columns): return [float(len(completions))] * len(completions)")
+    groups = [f"{tmp_path}/own.py:f"]
+    found = ranks.results(3, all_scored_on, [(["exact"], 5, 2), (groups, 5, 2), (groups, 2, 2)])
+    shares = [[4, 3, 3], [4, 4, 2], [2, 2, 0]]   # texts of each rank
+    totals = [[0.0, 1.0] * 5, [2.0] * 10, [2.0] * 4]
+    for case, (counts, expected) in enumerate(zip(shares, totals, strict=True)):
+        assert [theirs[case][1] for theirs in found] == counts
+        for theirs in found:
+            assert theirs[case][0] == [("12", total) for total in expected]
 
 
 def test_a_batch_that_fails_as_a_whole_stops(own):

@@ -274,13 +274,20 @@ def test_replies_that_always_fail_end_the_run(spec):
 
 
 def texts(world, spec):
-    return [(c.ids.tolist(), c.turns, c.failed) for c in play(world, spec)[1]]
+    """The episodes, and how many turns this rank decoded."""
+    kind, count = type(TOKENIZER), []
+    decode = kind.decode
+    kind.decode = lambda *args, **options: count.append(1) or decode(*args, **options)
+    return [(c.ids.tolist(), c.turns, c.failed) for c in play(world, spec)[1]], len(count)
 
 
-def test_every_rank_has_the_same_episodes(spec, played):
+def test_every_rank_has_the_same_episodes_and_decodes_its_share(spec, played):
     alone = [(c.ids.tolist(), c.turns, c.failed) for c in played[1]]
-    for theirs in ranks.results(3, texts, spec):
-        assert theirs == alone
+    found = ranks.results(3, texts, spec)
+    assert all(theirs == alone for theirs, _ in found)
+    counts, rounds = [count for _, count in found], 3
+    assert sum(counts) == sum(len(gave) for gave in played[2].gave.values())
+    assert max(counts) - min(counts) <= rounds
 
 
 # ---- what is trained on
