@@ -104,9 +104,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
              args: DataArgs) -> Row | None:
-    """None: it asks nothing. controls: the texts of the control tokens."""
-    there = {name: value for name, value in columns.items()
-             if value is not None and value == value}  # NaN is not NaN
+    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens."""
+    there = {column: value for column, value in columns.items()
+             if value is not None and value == value}  # NaN differs from itself
     messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
     if not messages:
         return None

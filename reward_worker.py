@@ -27,7 +27,7 @@ from verifiers import REWARDS, math_reward
 KINDS = {"completions": "trl", "queries": "openrlhf", "solution_str": "verl",
          "completion": "ours", "turns": "ours"}
 LOOP = asyncio.Runner()  # one loop for all calls: a client may outlive its call
-# What sympy may evaluate.
+# Arithmetic: all that sympy may evaluate.
 CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos tan cot sec csc "
             "asin acos atan sinh cosh tanh".split())
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
@@ -42,7 +42,7 @@ class Reward(NamedTuple):
 
 
 def load(part: Part, wanted: str) -> Reward:
-    """wanted: "reward" or "reply"."""
+    """Its function, and how to call it. wanted: "reward" or "reply"."""
     function = find(part)
     parameters = inspect.signature(function).parameters if callable(function) else {}
     named = {name: p for name, p in parameters.items()
@@ -62,7 +62,7 @@ def load(part: Part, wanted: str) -> Reward:
 
 
 def find(part: Part):
-    """The function of a --reward."""
+    """The function of a --reward or --reply. None: the file has none of this name."""
     if part.path:
         path = Path(part.path).absolute()
         sys.path.insert(0, str(path.parent))

@@ -92,6 +92,7 @@ def score_samples(run, samples: list, group: int) -> None:
 
 
 def item_of(sample, tokenizer) -> Item:
+    """Its completion, decoded, and the row."""
     row, completion = sample.prompt.row, sample.completion
     text = tokenizer.decode(completion.ids, skip_special_tokens=True)
     return Item(row.prompt, text, row.answer, row.columns, completion.tokens,

@@ -650,7 +650,7 @@ def test_hostile_completions_never_run(spec, tmp_path, monkeypatch):
     items = [item(text, answer, nums=[9, 9], target=72) for text in BOMBS]
     slow = "<think></think><answer>" + " is a knight" * 50_000 + "</answer>"   # has good tags
     items += [item(text, answer, nums=[9, 8], target=72) for text in (slow, "#### 72")]
-    scores, failures, _ = score([spec], items, timeout=3.0 if spec == "math" else 30.0)
+    scores, failures, _ = score([spec], items, timeout=2.0 if spec == "math" else 30.0)
     assert scores[-1].total is not None and not failures["death"]
     for text, total in zip(BOMBS, totals(scores), strict=False):
         assert spec == "math" if total is None else total <= 0, text[:40]
