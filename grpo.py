@@ -22,12 +22,13 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
+from batch import Batch, Meter, Sample, note_advantages, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
 from model import Policy, learning_rate
 from plan import Rule
+from rewards import score_samples
 from run import CommonArgs, Run, parse, set_up
 
 
@@ -108,7 +109,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
-                score_samples(samples, args.group, run.scorer, run.world, run.log)
+                score_samples(run, samples, args.group)
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
@@ -251,7 +252,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
             break
         looked_at = len(samples)
         new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
-        score_samples(new, args.group, run.scorer, run.world, run.log)
+        score_samples(run, new, args.group)
         samples += new
     refused = {"batch/dropped_equal": len(samples) - len(kept) * args.group,
                "batch/dropped_surplus": max(0, len(kept) - args.batch) * args.group}

@@ -19,12 +19,13 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
+from batch import Batch, Meter, Sample, note_advantages, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
 from model import Critic, Policy, learning_rate
 from plan import Rule
+from rewards import score_samples
 from run import CommonArgs, parse, set_up
 
 
@@ -93,7 +94,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
-                score_samples(samples, args.group, run.scorer, run.world, run.log)
+                score_samples(run, samples, args.group)
             if step == run.start:
                 compare(run, samples)  # transformers, trainer and engine: one policy?
 

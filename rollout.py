@@ -160,7 +160,8 @@ class Engine:
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """`group` completions of each prompt: P·group samples in request order, on every rank."""
+        """`group` completions of each prompt: P·group samples in request order, on every rank.
+        Their texts come with their scores."""
         owners = [prompt for prompt in prompts for _ in range(group)]
 
         def seed(i: int, *turn: int) -> int:
@@ -173,9 +174,7 @@ class Engine:
             if self.episodes:
                 self.episodes.play(
                     owners, completions, partial(self.complete, temperature=temperature), seed)
-            texts = self.tokenizer.batch_decode(
-                [c.ids for c in completions], skip_special_tokens=True)
-        return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
+        return [Sample(*one) for one in zip(owners, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """One completion of each request, on every rank. A collective."""

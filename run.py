@@ -23,7 +23,6 @@ import memory
 import model
 import plan
 import rewards
-from batch import score_samples
 from check import check, eos_ids, is_tiny
 from data import DataArgs
 from errors import Mistakes, SettingsError
@@ -31,7 +30,7 @@ from evaluate import EvalArgs, evaluation_metrics
 from lora import LoraArgs
 from model import ModelArgs, OptimizerArgs
 from plan import PlanArgs
-from rewards import RewardArgs
+from rewards import RewardArgs, score_samples
 from rollout import Engine, EngineArgs
 from turns import Episodes, TurnArgs
 
@@ -267,7 +266,7 @@ class Run:
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
             samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
-            score_samples(samples, args.eval_samples, self.scorer, self.world, self.log)
+            score_samples(self, samples, args.eval_samples)
         metrics = evaluation_metrics(samples, args)
         self.log.samples(f"eval_{step:05d}", samples)
         self.log.times.clear()

@@ -98,6 +98,10 @@ def held_out(question):
 
 def rows(n, seed, task="sort", split="train"):
     """n different questions and answers."""
+    task = task or "sort"
+    if task not in TASKS or split not in ("train", "test"):
+        raise SettingsError(f"no such rows: tiny:{task}@{split}; tiny has {', '.join(TASKS)}, "
+                            f"train and test.")
     rng, found = random.Random(f"{task} {split} {seed}"), {}
     for _ in range(1000 + 100 * n):
         if len(found) == n:

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ranks
-import verifiers
 from errors import SettingsError
-from examples import tiny
+from examples import kk, tiny
 
 
 def python(code: str) -> subprocess.Popen:
@@ -130,7 +129,7 @@ def test_knights_have_one_solution_and_thinking_finds_it():
         for question, answer, reply in samples:
             assert solutions(question) == [answer]
             assert reply.startswith("<think></think>") == (clumsy == 1.0)
-        return sum(verifiers.kk01(reply, answer) for _, answer, reply in samples) / 1000
+        return sum(kk.kk01(reply, answer) for _, answer, reply in samples) / 1000
     # A guess among 4 or 8; four standard errors.
     assert right(0.0) == 1 and abs(right(1.0) - (1 / 4 + 1 / 8) / 2) < 0.05
     question = "A says B is a knave. B says A is a knave and B is a knave."
@@ -269,7 +268,7 @@ def test_the_name_changes_with_the_code(tmp_path, monkeypatch):
 def test_a_builder_killed_half_way_blocks_nobody(quick, tmp_path):
     stuck = python(f"""if 1:
         import os, time
-        from examples import tiny
+        from examples import kk, tiny
         def build(folder, task):
             os.makedirs(folder); open(folder + '/config.json', 'w').write('half of')
             print('in the middle', flush=True); time.sleep(600)
