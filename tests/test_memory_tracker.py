@@ -40,13 +40,10 @@ def packed_rows(tokens: int, group: int):
     room = LENGTH if group == 1 else tokens  # of a prompt and its completions
     new = 1 if group == 1 else LENGTH // KEYS  # tokens of a completion
     prompt = LENGTH - new
-    owners, rows = [], []
-    for owner in range(tokens // room):
-        for _ in range((room - prompt) // new):
-            owners.append(owner)
-            rows.append([torch.zeros(n, dtype=torch.long) for n in (prompt, new + 1)])
-    ids, positions, packed, _, _ = packing.pack(owners, rows, torch.device("cpu"))
-    keys = float((packed.length + packed.prefix).sum()) / ids.numel()
+    rows = [(owner, torch.zeros(prompt, dtype=torch.long), torch.zeros(new + 1, dtype=torch.long))
+            for owner in range(tokens // room) for _ in range((room - prompt) // new)]
+    ids, positions, packed, _ = packing.pack(rows, torch.device("cpu"))
+    keys = sum(segment.length + segment.prefix for segment in packed.segments) / packed.tokens
     return ids, positions, packed, keys
 
 
