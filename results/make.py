@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-import plot  # noqa: E402
+from tools import plot  # noqa: E402
 
 COIN = "examples/coin.py:coin"
 FOLLOWS = "examples/instructions.py:follows"

@@ -27,7 +27,7 @@ def main(folder: str, out: str) -> None:
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
     config = model.config_of(folder)
-    log = SimpleNamespace(phase=lambda name: nullcontext(), writing=False)
+    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False)
     engine = Engine(folder, world, EngineArgs(max_num_seqs=64), dtype=torch.float32, max_len=256,
                     max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, log=log,
                     trained=[policy], tokenizer=None)

@@ -98,7 +98,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
         vllm = Engine(folder, world, EngineArgs(max_num_seqs=8), dtype=torch.float32, max_len=256,
                       max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
                       tokenizer=None, log=SimpleNamespace(
-                          phase=lambda name: nullcontext(), writing=False))
+                          phase=lambda name: nullcontext(), count=False))
         requests = vllm.mine([Request(row.prompt_ids, i) for i, row in enumerate(rows)])
 
         def generate():

@@ -28,7 +28,7 @@ def main(folder: str, out: str, tp: str) -> None:
     engine = rollout.Engine(
         folder, world, EngineArgs(max_num_seqs=64, tp=int(tp)), dtype=torch.float32, max_len=256,
         max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy], tokenizer=None,
-        adapter=config, log=SimpleNamespace(phase=lambda name: nullcontext(), writing=False))
+        adapter=config, log=SimpleNamespace(phase=lambda name: nullcontext(), count=False))
     # 200 tokens are more than a cache block (128 on CPU): a stale prefix would be used.
     rows = [data.Row(i, "", [(7 * i + j) % 317 + 3 for j in range(200)], None, {}, "")
             for i in range(5)]
