@@ -149,7 +149,7 @@ def with_engine(name: str) -> tuple[float, float, bool]:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
              __file__, f"{folder}/model", f"{folder}/out"], cwd=ROOT, text=True,
-            capture_output=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
         return *gaps(f"{folder}/model", found), found[0][0].packed

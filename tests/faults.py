@@ -62,7 +62,7 @@ class Attempt:
     def text(self) -> str:
         return Path(self.out.name).read_text()
 
-    def until(self, condition, seconds: float = 300.0) -> bool:
+    def until(self, condition, seconds: float = 900.0) -> bool:
         """Waits until condition() holds; False if the process ended first."""
         end = time.monotonic() + seconds
         while not condition():
@@ -72,10 +72,10 @@ class Attempt:
             time.sleep(0.02)
         return True
 
-    def printed(self, words: str, seconds: float = 300.0) -> bool:
+    def printed(self, words: str, seconds: float = 900.0) -> bool:
         return self.until(lambda: words in self.text(), seconds)
 
-    def end(self, seconds: float = 400.0) -> tuple[int, str]:
+    def end(self, seconds: float = 900.0) -> tuple[int, str]:
         """Waits for the end: (exit status, everything printed)."""
         try:
             self.process.wait(seconds)

@@ -95,7 +95,11 @@ def full_from_the_start(world, folder, out):
     trained = make(world, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     saved = save(world, trained, out, 1, 1)
-    exported = checkpoint.failure(world, lambda: trained["policy"].export(folder, f"{out}/model"))
+    exported = None
+    try:
+        checkpoint.write(world, trained["policy"].export, folder, f"{out}/model")
+    except checkpoint.NotWritten as error:
+        exported = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return saved, exported, os.path.exists(f"{out}/model")
 

@@ -113,7 +113,7 @@ def test_pasted_output_is_what_the_command_prints(page):
     for block in pasted:
         command, _, lines = block.replace("\\\n", " ").partition("\n")
         done = subprocess.run([sys.executable, *command.split()[2:]], cwd=ROOT, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
         check_pasted(lines, done.stdout)
 
 

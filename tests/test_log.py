@@ -170,6 +170,29 @@ def test_a_step_without_anything_to_learn_says_so(
     assert ("grad 0.00  nothing to learn from" in capsys.readouterr().out) == told
 
 
+def test_a_gap_that_jumps_in_a_run_is_said(tmp_path, capsys):
+    it = log.Log(tmp_path, WORLD, 9)
+    for gap, says in ((5e-7, 0), (2e-6, 0), (None, 0), (9e-5, 0), (6e-4, 0), (7e-3, 1), (7e-3, 0)):
+        it.rows.append({log.GAP: gap})
+        it.watch({} if gap is None else {log.GAP: gap})    # none: only the critic learnt
+        said = capsys.readouterr().out
+        assert said.count("engine and trainer differ by") == said.count("\n") == says, (gap, said)
+    it.rows = it.rows[-1:]                                 # a run's first step: the guard was there
+    it.watch({log.GAP: 7e-3})
+    assert not capsys.readouterr().out
+
+
+def test_gradients_that_are_not_finite_are_said_and_too_many_in_a_row_end_the_run(
+        tmp_path, capsys):
+    it = log.Log(tmp_path, WORLD, 9, max_bad_steps=3)
+    for bad in (1, 2, 0, 1, 1):
+        it.watch({"grad/norm_not_finite": bad, "critic/grad_norm_not_finite": 0, "grad/norm": 1.0})
+    said = capsys.readouterr().out.splitlines()
+    assert [line[0] + line[-1] for line in said] == ["11", "22", "11", "12"]    # updates, in a row
+    with pytest.raises(RuntimeError, match="3 steps in a row .*--max_bad_steps"):
+        it.watch({"grad/norm_not_finite": 0, "critic/grad_norm_not_finite": 1})
+
+
 def test_peaks_are_measured_a_phase(tmp_path):
     it = opened(tmp_path)
     with it.phase("small"):

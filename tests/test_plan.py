@@ -52,7 +52,7 @@ def command(*flags: str) -> subprocess.CompletedProcess:
              "runpy.run_path('grpo.py', run_name='__main__')")
     return subprocess.run(
         [sys.executable, "-c", block, *flags], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+        timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
 def said(text: str, *parts: str) -> None:
@@ -141,7 +141,7 @@ def test_notes():
 def test_a_terminal_in_ascii_shows_the_help():
     env = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "ppo.py", "--help"], cwd=ROOT, env=env,
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "--kl_reward_coef" in done.stdout, done.stderr
 
 
