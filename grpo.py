@@ -127,7 +127,7 @@ def train(args: Args) -> int:
         run.log.step(step, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
-        run.check(metrics)  # gradients that are not finite, and the gap
+        run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None

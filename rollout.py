@@ -197,7 +197,7 @@ class Engine:
             for r in requests]
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
-            use_tqdm=self.log.writing and self.log.doing.count, lora_request=self.request)
+            use_tqdm=self.log.count, lora_request=self.request)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:

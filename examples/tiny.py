@@ -45,7 +45,10 @@ def knights(rng, clumsy):
     thought, guess = "", rng.choice(worlds)
     if rng.random() >= clumsy:
         thought, guess = "".join(thoughts[:right[0] + 1]), worlds[right[0]]
-    words = lambda world: " ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(people, 1))
+
+    def words(world):
+        return " ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(people, 1))
+
     question = " ".join(f"{x} says {claims[x]}." for x in people)
     reply = f"<think>{thought}</think><answer>{words(guess)}</answer>"
     return question, words(worlds[right[0]]), reply

@@ -210,7 +210,10 @@ def moved_without_tokens() -> float:
 
 def critic_targets() -> float:
     """The size of what ppo.py's critic is to learn where every reward is 1 and its values are 0."""
-    values = lambda micro: torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
+
+    def values(micro):
+        return torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
+
     critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
     policy = SimpleNamespace(logprobs=lambda micro, *_: (values(micro).detach(), None))
     metrics = ppo.learn(learning.arguments(ppo, lam=1.0), World(), (policy, critic),

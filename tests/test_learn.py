@@ -16,7 +16,7 @@ import draw  # noqa: E402
 
 def python(*command: str):
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+                          timeout=600)
 
 
 def tables(page: str) -> list[list[str]]:

@@ -98,6 +98,7 @@ def test_every_kk_row_scores_its_own_solution_3():
         return score(specs, [
             item(f"so</think>\n<answer>{text}</answer>", row["reward_model"]["ground_truth"],
                  row["prompt"][0]["content"]) for row, text in zip(rows, texts, strict=True)])
+
     solutions = [row["solution_text_format"] for row in rows]
     scores, failures, _ = scored(["kk", "kk01"], solutions)
     assert {tuple(s.parts.values()) for s in scores} == {(3.0, 1.0)} and not failures
@@ -111,6 +112,7 @@ def test_math500_answers_equal_themselves_only():
     def scored(golds, texts):
         return score(["math"], [item(rf"So it is \boxed{{{text}}}.", gold)
                                 for gold, text in zip(golds, texts, strict=True)], timeout=30)
+
     answers = [row["answer"] for row in jsonl("math500/test")]
     scores, failures, _ = scored(answers, answers)
     assert {*totals(scores)} == {1.0} and not failures

@@ -232,7 +232,10 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
         if len(kinds[kind].turns) == 3 and kinds[kind].truncated:
             assert len(kinds[kind].ids) + len(reply) >= ROOM or kinds[kind].sampled.all()
     assert 1 in [asked[-1].room for asked in engine.asked.values()]
-    roles = lambda kind: [turn["role"] for turn in kinds[kind].turns]
+
+    def roles(kind):
+        return [turn["role"] for turn in kinds[kind].turns]
+
     assert roles("never") == ["assistant"] and roles("plain") == ["assistant", "user"] * 2 + roles(
         "never")
     assert roles("tools")[2:] == ["assistant", "tool", "tool", "assistant"]
@@ -296,7 +299,10 @@ class Bigram:
     """A policy whose logits see only the token before: what else changes is no condition."""
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
-        make = lambda: torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
+
+        def make():
+            return torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
+
         self.embedding, self.head = (torch.nn.Parameter(make()) for _ in range(2))
 
     def hidden(self, micro):
@@ -440,7 +446,9 @@ def test_what_the_calculator_said_is_no_answer():
 
 
 def test_the_game_and_the_correction():
-    chat = lambda *said: [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
+    def chat(*said):
+        return [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
+
     row = {"answer": "9"}
     for said, expected in ((["8"], "higher"), (["12"], "lower"), (["9"], None), (["x"], "say a"),
                            (["9" * 5000], "say a"), (["1", "", "2", "", "3", "", "4"], None)):
