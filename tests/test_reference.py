@@ -5,12 +5,15 @@ those of the reference: not those of another layout, which may have the same mis
 """
 import copy
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import data
 import grpo
@@ -152,7 +155,6 @@ def plainly(sample: Sample) -> reference.Completion:
 
 def make_models(folder: str) -> None:
     """FOLDER/policy and FOLDER/start: two random models of two layers, close to each other."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
     torch.manual_seed(0)
     lm = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
@@ -227,7 +229,7 @@ class Shipped:
         self.world, self.folder, self.built = world, folder, {}
 
     def module(self, kind, name: str, args, adapters=None):
-        key = kind, name, adapters and tuple(asdict(adapters).items())
+        key = kind, name, str(adapters)
         if key not in self.built:
             module = model.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
                                  adapters=adapters)
@@ -286,8 +288,8 @@ class Shipped:
             if args.kl_target is not None:
                 kl_coef = losses.adaptive_kl(kl_coef, found[-1]["policy/kl"], n=len(samples),
                                              target=args.kl_target, horizon=args.kl_horizon)
-        return outcome(found, [policy.gradients, critic.gradients if critic else []],
-                       [policy.weights_now(), critic.weights_now() if critic else {}])
+        return outcome(found, [policy.gradients, [] if critic is None else critic.gradients],
+                       [policy.weights_now(), {} if critic is None else critic.weights_now()])
 
 
 def learn_all(world, folder: str, settings: dict[int, Setting]) -> dict[int, dict]:
@@ -341,8 +343,8 @@ def expected(setting: Setting, args, lms: dict) -> dict:
         if args.kl_target is not None:
             kl_coef = reference.adaptive_kl(
                 args, kl_coef, found[-1]["policy/kl"], len(completions))
-    return outcome(found, [policy.gradients, critic.gradients if critic else []],
-                   [policy.trained, critic.trained if critic else {}])
+    return outcome(found, [policy.gradients, [] if critic is None else critic.gradients],
+                   [policy.trained, {} if critic is None else critic.trained])
 
 
 def outcome(metrics: list[dict], gradients: list[list[dict]], weights: list[dict]) -> dict:
@@ -396,11 +398,17 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def lms(folder) -> dict:
-    from transformers import AutoModelForCausalLM
-    return {name: AutoModelForCausalLM.from_pretrained(
+def right(folder):
+    """number → what the reference makes of this setting."""
+    lms = {name: AutoModelForCausalLM.from_pretrained(
         f"{folder}/{name}", dtype=torch.float64, attn_implementation="sdpa").eval()
         for name in ("policy", "start")}
+
+    @cache
+    def found(number: int) -> dict:
+        return expected(SETTINGS[number], arguments(SETTINGS[number], number), lms)
+
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +417,88 @@ def shipped(folder) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda n: str(SETTINGS[n]))
-def test_learn_is_the_reference(number, shipped, lms):
-    args = arguments(SETTINGS[number], number)
-    wrong = differences(shipped[number], expected(SETTINGS[number], args, lms))
+def test_learn_is_the_reference(number, shipped, right):
+    wrong = differences(shipped[number], right(number))
     assert not wrong, "\n".join([str(SETTINGS[number]), *wrong])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_learn_is_the_reference_on_more_ranks(size, folder, right):
+    """Every rank has the reference's metrics, and the whole gradients and weights are its."""
+    for outcomes in ranks.results(size, learn_all, folder, dict(enumerate(SETTINGS)), timeout=300):
+        for number, ours in outcomes.items():
+            wrong = differences(ours, right(number))
+            assert not wrong, "\n".join([f"{size} ranks, {SETTINGS[number]}", *wrong])
+
+
+def test_the_settings_reach_what_they_are_for(shipped):
+    """Bounds act on a part of the tokens, ratios leave 1, rows are dropped for each reason."""
+    def values(name: str) -> list[float]:
+        return [m[name] for outcome in shipped.values() for m in outcome["metrics"] if name in m]
+
+    for name in ("policy/clip_frac", "policy/engine_cut", "critic/clip_frac"):
+        assert sum(0.05 < value < 0.95 for value in values(name)) >= 4, name
+    assert sum(value > 0.01 for value in values("policy/approx_kl")) > 30
+    for name in ("dropped_unscored", "dropped_no_baseline", "dropped_overlong", "without_grad"):
+        assert max(values(f"batch/{name}")) > 0, name
+    assert max(values("update/skipped")) > 0
+
+
+# ---- the loop around `learn` ----
+
+
+def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock]:
+    """What the shipped `train` gives to `learn` in each step, and the run. There is no engine."""
+    run, given = MagicMock(start=0, end=steps, evaluations=(), saves=()), []
+    run.log.times, run.kl_coef = {"time/rollout": 1.0}, args.kl_reward_coef
+    run.engine.sample.side_effect = [hostile(args.group, seed) for seed in range(20)]
+    run.stop.agreed.return_value = False
+
+    def learn(args, world, models, samples, **options):
+        given.append(options | {"models": models, "samples": samples})
+        return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
+
+    for name, fake in dict(set_up=lambda args: run, learn=learn, compare=MagicMock(),
+                           score_samples=MagicMock()).items():
+        monkeypatch.setattr(script, name, fake)
+    script.train(args)
+    return given, run
+
+
+def test_ppo_passes_rates_and_the_adapted_coefficient(monkeypatch):
+    args = plan.changed(
+        ppo.Args(), lr=0.5, critic_lr=2.0, steps=6, warmup_steps=2, critic_warmup_steps=3,
+        lr_schedule="linear", kl_reward_coef=0.3, kl_target=0.02, kl_horizon=100)
+    given, run = around(ppo, monkeypatch, args, 6)
+    schedule = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [step["critic_lr"] for step in given] == [2.0 * x for x in schedule]
+    assert [step["lr"] for step in given] == [0.0] * 3 + [0.5 * x for x in schedule[3:]]
+    coefficients = [0.3]
+    for step in range(5):
+        coefficients.append(reference.adaptive_kl(
+            args, coefficients[-1], 0.01 * (step + 1), len(given[step]["samples"])))
+    assert [step["kl_coef"] for step in given] == pytest.approx(coefficients, rel=1e-12)
+    assert given[0]["models"] == (run.policy, run.critic)
+    assert given[0]["reference"] is run.reference
+
+
+def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
+    batch, group = 7, 3
+    args = plan.changed(grpo.Args(), batch=batch, group=group, dynamic_sampling=True, lr=0.5)
+    given, run = around(grpo, monkeypatch, args, 1)
+    kept, refills = [], 0
+    while len(kept) < batch:
+        samples, refills = hostile(group, refills), refills + 1
+        for start in range(0, len(samples), group):
+            members = samples[start:start + group]
+            if len({s.score.total for s in members} - {None}) > 1:
+                kept.append(members)
+    assert run.engine.sample.call_count == refills == 2 and len(kept) > batch
+    theirs = [s.completion.ids.tolist() for s in given[0]["samples"]]
+    assert theirs == [s.completion.ids.tolist() for members in kept[:batch] for s in members]
+    (_, metrics), _ = run.log.step.call_args
+    assert metrics["batch/dropped_surplus"] == (len(kept) - batch) * group
+    assert metrics["batch/dropped_equal"] == 12 * group - len(kept) * group
+    assert metrics["batch/dropped"] == 1 + 12 * group - batch * group
+    assert given[0]["lr"] == 0.5 and given[0]["reference"] is run.reference
