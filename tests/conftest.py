@@ -7,8 +7,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Fast files come first, then the longest: ./run.sh test runs two files at a time.
-ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "engine", "layouts",
-         "situations", "ppo", "checkpoint", "dist", "packing", "families", "turns", "lora")
+ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "reference",
+         "engine", "layouts", "situations", "ppo", "checkpoint", "dist", "packing", "families",
+         "float64", "turns", "lora")
 
 
 def pytest_collection_modifyitems(items):
