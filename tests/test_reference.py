@@ -97,7 +97,7 @@ SETTINGS = [
     # ppo.py
     on_ppo(), on_ppo(steps=3, minibatches=2, epochs=2), on_ppo(group=2, gamma=0.9, lam=0.8),
     on_ppo(gamma=0.95, lam=1.0, kl_reward_coef=0.2, **MANY), on_ppo(lam=0.0, value_clip=None),
-    on_ppo(value_clip=0.02, epochs=3, steps=1, **TIGHT), on_ppo(dual_clip=1.1, epochs=3),
+    on_ppo(value_clip=0.02, epochs=3, steps=1, **TIGHT), on_ppo(dual_clip=1.1, epochs=3, steps=1),
     *(on_ppo(aggregation=kind, entropy_coef=0.2, temperature=0.7, **TIGHT, **MANY)
       for kind in ("sequence", "constant")),
     on_ppo(overlong_buffer=8, temperature=1.4, kl_reward_coef=0.3),
