@@ -212,21 +212,26 @@ class Float64(TorchFunctionMode):
     """Inside, nothing rounds float64 to float32."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        rounds = function is torch.Tensor.to and torch.float32 in args
-        if rounds and args[0].dtype == torch.float64:
-            return args[0]
-        return function(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if function is torch.Tensor.float:
+                return args[0]
+            wider = {torch.float32: torch.float64}  # x.to(float32), softmax(x, dtype=float32)
+            args = [wider.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
+            if "dtype" in kwargs:
+                kwargs = kwargs | {"dtype": wider.get(kwargs["dtype"], kwargs["dtype"])}
+        return function(*args, **kwargs)
 
 
 def widen(lm):
-    """transformers' norms compute in float32, also in a float64 model: the gradients of a prompt
-    that is shared and of one that is not would differ by 1e-7."""
-    def wide(forward, *args):
+    """transformers rounds to float32 in norms, some rotations and softmax, also in a float64 model.
+    The gradients of a prompt that is shared and of one that is not would differ by 1e-7."""
+    def wide(forward, *args, **kwargs):
         with Float64():
-            return forward(*args)
+            return forward(*args, **kwargs)
 
-    for module in lm.modules():
-        if "RMSNorm" in type(module).__name__:
+    for part in lm.base_model.children():  # embeddings, layers, rotary frequencies, last norm
+        for module in part if isinstance(part, nn.ModuleList) else [part]:
             module.forward = partial(wide, module.forward)
 
 

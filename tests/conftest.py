@@ -15,8 +15,9 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 # Fast files come first, then the longest: ./run.sh test runs two files at a time.
-ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "engine", "layouts",
-         "situations", "nano", "ppo", "checkpoint", "dist", "packing", "families", "turns", "lora")
+ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "reference",
+         "engine", "layouts", "situations", "nano", "ppo", "checkpoint", "dist", "packing",
+         "families", "float64", "turns", "lora")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,400 @@
+"""The update of grpo.py and ppo.py as the papers write it. Tests hold the shipped code against it.
+
+It is slow and plain: transformers' own model, one completion at a time, float64. There is no batch,
+no padding and no mask. Every list below is over the sampled tokens of one completion: the model
+reads what a reply put in, but that is no step of the policy. Of the project it takes the flags'
+values, `args`, and nothing else.
+
+`args.group` neighbours of the completions share a prompt. Log-probs and entropies are in nats.
+"""
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class Completion:
+    """What came after a prompt."""
+    prompt: list[int]
+    tokens: list[int]  # with the replies between two turns
+    sampled: list[bool]  # which tokens the policy sampled; the others are a reply's
+    engine_logprobs: list[float]  # the engine's log π of the sampled tokens
+    truncated: bool  # it was cut at max_tokens
+    reward: float | None  # None: it could not be scored
+
+
+@dataclass
+class Step:
+    """What is known of the completions before the first update."""
+    completions: list[Completion]
+    fates: list[str]  # "trained", or why a completion bears no loss
+    old: list[list[float]]  # log π_old
+    ref: list[list[float]] | None  # log π_ref, of the starting model
+    advantages: list[list[float]]
+
+    def trained(self) -> list[int]:
+        """The numbers of the completions that bear loss."""
+        return [i for i, fate in enumerate(self.fates) if fate == "trained"]
+
+    def kl(self, i: int) -> list[float]:
+        """log π_old - log π_ref of each token: the estimate k1 of KL(π_old‖π_ref)."""
+        return [old - ref for old, ref in zip(self.old[i], self.ref[i], strict=True)]
+
+
+class Model:
+    """A transformers model in float64 with AdamW: a policy, or with a head (H,) a critic.
+
+    adapters: {layer of the base model: (A, B)} of LoRA. Then the model's own weights stay.
+    trained: {name: parameter}. gradients: those of each update, before the clipping.
+    """
+
+    def __init__(self, lm, args, adapters: dict, head=None):
+        self.lm, self.args, self.head = lm, args, head
+        whole = lm if head is None else lm.base_model
+        self.trained = {} if adapters else dict(whole.named_parameters())
+        for name, (A, B) in adapters.items():
+            self.trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
+            self.add_adapter(lm.base_model.get_submodule(name), A, B)
+        if head is not None:
+            self.trained["head"] = head
+        self.gradients: list[dict] = []
+        flags = args.optimizer_args
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(), betas=flags.betas, weight_decay=flags.weight_decay)
+
+    def add_adapter(self, layer, A, B):
+        """y = W x + alpha / rank · B A x        LoRA: https://arxiv.org/abs/2106.09685"""
+        alpha, rank = self.args.lora_args.lora_alpha, self.args.lora_args.lora_rank
+        scale = 2.0 if alpha is None else alpha / rank
+        layer.register_forward_hook(lambda layer, inputs, y: y + scale * (inputs[0] @ A.T) @ B.T)
+
+    def step(self, lr: float) -> float:
+        """Clip the gradient's norm, then AdamW → the norm."""
+        self.gradients.append({name: p.grad.clone() for name, p in self.trained.items()})
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.trained.values(), self.args.optimizer_args.max_grad_norm or math.inf)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def hidden(self, completion: Completion):
+        """The last hidden states in which the sampled tokens were chosen: (n, H)."""
+        ids = torch.tensor([completion.prompt + completion.tokens])
+        hidden = self.lm.base_model(ids, use_cache=False).last_hidden_state[0]  # (L, H)
+        # The token before it predicts a token. The prompt's last token predicts the first one.
+        before = len(completion.prompt) - 1
+        return hidden[[before + t for t, mine in enumerate(completion.sampled) if mine]]
+
+    def logprobs(self, completion: Completion):
+        """log π and the entropy of each sampled token, at --temperature: (n,), (n,)."""
+        logits = self.lm.lm_head(self.hidden(completion)) / self.args.temperature  # (n, V)
+        logps = logits.log_softmax(-1)
+        ids = [x for x, mine in zip(completion.tokens, completion.sampled, strict=True) if mine]
+        return logps[range(len(ids)), ids], -(logps.exp() * logps).sum(-1)
+
+    def values(self, completion: Completion):
+        """V of the state in which each sampled token was chosen: (n,)."""
+        return self.hidden(completion) @ self.head
+
+
+# ---- rewards and advantages ----
+
+def mean(x: list) -> float:
+    return sum(x) / max(1, len(x))
+
+
+def fates(args, completions: list[Completion]) -> list[str]:
+    """Of each completion of grpo.py: "trained", or the first reason why it bears no loss."""
+    found = []
+    for i, completion in enumerate(completions):
+        first = i - i % args.group
+        scored = [c for c in completions[first:first + args.group] if c.reward is not None]
+        if completion.reward is None:
+            found.append("unscored")
+        elif len(scored) < 2 and args.advantage != "reinforce++":
+            found.append("no_baseline")
+        else:
+            found.append("overlong" if completion.truncated and args.overlong_filter else "trained")
+    return found
+
+
+def penalized(args, completion: Completion) -> float | None:
+    """The reward, minus up to 1 for a long completion.  DAPO: https://arxiv.org/abs/2503.14476, 3.4
+
+        0 up to L_max - L_cache tokens, then ((L_max - L_cache) - L) / L_cache, at least -1
+    """
+    if completion.reward is None or not args.overlong_buffer:
+        return completion.reward
+    free = args.max_tokens - args.overlong_buffer
+    penalty = (free - len(completion.tokens)) / args.overlong_buffer
+    return completion.reward + min(0.0, max(-1.0, penalty))
+
+
+def group_advantage(args, R: float, rewards: list[float]) -> float:
+    """Of one completion, whose reward R is one of its group's.
+
+        grpo                 (R - mean) / (std + eps), ddof 1      https://arxiv.org/abs/2402.03300
+        dr_grpo              R - mean                              https://arxiv.org/abs/2503.20783
+        rloo                 R - mean of the others                https://arxiv.org/abs/2402.14740
+        reinforce++-baseline R - mean, whitened later              https://arxiv.org/abs/2501.03262
+    """
+    if max(rewards) == min(rewards):
+        return 0.0
+    if args.advantage == "rloo":
+        return R - (sum(rewards) - R) / (len(rewards) - 1)
+    A = R - mean(rewards)
+    if args.advantage == "grpo":
+        variance = sum((x - mean(rewards)) ** 2 for x in rewards) / (len(rewards) - 1)
+        return A / (math.sqrt(variance) + args.advantage_eps)
+    return A
+
+
+def grpo_advantages(args, step: Step) -> list[list[float]]:
+    """The advantage of every token. It is empty for a completion that bears no loss.
+
+    --kl_reward_coef β: a completion's reward loses β Σ_t (log π_old - log π_ref).
+    """
+    rewards = [penalized(args, completion) for completion in step.completions]
+    advantages: list[list[float]] = [[] for _ in rewards]
+    if args.advantage == "reinforce++":  # of a token: the sum of the rewards from it on
+        for i in step.trained():
+            r = token_rewards(step, i, rewards[i], args.kl_reward_coef)
+            advantages[i] = [sum(r[t:]) for t in range(len(r))]
+        return whiten(advantages)
+    for i, reward in enumerate(rewards):
+        if args.kl_reward_coef and reward is not None:
+            rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
+    for i in step.trained():
+        first = i - i % args.group
+        group = [R for R in rewards[first:first + args.group] if R is not None]
+        advantages[i] = [group_advantage(args, rewards[i], group)] * len(step.old[i])
+    return whiten(advantages) if args.advantage == "reinforce++-baseline" else advantages
+
+
+def token_rewards(step: Step, i: int, reward: float, kl_coef: float) -> list[float]:
+    """r_t = -β (log π_old - log π_ref), plus the completion's reward for the last token."""
+    rewards = [-kl_coef * kl for kl in step.kl(i)] if kl_coef else [0.0] * len(step.old[i])
+    rewards[-1] += reward
+    return rewards
+
+
+def gae(args, rewards: list[float], values: list[float]) -> list[float]:
+    """A_t = Σ_l (γλ)^l δ_(t+l), δ_t = r_t + γ V_(t+1) - V_t     https://arxiv.org/abs/1506.02438"""
+    n, next_values = len(rewards), [*values[1:], 0.0]
+    delta = [rewards[t] + args.gamma * next_values[t] - values[t] for t in range(n)]
+    return [sum((args.gamma * args.lam) ** l * delta[t + l] for l in range(n - t))
+            for t in range(n)]
+
+
+def whiten(rows: list[list[float]]) -> list[list[float]]:
+    """(x - mean) / √(var + 1e-8), ddof 1, over all tokens of all rows; 0 where all are equal."""
+    x = [value for row in rows for value in row]
+    if not x or max(x) == min(x):
+        return [[0.0 for _ in row] for row in rows]
+    center = mean(x)
+    variance = sum((value - center) ** 2 for value in x) / (len(x) - 1)
+    return [[(value - center) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def adaptive_kl(args, kl_coef: float, kl: float, n: int) -> float:
+    """The coefficient after a step of n completions.    https://arxiv.org/abs/1909.08593"""
+    return kl_coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * n / args.kl_horizon)
+
+
+# ---- losses of one token ----
+
+def token_loss(args, kind: str, logp, old: float, A: float, sequence_log_ratio: float):
+    """→ the loss, the ratio r = π / π_old, and whether a bound acts.
+
+        clip        -min(r A, clip(r, 1 - low, 1 + high) A)     https://arxiv.org/abs/1707.06347
+                    and at most -c A where A < 0 (dual_clip c)  https://arxiv.org/abs/1912.09729
+        gspo        the same with r = sg[s] π / sg[π], where s is the geometric mean of the
+                    completion's ratios                         https://arxiv.org/abs/2507.18071
+        cispo       -sg[clip(r, 1 - low, 1 + high)] A log π     https://arxiv.org/abs/2506.13585
+        reinforce   -A log π
+    """
+    low, high = 1 - args.clip_low, 1 + args.clip_high
+    r = (logp - old).exp()
+    if kind == "reinforce":
+        return -A * logp, r, False
+    if kind == "cispo":
+        weight = r.detach().clamp(low, high)
+        return -weight * A * logp, r, bool(weight != r)
+    if kind == "gspo":
+        r = math.exp(sequence_log_ratio) * (logp - logp.detach()).exp()
+    surrogate = min(r * A, r.clamp(low, high) * A)
+    if args.dual_clip is not None and A < 0:
+        surrogate = max(surrogate, torch.tensor(args.dual_clip * A, dtype=torch.float64))
+    return -surrogate, r, bool(surrogate != r * A)
+
+
+def kl_loss(kind: str, logp, ref: float):
+    """An estimate of KL(π‖π_ref) from one token.          http://joschu.net/blog/kl-approx.html"""
+    d = logp - ref
+    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[kind]
+
+
+def value_loss(args, V, V_old: float, R: float):
+    """½ max((V - R)², (V_clip - R)²), V_clip = clip(V, V_old - clip, V_old + clip)
+
+    → the loss, and whether the clipping made it larger.  https://github.com/openai/baselines, ppo2
+    """
+    error = (V - R) ** 2
+    if args.value_clip is None:
+        return error / 2, False
+    clipped_error = (V.clamp(V_old - args.value_clip, V_old + args.value_clip) - R) ** 2
+    return max(error, clipped_error) / 2, bool(clipped_error > error)
+
+
+def engine_correction(args, old: float, engine: float) -> float:
+    """π_old / π_engine: truncated (TIS), or 0 outside its bounds (IcePop, arXiv:2510.18855)."""
+    ratio = math.exp(old - engine)
+    if args.engine_correction == "truncate":
+        return min(ratio, args.correction_high)
+    if args.engine_correction == "mask":
+        return ratio if args.correction_low <= ratio <= args.correction_high else 0.0
+    return 1.0
+
+
+def token_weight(args, length: int, lengths: list[int]) -> float:
+    """The weight of each token of a completion, in a minibatch of completions of these lengths.
+
+        token       mean over all tokens                        DAPO
+        sequence    mean over completions of their means        GRPO
+        constant    mean over completions of sum / max_tokens   Dr. GRPO
+    """
+    if args.aggregation == "token":
+        return 1 / sum(lengths)
+    return 1 / len(lengths) / (length if args.aggregation == "sequence" else args.max_tokens)
+
+
+# ---- one step of learning ----
+
+def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, terms: list,
+                  kind: str = "clip", kl_loss_coef: float = 0.0) -> float:
+    """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm."""
+    for i in rows:
+        completion, old, total = step.completions[i], step.old[i], 0.0
+        weight = token_weight(args, len(old), [len(step.old[j]) for j in rows])
+        logps, entropies = policy.logprobs(completion)
+        log_ratios = [new - before for new, before in zip(logps.tolist(), old, strict=True)]
+        for t in range(len(old)):
+            loss, ratio, cut = token_loss(
+                args, kind, logps[t], old[t], step.advantages[i][t], mean(log_ratios))
+            loss = loss * engine_correction(args, old[t], completion.engine_logprobs[t])
+            found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
+                     "policy/entropy": entropies[t],
+                     "policy/approx_kl": math.exp(log_ratios[t]) - 1 - log_ratios[t]}
+            if kl_loss_coef:
+                found["loss/kl"] = kl_loss(args.kl_estimator, logps[t], step.ref[i][t])
+                loss = loss + kl_loss_coef * found["loss/kl"]
+            total = total + weight * (loss - args.entropy_coef * entropies[t])
+            terms.append((weight, found))
+        total.backward()
+    return policy.step(lr)
+
+
+def update_critic(args, critic: Model, step: Step, rows: list[int], lr: float, terms: list,
+                  old_values: list[list[float]], returns: list[list[float]]) -> float:
+    """One optimizer step: L = Σ_it weight_it value_loss_it, with the policy's weights."""
+    for i in rows:
+        weight, total = token_weight(args, len(returns[i]), [len(returns[j]) for j in rows]), 0.0
+        for t, V in enumerate(critic.values(step.completions[i])):
+            loss, clipped = value_loss(args, V, old_values[i][t], returns[i][t])
+            total = total + weight * loss
+            terms.append((weight, {"loss/value": loss, "critic/clip_frac": clipped}))
+        total.backward()
+    return critic.step(lr)
+
+
+@torch.no_grad()
+def before_update(policy, reference, completions: list[Completion], fates: list[str]) -> Step:
+    """The log-probs of the policy and of the starting model; advantages are still empty."""
+    old, ref = [policy.logprobs(c)[0].tolist() for c in completions], None
+    if reference is not None:
+        ref = [reference.logprobs(c)[0].tolist() for c in completions]
+    return Step(completions, fates, old, ref, [[] for _ in completions])
+
+
+def minibatches(args, step: Step) -> list[list[int]]:
+    """What bears loss, of each minibatch. All completions are split in order, before some go."""
+    parts = np.array_split(np.arange(len(step.fates)), args.minibatches)
+    return [[i for i in rows if step.fates[i] == "trained"] for rows in parts] * args.epochs
+
+
+def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
+    """One step of grpo.py → metrics. reference: the starting model, or None."""
+    step = before_update(policy, reference, completions, fates(args, completions))
+    step.advantages, terms, norms, with_grad = grpo_advantages(args, step), [], [], 0
+    for rows in minibatches(args, step):
+        if rows:  # else no update
+            norms.append(update_policy(args, policy, step, rows, lr, terms, args.loss,
+                                       args.kl_loss_coef))
+        acts = bool(args.kl_loss_coef or args.entropy_coef)  # also where the advantage is 0
+        with_grad += sum(acts or any(step.advantages[i]) for i in rows)
+    return policy_metrics(args, step, terms, norms) | {
+        "batch/dropped_no_baseline": step.fates.count("no_baseline"),
+        "batch/dropped_overlong": step.fates.count("overlong"), "batch/with_grad": with_grad,
+        "batch/without_grad": sum(map(len, minibatches(args, step))) - with_grad, "lr": lr}
+
+
+def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: float,
+        kl_coef: float) -> dict[str, float]:
+    """One step of ppo.py → metrics. With lr 0 only the critic learns."""
+    step = before_update(policy, reference, completions,
+                         ["unscored" if c.reward is None else "trained" for c in completions])
+    with torch.no_grad():
+        values = [critic.values(c).tolist() for c in completions]
+    returns, norms, critic_norms = [[] for _ in completions], [], []
+    terms, critic_terms = [], []
+    for i in step.trained():
+        rewards = token_rewards(step, i, penalized(args, completions[i]), kl_coef)
+        step.advantages[i] = gae(args, rewards, values[i])
+        returns[i] = [A + V for A, V in zip(step.advantages[i], values[i], strict=True)]
+    step.advantages = whiten(step.advantages)
+    for rows in filter(None, minibatches(args, step)):
+        critic_norms.append(update_critic(
+            args, critic, step, rows, critic_lr, critic_terms, values, returns))
+        if lr:
+            norms.append(update_policy(args, policy, step, rows, lr, terms))
+    metrics = policy_metrics(args, step, terms, norms) | weighted_means(critic_terms) | {
+        "critic/grad_norm": mean(critic_norms), "lr": lr, "critic/lr": critic_lr,
+        "batch/with_grad": sum(map(len, minibatches(args, step))), "batch/without_grad": 0}
+    if reference is not None:
+        kl = [x for i in step.trained() for x in step.kl(i)]
+        metrics |= {"policy/kl": mean(kl), "policy/kl_coef": kl_coef}
+    V, R = ([x for i in step.trained() for x in rows[i]] for rows in (values, returns))
+    error = sum((r - v) ** 2 for r, v in zip(R, V, strict=True))
+    variance = sum((r - mean(R)) ** 2 for r in R)
+    return metrics | {"critic/value_mean": mean(V),
+                      "critic/explained_var": 1 - error / variance if variance else 0.0}
+
+
+def weighted_means(terms: list[tuple[float, dict]]) -> dict[str, float]:
+    """Σ w x / Σ w of each metric x over all tokens of all updates, with the loss's weights w."""
+    total = sum(weight for weight, _ in terms)
+    return {name: sum(weight * float(found[name]) for weight, found in terms) / total
+            for name in (terms[0][1] if terms else ())}
+
+
+def policy_metrics(args, step: Step, terms: list, norms: list[float]) -> dict[str, float]:
+    """What both scripts have: docs/metrics.md."""
+    n, trained, pairs = len(step.fates), step.trained(), []
+    for i in trained:
+        pairs += zip(step.old[i], step.completions[i].engine_logprobs, strict=True)
+    gaps, ratios = [abs(a - b) for a, b in pairs], [math.exp(a - b) for a, b in pairs]
+    metrics = weighted_means(terms) | {
+        "grad/norm": mean(norms), "batch/prompts": n // args.group, "batch/trained": len(trained),
+        "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in step.completions),
+        "batch/dropped": n - len(trained), "batch/dropped_unscored": step.fates.count("unscored"),
+        "update/skipped": minibatches(args, step).count([]), "update/steps": len(norms)}
+    if terms:  # the policy had an update
+        metrics |= {"rollout/logprob_gap_mean": mean(gaps), "rollout/logprob_gap_max": max(gaps)}
+    if args.engine_correction != "none":
+        cut = [engine_correction(args, *pair) != ratio
+               for pair, ratio in zip(pairs, ratios, strict=True)]
+        metrics |= {"policy/engine_ratio": mean(ratios), "policy/engine_cut": mean(cut)}
+    return metrics

@@ -1,0 +1,75 @@
+"""--dtype float64 means it, in every family: transformers' own code rounds to float32 in places."""
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import data
+import families
+import model
+from batch import Batch, pad
+from learning import difference
+from ranks import results
+
+
+def samples_of() -> Batch:
+    """Two prompts with two completions each. They are longer than the windows of the models."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [data.Row(i, "", torch.randint(3, 320, (80 + 9 * i,), generator=generator).tolist(),
+                     None, {}, "") for i in (0, 0, 1, 1)]
+    rows[1::2] = rows[::2]
+    completions = [families.Completion(
+        torch.randint(3, 320, (n,), generator=generator).int().numpy(),
+        torch.zeros(n).numpy(), False) for n in (24, 7, 1, 16)]
+    return families.scored([data.Prompt(row.index, row) for row in rows], completions)
+
+
+def packed(world, folder: str) -> dict[str, tuple]:
+    """{family: (N, T) log-probs and a gradient} of the trainer, all rows in one micro-batch."""
+    found = {}
+    for name in families.CASES:
+        args = model.ModelArgs(dtype="float64")
+        policy = model.Policy(model.build(model.LogprobModel, f"{folder}/{name}", world, args),
+                              world, args, model.OptimizerArgs())
+        batch = samples_of()
+        micro, = batch.micros(world, [0, 1, 2, 3], 10_000, "update")
+        logprobs, _ = policy.logprobs(micro, families.HEAT)
+        logprobs.sum().backward()
+        gradient = {n.removeprefix("lm."): model.whole(p.grad) for n, p in
+                    policy.parameters.items()}
+        in_order = torch.zeros_like(logprobs)
+        in_order[micro.rows] = logprobs.detach()
+        found[name] = in_order, gradient
+    return found
+
+
+def alone(folder: str, name: str) -> tuple:
+    """The same of plain transformers, one row at a time, in wide norms."""
+    lm = AutoModelForCausalLM.from_pretrained(
+        f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager")
+    model.widen(lm)
+    batch, out = samples_of(), []
+    for prompt, completion in zip(batch.prompts, batch.ids, strict=True):
+        ids, n = torch.tensor([*prompt, *completion]), len(completion)
+        logprobs = (lm(ids.view(1, -1)).logits[0] / families.HEAT).log_softmax(-1)  # (L, V)
+        out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
+    sum(row.sum() for row in out).backward()
+    return pad([row.detach() for row in out]), {n: p.grad for n, p in lm.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("float64"))
+    for name in families.CASES:
+        families.make(name, f"{folder}/{name}")
+    return folder, results(1, packed, folder, timeout=300)[0]
+
+
+@pytest.mark.parametrize("name", families.CASES)
+def test_packed_rows_are_single_rows_to_the_last_digits(found, name):
+    folder, ours = found
+    (logprobs, gradient), (theirs, their_gradient) = ours[name], alone(folder, name)
+    assert logprobs.dtype == torch.float64
+    assert (logprobs - theirs).abs().max() < 1e-12
+    flat = [torch.cat([g[n].flatten() for n in sorted(their_gradient)])
+            for g in (gradient, their_gradient)]
+    assert difference(*flat) < 1e-12
