@@ -27,7 +27,7 @@ from lora import LoraArgs
 from memory import HEAD_LOGITS
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
-# tests/families.py compares engine, trainer and transformers for each of them.
+# tests/families.py compares each with the engine and transformers.
 FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral olmo2 phi phi3
     qwen2 qwen3 smollm3 stablelm""".split()
 UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
@@ -81,7 +81,7 @@ def find(model: str) -> str:
             return snapshot_download(model, allow_patterns=[*FILES, "*.safetensors"])
         except Exception as error:
             why = f"no folder, and the hub gave a {type(error).__name__}"
-    raise SettingsError(f"--model {model} must be 'tiny', a folder with config.json and "
+    raise SettingsError(f"--model {model} must be tiny, a folder with config.json and "
                         f"*.safetensors, or a name on the Hugging Face hub ({why}).")
 
 
@@ -92,8 +92,8 @@ def config_of(folder: str):
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise SettingsError(f"--model {folder}: cannot read its config.json (--plan takes --sizes "
-                            f"hidden=… instead; {str(error).splitlines()[0]}).") from None
+        raise SettingsError(f"--model {folder}: cannot read its config.json "
+                            f"({str(error).splitlines()[0]}).") from None
     kind, classes = config.model_type, config.architectures or []
     rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
     for what, wrong in (
@@ -110,7 +110,7 @@ def config_of(folder: str):
 
 
 def skeleton(folder: str, dtype=torch.float32):
-    """The model without weights. Its attention takes packed inputs alone: see packing.py."""
+    """The model without weights. Its attention takes packed inputs (packing.py)."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("packed", packing.attention)
     with torch.device("meta"):
@@ -147,10 +147,8 @@ def compute_dtype(args: ModelArgs, device: torch.device):
 
 def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True,
           adapters: LoraArgs | None = None, seed: int = 0):
-    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights.
-
-    Master weights are at least float32; what is not trained has none.
-    """
+    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. Master weights are at
+    least float32; what is not trained has none."""
     compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if adapters else master)
@@ -172,7 +170,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     for module in lm.modules():  # rotary frequencies are in no file
         if module._non_persistent_buffers_set:
             for p in module.parameters():
-                p._is_hf_initialized = True  # it is left alone
+                p._is_hf_initialized = True  # left alone
             lm._init_weights(module)
     lora.start(lm, seed)
     weights = dict(lm.named_parameters())
@@ -186,7 +184,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
 
 
 def hand_on(layer, inputs, options):
-    """A hook: a layer of StableLM does not pass `packed` on to its attention."""
+    """A layer of StableLM does not pass `packed` on to its attention."""
     layer.self_attn.packed = options.get("packed")
 
 
@@ -201,31 +199,29 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
             layer.forward = partial(recomputed, layer.forward)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
-    # Gradients are summed over ranks. FSDP's mean needs a loss scaled by their number, and 3 ranks
-    # would then round unlike 1.
+    # Gradients are sums over ranks. As means, those of 3 ranks would round unlike those of 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 class Float64(TorchFunctionMode):
-    """Inside, nothing rounds float64 to float32."""
+    """Inside, float64 stays float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if function is torch.Tensor.float:
                 return args[0]
-            wider = {torch.float32: torch.float64}  # x.to(float32), softmax(x, dtype=float32)
-            args = [wider.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
-            if "dtype" in kwargs:
-                kwargs = kwargs | {"dtype": wider.get(kwargs["dtype"], kwargs["dtype"])}
+            args = [torch.float64 if x is torch.float32 else x for x in args]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
         return function(*args, **kwargs)
 
 
 def widen(lm):
-    """transformers rounds to float32 in norms, some rotations and softmax, also in a float64 model.
-    The gradients of a prompt that is shared and of one that is not would differ by 1e-7."""
+    """transformers rounds to float32 in norms, some rotations and softmax, also in a float64 model:
+    a shared prompt would change the gradient by 1e-7."""
     def wide(forward, *args, **kwargs):
         with Float64():
             return forward(*args, **kwargs)
@@ -262,14 +258,13 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
 
 
 def hidden_states(lm, inputs, source):
-    """(n, H) at `source`. It may name a prompt's end more than once: x[i] has then a gradient that
-    depends on the threads."""
+    """(n, H) at `source`, which may repeat: the gradient of x[i] then depends on the threads."""
     hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
 class LogprobModel(nn.Module):
-    """A causal language model whose forward gives log-probs."""
+    """A causal language model. Its forward gives log-probs."""
 
     def __init__(self, lm, head_chunk: int):
         super().__init__()
@@ -289,7 +284,7 @@ class LogprobModel(nn.Module):
                               temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, ids, keep):
-        """transformers' own forward of one sequence (L,), at the positions `keep` → (keep, V)."""
+        """transformers' own forward of ids (L,), at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         self.lm.set_attn_implementation("eager" if capped else "sdpa")
         logits = self.lm(input_ids=ids.unsqueeze(0), use_cache=False, logits_to_keep=keep).logits
@@ -318,7 +313,7 @@ class Trained:
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
         self.module, self.world, self.moving = module, world, model_args.offload
-        if world.device.type == "cpu" or model_args.cpu_offload:  # it is there already
+        if next(module.parameters()).device.type == "cpu":  # it is on the host already
             self.moving = ()
         self.max_grad_norm = args.max_grad_norm or math.inf
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -333,7 +328,7 @@ class Trained:
         return out
 
     def backward(self, loss):
-        """Adds a gradient, which FSDP sums over ranks, where the micro-batch has one."""
+        """Adds the gradient of a micro-batch that has one. FSDP sums it over ranks."""
         if loss.requires_grad:
             loss.backward()
 
@@ -347,17 +342,26 @@ class Trained:
         return norm
 
     def move(self, device: torch.device):
-        """What --offload names goes to the host before generation, and back after it."""
+        """What --offload names goes to the host, or comes back."""
         if "params" in self.moving:
             self.module.to(device)
         if "optimizer" in self.moving:
             for state in self.optimizer.state.values():
                 for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = state[key].to(device, non_blocking=True)
+                    state[key] = state[key].to(device)
 
 
 class Policy(Trained):
     """The language model that is trained, or the reference model."""
+
+    def __init__(self, module, *args):
+        super().__init__(module, *args)
+        lm = module.lm
+        self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
+                        if isinstance(layer, lora.Lora)}
+        self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
+        if lm.config.model_type == "gemma2":  # vLLM refuses its tied head
+            self.left_out.add("lm_head.weight")
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
         """log π and entropy of each completion token: (b, t) each."""
@@ -366,25 +370,17 @@ class Policy(Trained):
 
     def weights(self, dtype=None, merge: bool = True):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.
-
-        merge: with what adapters add.
-        """
-        lm, device = self.module.lm, self.world.device
-        # state_dict: of tied weights the engine needs lm_head.weight too, but not Gemma 2's.
-        for name, value in lm.state_dict().items():
-            layer, to = lm.get_submodule(name.rpartition(".")[0]), dtype or value.dtype
-            adapted = isinstance(layer, lora.Lora)
-            if adapted and lora.is_adapter(name):
-                continue
-            if name == "lm_head.weight" and lm.config.model_type == "gemma2":
-                continue
-            if adapted and merge and name.endswith(".weight"):
-                yield name, layer.merged(device).to(to)
-            else:
+        merge: with what adapters add."""
+        device = self.world.device
+        for name, value in self.module.lm.state_dict().items():  # names tied weights twice
+            to = dtype or value.dtype
+            if merge and name in self.adapted:
+                value = self.adapted[name].merged(device)
+            if name not in self.left_out:
                 yield name, whole(value.to(device, to))
 
     def export(self, source: str, folder: str, notes: dict | None = None):
-        """A Hugging Face folder in the source's dtype, written by rank 0. notes: {file: text}."""
+        """A Hugging Face folder in the source's dtype, by rank 0. notes: {file: text}."""
         weights, dtype = {}, config_of(source).dtype or torch.float32
         names = names_in_files(self.module.lm, source)  # of tied weights only the first
         for name, value in self.weights(dtype):
@@ -418,7 +414,7 @@ class Critic(Trained):
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
-    """Of a step (0-based): warm-up, then the schedule."""
+    """Of a step, from 0: warm-up, then the schedule."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)

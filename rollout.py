@@ -72,7 +72,8 @@ class Engine:
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log: Log, trained: list[Trained], adapter: dict | None = None,
                  episodes=None):
-        prepare_environment(world.device.type == "cuda", args)
+        self.on_gpu = world.device.type == "cuda"
+        prepare_environment(self.on_gpu, args)
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
@@ -82,9 +83,10 @@ class Engine:
         self.sleep_level = args.sleep_level
         if adapter:  # the base comes once, in the first load: it must be kept
             self.sleep_level = min(args.sleep_level, 1)
-        if world.device.type == "cpu":  # vLLM has no sleep mode there
+        if not self.on_gpu:  # vLLM has no sleep mode there
             self.sleep_level = 0
-        self.move_trained(torch.device("cpu"))  # vLLM measures what is free
+        if self.on_gpu:
+            self.make_room()  # vLLM measures what is free
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
             tensor_parallel_size=args.tp, dtype=str(dtype).removeprefix("torch."),
@@ -98,7 +100,7 @@ class Engine:
             **self.options_of_device(max_len), **self.options_of_adapter())
 
     def options_of_device(self, max_len: int) -> dict:
-        if self.world.device.type == "cuda":
+        if self.on_gpu:
             return {"enforce_eager": self.args.eager}
         # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
         # CPU in any call of more than 4,096 prompt tokens.
@@ -115,29 +117,30 @@ class Engine:
     def generating(self, policy: Policy):
         """Inside, the engine has the policy's weights and the GPU."""
         with self.log.phase("sync"):
-            self.move_trained(torch.device("cpu"))
+            if self.on_gpu:
+                self.make_room()
             adapter = None
             if self.adapter:
                 adapter = lora.tensors(policy.module.lm, self.world.device)
             self.load(policy.weights(self.dtype, merge=not self.adapter), adapter)
         yield
-        self.sleep()
+        if self.on_gpu:
+            self.sleep()
 
-    def move_trained(self, device: torch.device) -> None:
-        """The trainer leaves the GPU to the engine, or comes back."""
+    def make_room(self) -> None:
+        """The trainer leaves the GPU to the engine."""
         for model in self.trained:
-            if model.moving:
-                model.move(device)
-        if device.type == "cpu" and self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
+            model.move(torch.device("cpu"))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # vLLM can use only what torch does not keep
 
     def sleep(self) -> None:
         """The trainer has the GPU back."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
-        self.move_trained(self.world.device)
+        for model in self.trained:
+            model.move(self.world.device)
 
     def load(self, weights: Iterator, adapter: Iterator | None = None) -> None:
         """Take new weights, all in one call (a part of a fused layer would leave wrong ones).
