@@ -43,7 +43,7 @@ class ModelArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
     checkpointing: bool = False
-    """Activation checkpointing: backward computes layers again. A third slower, less memory."""
+    """Activation checkpointing: a third slower, less memory."""
     offload: tuple[Literal["params", "optimizer", "reference"], ...] = ()
     """What moves to the host. params, optimizer: while the engine generates. reference: always."""
     cpu_offload: bool = False
