@@ -342,9 +342,14 @@ def broken(path: Path, old: str, new: str):
     path.write_text(whole)
 
 
-def has_failed(status: int | None, text: str) -> bool:
+def verdict_of(status: int | None, text: str) -> str:
     """A test that cannot be collected proves nothing. A fixture may fail."""
-    return status == 1 and bool(re.search(r"\d+ (failed|error)", text))
+    if status is None:
+        return "hangs"
+    if status == 1 and re.search(r"\d+ (failed|error)", text):
+        return "fails"
+    print(text)
+    return "DOES NOT FAIL"
 
 
 def test_of(name: str) -> str:
@@ -365,12 +370,9 @@ def wire(numbers: list[int]) -> int:
         for number, (file, old, new, test) in zip(numbers, rows, strict=True):
             with broken(copy / file, old, new):
                 status, _, text = run(copy, [test_of(test)], [], LIMIT)
-            fails = has_failed(status, text)
-            if not fails:
-                wrong.append(number)
-                print(text)
-            print(f"{number:>3}  {'fails' if fails else 'DOES NOT FAIL'}  {file}  {old!r}",
-                  flush=True)
+            verdict = verdict_of(status, text)
+            wrong += [number] if verdict != "fails" else []
+            print(f"{number:>3}  {verdict}  {file}  {old!r}", flush=True)
     print(f"{len(rows)} wirings in {(time.monotonic() - began) / 60:.0f} minutes; "
           f"wrong: {wrong or 'none'}")
     return int(bool(wrong))
@@ -412,10 +414,7 @@ def measure(numbers: list[int], write: bool) -> int:
             with broken(copy / row.file, row.old, row.new):
                 status, (value,), text = run(copy, [row.test], [row.probe], row.limit)
             effect, page = said(row.effect, right[row.probe], value), page_cells()
-            failed = has_failed(status, text)
-            verdict = "hangs" if status is None else "fails" if failed else "DOES NOT FAIL"
-            if status is not None and not failed:
-                print(text)
+            verdict = verdict_of(status, text)
             if "0e+00" in effect or not hasattr(value, "norm") and value == right[row.probe]:
                 verdict += "; NO EFFECT"
             if write:
