@@ -36,8 +36,10 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              initializer_range=0.2, bos_token_id=None, eos_token_id=None)
 MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config),
           "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
-# (prompt, completions): lengths. One completion of one token; one alone; equal ones; a long prompt.
-GROUPS = [(3, (1, 5, 9, 2)), (1, (4,)), (7, (6, 6, 6)), (3, (1,)), (14, (12, 2, 20))]
+# (prompt, completions): lengths. One completion of one token; one alone; equal ones; a long prompt;
+# some of nearly one length, which are padded to one block.
+GROUPS = [(3, (1, 5, 9, 2)), (1, (4,)), (7, (6, 6, 6)), (3, (1,)), (14, (12, 2, 20)),
+          (6, (9, 8, 7))]
 
 
 def small(kind: str):
@@ -195,7 +197,7 @@ def test_windows_and_soft_caps_are_packed(kind):
     torch.manual_seed(3)
     lm = made(config(**SIZES, head_dim=8, **more)).double().eval()
     model.widen(lm)
-    samples = samples_of([(14, (12, 2, 20)), (3, (1, 5, 9, 2)), (9, (7,))])
+    samples = samples_of([(14, (12, 2, 20)), (3, (1, 5, 9, 2)), (9, (7, 6))])
     with torch.no_grad():
         ours = packed_logprobs(lm, samples)
         lm.config.sliding_window = 100

@@ -256,6 +256,13 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
 
 
+def test_a_turn_that_is_cut_ends_its_episode(played):
+    _, done, engine, _ = played
+    cuts = [[made.truncated for made in engine.gave[i]] for i in range(len(done))]
+    assert not any(any(cut[:-1]) for cut in cuts) and any(cut[-1] for cut in cuts)
+    assert all(c.truncated for c, cut in zip(done, cuts, strict=True) if cut[-1])
+
+
 def test_one_token_must_have_room_after_a_reply():
     for n, goes_on in (9, True), (10, False):
         c = Completion(np.zeros(4, np.int32), np.zeros(4, np.float32), False, turns=[])
