@@ -117,13 +117,13 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
 def first_reply(spec: str, args, rows: list[Row]) -> list[dict] | None:
     """Messages for the first row and an empty turn. SettingsError if the function fails."""
     with closing(Scorer([spec], args, "reply")) as scorer:
-        check_rows(scorer.wait().needs, rows, "reply")
+        scorer.wait()
+        check_rows(scorer.needs, rows, "reply")
         if not rows:
             return None
         score, = scorer.score([item(rows[0], [said("")])])
         if score.error:
-            raise SettingsError(
-                f"--reply {spec} must answer an empty turn too:\n{scorer.first_traceback}")
+            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{score.error}")
         return score.parts["reply"]
 
 
@@ -142,6 +142,7 @@ class Episodes:
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
         self.workers = Scorer([args.turn_args.reply], args.reward_args, "reply")
+        self.workers.wait()
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -185,11 +186,9 @@ class Episodes:
                     ids = self.bridge.ids(int(c.ids[-1]), messages)
             except SettingsError as error:
                 score = Score(None, {"reply": None}, str(error))
-                self.workers.first_traceback = self.workers.first_traceback or str(error)
             made.append((score, ids))
         made = self.world.gather(made)
-        scores = [score for score, _ in made]
-        report(self.workers, self.world, self.log, scores, len(scores))
+        report(self.workers, self.log, [score for score, _ in made], len(made))
         return made
 
     def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:
