@@ -54,10 +54,6 @@ class Stream:
     seed: int
     position: int = 0  # the whole state
 
-    @property
-    def epoch(self) -> int:
-        return self.position // len(self.rows)
-
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts, fewer at the end of an epoch."""
         epoch, start = divmod(self.position, len(self.rows))

@@ -23,7 +23,7 @@ from errors import SettingsError
 from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
-START_SECONDS, SLOW_SECONDS = 120, 10  # a worker's start: the limit, and when a line is printed
+START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
 LONGEST_REPLY = 1_000_000  # characters
 FAILED_CALLS = 8  # in a row end the run; fewer may be an accident
@@ -74,7 +74,8 @@ def score_samples(run, samples: list, group: int) -> None:
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
         items = [item_of(sample, run.engine.tokenizer)
                  for call in run.world.mine(calls) for sample in call]
-        scores, texts = run.scorer.score(items, size), [item.completion for item in items]
+        scores = run.scorer.score(items, size)
+        texts = [item.completion for item in items]
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
@@ -146,10 +147,9 @@ def check(specs: list[str]) -> list:
 def check_rows(needs: list, rows: list, kind: str = "reward"):
     """SettingsError if a row lacks what a reward needs."""
     for name, column in needs:
+        lack = [row for row in rows if column not in row.columns]
         if column == "answer":
             lack = [row for row in rows if row.answer in (None, "")]
-        else:
-            lack = [row for row in rows if column not in row.columns]
         if lack:
             raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
@@ -185,8 +185,8 @@ def is_message(value) -> bool:
 class Worker:
     """A process that kills all that its rewards started when it ends."""
 
-    def __init__(self, specs: list[str], kind: str, closed: threading.Event):
-        self.closed, self.received, self.printed = closed, b"", b""
+    def __init__(self, specs: list[str], kind: str):
+        self.received, self.printed = b"", b""
         self.socket, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0"}  # order of sets
@@ -208,11 +208,15 @@ class Worker:
             self.printed = (self.printed + printed)[-4000:]
             if ready and not sent and not printed:  # all processes that held the pipes are gone
                 raise OSError(f"the worker ended with code {self.process.wait()}; it printed: "
-                              f"{self.printed.decode(errors='replace').strip()}")
-            if self.closed.is_set() or time.monotonic() > deadline:
+                              f"{self.take_printed().strip()}")
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
         line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
+
+    def take_printed(self) -> str:
+        printed, self.printed = self.printed.decode(errors="replace"), b""
+        return printed
 
     def kill(self):
         self.process.terminate()
@@ -230,7 +234,7 @@ class Scorer:
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.specs, self.kind, self.timeout = specs, kind, args.reward_timeout
         self.parts = parse(specs, kind)
-        self.tried, self.closed = threading.Event(), threading.Event()
+        self.tried = threading.Event()  # was a worker started, or refused?
         self.groups = False  # does a reward take all completions of a prompt in one call?
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
@@ -242,11 +246,7 @@ class Scorer:
             thread.start()
 
     def wait(self) -> None:
-        """Until a worker has loaded the rewards. SettingsError if none can. Call it before `score`.
-        """
-        if not self.tried.wait(SLOW_SECONDS) and os.environ.get("RANK", "0") == "0":
-            print(f"--{self.kind} {' '.join(self.specs)} is still loading (limit: "
-                  f"{START_SECONDS} s)", flush=True)
+        """Until a worker has loaded the rewards. SettingsError if none can."""
         self.tried.wait()
         if self.needs is None:
             error = SettingsError(self.refused)
@@ -262,7 +262,6 @@ class Scorer:
         return self.scores
 
     def close(self):
-        self.closed.set()
         for _ in self.threads:
             self.calls.put(None)
         for thread in self.threads:
@@ -278,7 +277,8 @@ class Scorer:
             self.calls.task_done()
             if not answered:
                 worker = self._replace(worker)
-        self._replace(worker)  # closed: this only kills
+        if worker:
+            worker.kill()
 
     def _replace(self, worker: Worker | None) -> Worker | None:
         """A new worker that has loaded the rewards. None after too many failed starts."""
@@ -286,11 +286,11 @@ class Scorer:
             if worker:
                 worker.kill()
             tries = 1 if self.needs is None else 3 * len(self.threads)
-            if self.closed.is_set() or self.failed_starts >= tries:
+            if self.failed_starts >= tries:
                 return None
             worker = None
             try:
-                worker = Worker(self.specs, self.kind, self.closed)
+                worker = Worker(self.specs, self.kind)
                 self.groups, self.needs = worker.receive(START_SECONDS)
                 self.failed_starts = 0
                 return worker
@@ -320,13 +320,11 @@ class Scorer:
             scores = [self._sum([None] * len(self.parts), why) for _ in items]
             answered = False
         if worker:
-            scores[0].printed = worker.printed.decode(errors="replace")[-1000:]
-            worker.printed = b""
+            scores[0].printed = worker.take_printed()[-1000:]
         self.scores[call] = scores
         return answered
 
     def _sum(self, values: list, error: str | None) -> Score:
-        error = None if error is None else str(error)
         if self.kind == "reply":
             reply, = values
             return Score(None if error else 0.0, {"reply": messages(reply)}, error)
