@@ -95,7 +95,7 @@ def report(scorer, log, scores: list[Score], calls: int) -> None:
     """Print what the calls printed, and what failed."""
     printed = "".join(score.printed for score in scores)[-1000:]
     if printed:
-        log.say(f"{scorer.kind}s printed (the last 1,000 characters):\n{printed}")
+        log.say(f"a {scorer.kind} printed (the last 1,000 characters):\n{printed}")
     scorer.unscored += calls
     if any(score.total is not None for score in scores):
         scorer.unscored = 0

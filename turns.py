@@ -67,7 +67,7 @@ class Bridge:
 
     def text(self, messages: list[dict]) -> str:
         """From the end of the model's words to its next ones. SettingsError if the template refuses
-        the messages, or writes the turn before them in another way because of them."""
+        the messages, or rewrites the turn before them."""
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
@@ -95,8 +95,7 @@ class Bridge:
 
 
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
-    """SettingsError if the function or the chat template cannot be used. No tokenizer: of a model
-    that is not here."""
+    """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
     if not re.fullmatch(r".+\.py:\w+", spec) or not isfile(spec.rpartition(":")[0]):
         raise SettingsError(f"--reply {spec} is no FILE.py:FUNCTION of a file that is here.")
