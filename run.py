@@ -237,6 +237,7 @@ class Run:
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
         self.build_engine()
+        self.scorer.wait()
         if not self.args.eval_args.eval_only:
             self.try_worst_case()
         if self.saved:
