@@ -40,6 +40,7 @@ class Row:
     answer: object
     columns: dict
     source: str  # `data_source`, or the name
+    control: bool = False  # control tokens inside its own text: in a chat they end a message
 
 
 class Prompt(NamedTuple):
@@ -49,10 +50,14 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Stream:
-    """Prompts without end. Seed, epoch and len(rows) decide their order."""
+    """Prompts without end, ordered by (seed, epoch, len(rows))."""
     rows: list[Row]
     seed: int
     position: int = 0  # the whole state
+
+    @property
+    def epoch(self) -> int:
+        return self.position // len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts, fewer at the end of an epoch."""
@@ -72,11 +77,12 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
     rows = []
     for index, columns in enumerate(raw):
         try:
-            rows.append(make_row(index, columns, name, tokenizer, controls, args))
+            row = make_row(index, columns, name, tokenizer, controls, args)
         except (SettingsError, TemplateError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {' '.join(str(error).split())}") from error
-    rows = [row for row in rows if row]
+        if row:
+            rows.append(row)
     if not rows:
         raise SettingsError(f"{spec}: all {len(raw)} prompts are empty.")
     limit, lengths = args.max_prompt_tokens, sorted(len(row.prompt_ids) for row in rows)
@@ -85,30 +91,37 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         raise SettingsError(
             f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
             f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
-    return kept, (
+    report = (
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
-        f"{len(raw) - len(rows)} empty")
+        f"{len(raw) - len(rows)} empty; duplicates (kept): "
+        f"{len(kept) - len({row.prompt for row in kept})}")
+    control = [row.index for row in rows if row.control]
+    if control:
+        report += f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
+    return kept, report
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
              args: DataArgs) -> Row | None:
     """A row as the model sees it. None: it asks nothing. controls: texts of control tokens."""
-    # The columns that are not null.
     there = {column: value for column, value in columns.items()
              if value is not None and value == value}  # NaN differs from itself
     messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
     if not messages:
         return None
+    contents = [m["content"] for m in messages]
     markers = ("<|im_start|>", *controls)
-    finished = any(m["content"].lstrip().startswith(markers) for m in messages)
+    finished = any(content.lstrip().startswith(markers) for content in contents)
     text = render(messages, tokenizer, args.system, finished)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
     plain = tokenizer.chat_template is None and not finished
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
-    return Row(index, text, ids, answer, columns, source)
+    inside = not finished and any(
+        control in content for control in controls for content in contents)
+    return Row(index, text, ids, answer, columns, source, inside)
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
@@ -122,9 +135,12 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         return rows, f"{name}/{config}" if config else name
     is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
     path = spec if is_file else name
-    if "://" in spec or (os.path.isfile(name) and not is_file):
-        raise SettingsError(f"{spec} must be a folder, a Hugging Face name, or a file on this "
-                            f"machine that ends in {', '.join(FILES)}.")
+    if "://" in spec:
+        raise SettingsError(f"{spec} is a URL; download it.")
+    if not is_file and os.path.isfile(name):
+        raise SettingsError(f"{spec} is a file; it must end in {', '.join(FILES)}.")
+    if os.path.lexists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise SettingsError(f"{path} is a pipe or a broken link.")
     try:
         rows = read_file(path) if is_file else read_datasets(path, config or None, split)
     except Exception as error:
@@ -147,15 +163,17 @@ def read_file(path: str) -> list[dict]:
     is_list = path.endswith(".json") and text.lstrip().startswith(b"[")
     parts = [text] if is_list else text.split(b"\n")  # str.splitlines would also cut at U+2028
     rows = []
-    for number, part in enumerate(parts, start=1):
+    for line, part in enumerate(parts, start=1):
         if not part.strip():
             continue
         try:
             found = json.loads(part.decode())
-            rows += [{**row} for row in (found if is_list else [found])]  # fails unless objects
+            for row in found if is_list else [found]:
+                rows.append({**row})  # fails unless it is an object
         except (TypeError, ValueError, RecursionError) as error:
-            where = path if is_list else f"{path}:{number}"
-            raise ValueError(f"{where}: not one JSON object: {error}") from error
+            line, column = line + getattr(error, "lineno", 1) - 1, getattr(error, "colno", 1)
+            raise ValueError(f"{path}:{line}:{column}: not one JSON object (after {len(rows)} "
+                             f"others): {getattr(error, 'msg', error)}") from error
     return rows
 
 
@@ -181,7 +199,7 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
 
 
 def messages_of(columns: dict, there: dict, template: str | None) -> list[dict]:
-    """The chat of a row; []: it asks nothing."""
+    """The chat of a row; []: it asks nothing. there: the columns that are not null."""
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")
     elif {"nums", "target"} <= there.keys():
@@ -203,7 +221,7 @@ def messages_of(columns: dict, there: dict, template: str | None) -> list[dict]:
 
 
 def answer_of(columns: dict, there: dict):
-    """The right answer of a row, or None."""
+    """The right answer of a row, or None. there: the columns that are not null."""
     verl = there.get("reward_model")
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
         return verl["ground_truth"]

@@ -283,13 +283,21 @@ def test_long_empty_and_duplicate_prompts_are_counted():
     n = len(TOKENIZER(chat("a"))["input_ids"])
     assert report == (
         f"{rows[0].source}: 4 of 10 prompts kept, {n} to {n} tokens; left out: 1 longer than 100 "
-        f"tokens, 5 empty")
+        f"tokens, 5 empty; duplicates (kept): 2")
     # The template's own words do not make a question of nothing.
     _, unasked = load_rows({"prompt": ""}, {"prompt": "q"}, template="Solve: {question}")
     assert " 1 empty" in unasked
     for rest in ({}, {"prompt": "q"}, {"prompt": [user("q")]}):
         rows = {"text": "", **rest}, {"text": "q", **rest}
         assert " 1 empty" in load_rows(*rows, template="{text}")[1]
+
+
+def test_control_tokens_inside_a_prompt_are_counted():
+    """<|im_end|> in a user's text ends the user's turn."""
+    ends = "a<|im_end|>b"
+    _, report = load_rows({"prompt": "a"}, {"prompt": ends}, {"prompt": [user("a"), user(ends)]})
+    assert report.endswith("; control tokens inside the text: 2 (first: row 1)")
+    assert "control" not in load_rows({"prompt": chat("finished")}, {"prompt": "<|im_begin|>"})[1]
 
 
 def test_no_prompt_left():
@@ -313,17 +321,17 @@ def test_no_such_file(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, where, what", [
-    ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "a.jsonl:3: not one JSON", "',' delimiter"),
-    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2: not", "can't decode byte 0xff"),
-    ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "a.jsonl:2: not", "recursion"),
-    ("a.jsonl", b'{"a": 1' + b"0" * 5000 + b"}", "a.jsonl:1: not", "digits"),
-    ("a.jsonl", b'{"a": 1}\n[1, 2]\n', "a.jsonl:2: not", "'list' object is not a mapping"),
-    ("a.jsonl", b'{"a": 1}\nnull\n', "a.jsonl:2: not", "'NoneType' object is not a mapping"),
-    ("a.json", b'[{"a": 1},\n {"a" 2}]', "a.json: not one", "Expecting ':' delimiter: line 2"),
-    ("a.json", b'[{"a": 1}, "b"]', "a.json: not one", "'str' object is not a mapping"),
-    ("a.json", b'{\n "a": 1\n}', "a.json:1: not", "Expecting property name"),
+    ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "a.jsonl:3:8: not one JSON", "',' delimiter"),
+    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2:1: not", "can't decode byte 0xff"),
+    ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "a.jsonl:2:1: not", "recursion"),
+    ("a.jsonl", b'{"a": 1' + b"0" * 5000 + b"}", "a.jsonl:1:1: not", "digits"),
+    ("a.jsonl", b'{"a": 1}\n[1, 2]\n', "a.jsonl:2:1: not", "'list' object is not a mapping"),
+    ("a.jsonl", b'{"a": 1}\nnull\n', "a.jsonl:2:1: not", "'NoneType' object is not a mapping"),
+    ("a.json", b'[{"a": 1},\n {"a" 2}]', "a.json:2:7: not", "Expecting ':' delimiter"),
+    ("a.json", b'[{"a": 1}, "b"]', "(after 1 others)", "'str' object is not a mapping"),
+    ("a.json", b'{\n "a": 1\n}', "a.json:1:2: not", "Expecting property name"),
     ("a.parquet", b"PAR1 no table", "a.parquet cannot be loaded", ""),
-    ("a.jsonl.gz", b"", "a.jsonl.gz must be a folder, a Hugging", "ends in .jsonl, .json, .p"),
+    ("a.jsonl.gz", b"", "a.jsonl.gz is a file; it must end in .jsonl, .json, .parquet, .csv", ""),
     ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 1 (counted from 0)", "does not fit the first line"),
     ("a.csv", b"a,a\n1,2\n", "row 0 (counted from 0)", "does not fit the first line"),
     ("a.csv", b'a\n"open', "a.csv cannot be loaded", "unexpected end"),
@@ -350,10 +358,14 @@ def test_files_that_are_in_order(tmp_path):
         assert read(f"{tmp_path}/{name}")[0] == rows
 
 
-def test_a_url_is_refused_at_once():
-    """It cost 23 seconds of retries."""
+def test_what_is_no_file_is_said_at_once(tmp_path):
+    """The FIFO hung; the link and the URL cost 23 seconds of retries."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("rows.jsonl", "loop"):
+        assert f"{name} is a pipe or a broken link." in sentence(read, f"{tmp_path}/{name}")
     for spec in ("https://example.com/rows.jsonl", "hf://datasets/rows"):
-        assert sentence(read, spec).startswith(f"{spec} must be a folder, a Hugging Face name, or")
+        assert sentence(read, spec) == f"{spec} is a URL; download it."
 
 
 @pytest.mark.parametrize("row, what", [
@@ -453,7 +465,7 @@ def drawn(stream, sizes):
 def test_an_epoch_is_every_row_once(n, batch, seed):
     stream = Stream(rows_of(n), seed)
     for epoch in range(3):
-        assert stream.position == epoch * n
+        assert stream.epoch == epoch
         batches = [stream.next(batch) for _ in range(-(-n // batch))]
         assert {len(b) for b in batches[:-1]} <= {batch} and 1 <= len(batches[-1]) <= batch
         prompts = [prompt for b in batches for prompt in b]
@@ -471,7 +483,7 @@ def test_resumed_at_any_position_the_rest_is_the_same(n, sizes, stop, seed):
     resumed.position = whole.position
     assert whole.position == len(before)
     assert drawn(resumed, sizes[stop:]) == drawn(whole, sizes[stop:])
-    assert resumed.position == whole.position
+    assert resumed.epoch == whole.epoch
 
 
 def test_epochs_and_seeds_have_their_own_order():
