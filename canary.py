@@ -12,8 +12,7 @@ from data import Prompt, Row
 from dist import cut
 from errors import SettingsError
 from log import peak_from_now
-from packing import KEYS
-from plan import Phase, Plan
+from plan import Phase, Plan, ceil_div
 from rewards import Score
 
 LAST = 64  # tokens that `compare` looks at
@@ -21,20 +20,28 @@ LAST = 64  # tokens that `compare` looks at
 
 def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
     """{phase: its peak in bytes}. Changes no weights and no optimizer state."""
-    a, peaks, entropy = plan.args, {}, "grad" if plan.args.entropy_coef else "value"
-    forwards = {
-        "update": lambda micro: sum(policy.logprobs(micro, a.temperature, entropy)),
-        "score": lambda micro: [model.logprobs(micro, a.temperature)[0]
-                                for model in (policy, reference) if model][-1]}
+    a, peaks = plan.args, {}
+
+    def update(micro):
+        return sum(policy.logprobs(micro, a.temperature, "grad" if a.entropy_coef else "value"))
+
+    def score(micro):
+        if reference:
+            reference.logprobs(micro, a.temperature)
+        return policy.logprobs(micro, a.temperature)[0]
+
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
                for trained in (policy, critic) if trained and not trained.optimizer.state
                for p in trained.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
-        if phase.name not in peaks:
-            trained = critic if phase.name.startswith("critic") else policy
-            forward = forwards.get(phase.name) or critic.values
-            peaks[phase.name] = measure(phase, world, vocab, forward, trained)
-            trained.optimizer.zero_grad()
+        if phase.name in peaks:  # of several sizes, the largest comes first
+            continue
+        if phase.name.startswith("critic"):
+            forward, trained = critic.values, critic
+        else:
+            forward, trained = {"update": update, "score": score}[phase.name], policy
+        peaks[phase.name] = measure(phase, world, vocab, forward, trained)
+        trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
     return peaks
@@ -46,7 +53,8 @@ def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
         peak = peak_from_now(world.device)
         try:
             with torch.set_grad_enabled("update" in phase.name):
-                out = forward(worst_micro(tokens, phase.longest, vocab, world.device))
+                out = forward(
+                    worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
                 if out.requires_grad:
                     trained.backward(out.sum())
         except (MemoryError, RuntimeError) as error:
@@ -63,13 +71,13 @@ def sample(prompt: list[int], completion: np.ndarray) -> Sample:
         Score(0.0, {}, None))
 
 
-def worst_micro(tokens: int, longest: int, vocab: int, device):
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers as many keys as it may."""
-    rows = -(-tokens // longest)
+    long that attention gathers `keys` keys for each token."""
+    rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
-    p = max(1, n - 1 - -(-n // KEYS))  # of its prompt
-    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * (rows * KEYS))
+    p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
+    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 

@@ -92,8 +92,8 @@ def config_of(folder: str):
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise SettingsError(f"--model {folder}: cannot read its config.json (--plan takes --sizes "
-                            f"hidden=… instead; {str(error).splitlines()[0]}).") from None
+        raise SettingsError(f"--model {folder}: cannot read its config.json "
+                            f"({str(error).splitlines()[0]}).") from None
     kind, classes = config.model_type, config.architectures or []
     rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
     for what, wrong in (

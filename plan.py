@@ -1,10 +1,9 @@
 """plan.py: the sizes of a run, and the rules for its settings, before anything loads."""
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import NamedTuple
 
 from lora import LORA_RANKS
+from packing import KEYS
 
 
 @dataclass
@@ -16,9 +15,6 @@ class PlanArgs:
     """Ranks to plan for."""
     gpu_gb: float = 80.0
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
-    sizes: tuple[str, ...] = ()
-    """Sizes of the model to plan for:
-    hidden=… intermediate=… layers=… heads=… kv_heads=… vocab=…"""
     strict: bool = False
     """Padding rows are an error. It names the nearest sizes without."""
 
@@ -69,6 +65,7 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
+    keys: int  # that attention gathers for each token of a micro-batch, at most: see packing.py
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
@@ -114,7 +111,9 @@ class Plan:
             passes.append(("score", rows, a.score_tokens))
         if critic:
             passes.append(("critic score", rows, critic.critic_score_tokens))
-        return [Phase(*each, self.longest, self.ranks) for each in passes]
+        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens.
+        keys = min(KEYS, self.args.group + 1)
+        return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
     def text(self, short: bool = False) -> str:
         """What --plan prints. short: without details, which are indented by four."""
@@ -180,38 +179,25 @@ def typed(flag: str, value: object) -> str:
 
 
 INF = float("inf")
-
-
-class Range(NamedTuple):
-    """The values that a flag takes."""
-    words: str  # after "must be"
-    holds: Callable[[object], bool]
-    first: int | None = None  # its smallest whole number, where such numbers are offered
-
-
-def at_least(first: int) -> Range:
-    return Range(f"at least {first}", lambda x: first <= x < INF, first)
-
-
-RANGES = {name: values for names, values in {  # a number that is not here: at least 0
-    """batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks
-       steps keep samples_every max_bad_steps""": at_least(1),
-    "max_num_seqs reward_workers": Range("from 1 to 4,096", lambda x: 1 <= x <= 4096),
-    "seed": Range("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, first=0),
-    "lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha": Range(
-        "more than 0", lambda x: 0 < x < INF),
-    "temperature": Range("from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
-    "eval_temperature": Range("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
-    "timeout reward_timeout stop_seconds": Range("from 1 to 1e6", lambda x: 1 <= x <= 1e6),
-    "gpu_memory_utilization": Range("more than 0 and at most 1", lambda x: 0 < x <= 1),
-    "dual_clip": Range("more than 1", lambda x: x > 1),
-    "target_reward eval_pass": Range("a number", lambda x: -INF < x < INF),
-    "gamma lam": Range("between 0 and 1", lambda x: 0 <= x <= 1),
-    "top_p": Range("1 in training", lambda x: x == 1),
-    "model data name eval_data wandb reply prompt_template": Range("some text", bool),
-    "betas": Range("two numbers in [0, 1)",
-                   lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
-}.items() for name in names.split()}
+RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other number: at least 0
+    ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
+     "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
+    ("max_num_seqs reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
+    ("lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha", "more than 0",
+     lambda x: 0 < x < INF),
+    ("temperature", "from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
+    ("eval_temperature", "0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
+    ("timeout reward_timeout stop_seconds", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
+    ("gpu_memory_utilization", "more than 0 and at most 1", lambda x: 0 < x <= 1),
+    ("dual_clip", "more than 1", lambda x: x > 1),
+    ("target_reward eval_pass", "a number", lambda x: -INF < x < INF),
+    ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
+    ("top_p", "1 in training", lambda x: x == 1),
+    ("model data name eval_data wandb reply prompt_template", "some text", bool),
+    ("betas", "two numbers in [0, 1)",
+     lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
+] for flag in flags.split()}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -220,11 +206,12 @@ def outside(args, ranks: int) -> dict[str, Rule]:
     for name, value in (flags(args) | {"ranks": ranks}).items():
         if value is None or not (name in RANGES or isinstance(value, int | float)):
             continue
-        words, holds, first = RANGES.get(name, at_least(0))
+        words, holds = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
         if not holds(value):
-            tries = [] if first is None else [*range(first, first + 99)]
-            found[name] = Rule(f"--{name} must be {words} (got {value}).",
-                               [(name, [*tries, default[name]])])
+            tries = [default[name]]
+            if isinstance(default[name], int):  # rather its smallest value
+                tries = [0, 1, default[name]]
+            found[name] = Rule(f"--{name} must be {words} (got {value}).", [(name, tries)])
     return found
 
 
@@ -360,13 +347,4 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
                 if {other.kind for other in left} <= kinds - {rule.kind}:
                     rule.fixes += ((flag, value),)
                     break
-    return found
-
-
-def warnings(args) -> list[str]:
-    found, loss = [], flags(args).get("loss")
-    if loss == "gspo" and max(args.clip_low, args.clip_high) >= 0.05:
-        found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
-    if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
-        found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
     return found

@@ -80,7 +80,7 @@ class Bench:
     """What the parts share: a shape, its folder, the GPU's bytes (None on CPU), the sizes."""
 
     def __init__(self, name: str, folder: Path, card: float | None):
-        self.folder, self.card, self.shape = folder, card, memory.SHAPES[NAMES[name]]
+        self.folder, self.card, self.shape = folder, card, memory.shape_of(NAMES[name])
         # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
         self.prompt, self.completion, self.prompts, self.times = (
             (256, 768, 64, 5) if card else (64, 64, 2, 2))

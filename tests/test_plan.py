@@ -25,7 +25,7 @@ from data import Row, Stream
 from dist import balance, share
 from errors import Mistakes, SettingsError
 from examples import tiny
-from memory import SHAPES
+from memory import shape_of
 from rewards import Score
 
 ROOT = Path(__file__).parent.parent
@@ -134,12 +134,6 @@ def test_512_prompts_on_6_ranks():
     said(plan.Plan(Args(batch=512, group=8), "grpo.py", 6, 7473, 7).text(),
          "6 engines of 1 rank, 682 or 683 requests each", "last batch 2,440 completions",
          "evaluation 7 rows x 1 = 7 requests, 1 or 2 an engine")
-
-
-def test_notes():
-    gspo, clip = plan.warnings(Args(loss="gspo", epochs=2)), plan.warnings(Args())
-    assert len(gspo) == len(clip) == 1 and "3e-4" in gspo[0] and "the ratio is 1" in clip[0]
-    assert plan.warnings(Args(epochs=2)) == plan.warnings(ppo.Args()) == []
 
 
 def test_a_terminal_in_ascii_shows_the_help():
@@ -255,7 +249,7 @@ def flag_types(script) -> dict[str, object]:
     return found
 
 
-QWEN_05B, QWEN_15B, TINY = (SHAPES[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
+QWEN_05B, QWEN_15B, TINY = map(shape_of, ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
 
 
 @pytest.mark.parametrize("shape, machine, ranks, tp, words, fixes", [
@@ -278,8 +272,8 @@ def test_an_engine_the_model_or_machines_do_not_allow(shape, machine, ranks, tp,
 
 
 def test_engines_that_are_allowed():
-    three = SHAPES["Qwen2.5-3B"]                             # 2 key-value heads for 8 ranks: copies
-    for tp, shape in ((2, QWEN_05B), (4, TINY), (4, SHAPES["Qwen2.5-7B"]), (8, three)):
+    three = shape_of("Qwen2.5-3B")                           # 2 key-value heads for 8 ranks: copies
+    for tp, shape in ((2, QWEN_05B), (4, TINY), (4, shape_of("Qwen2.5-7B")), (8, three)):
         assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, machine=8)
     text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, machine=3)[0])
     assert text.endswith("Would work: --tp 1.")
