@@ -48,7 +48,7 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
 
 
 def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
-    """The peak of a phase. Half of the tokens come first: they may fit."""
+    """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak = peak_from_now(world.device)
         try:
@@ -96,9 +96,9 @@ def end(world, phase: Phase, failed: int):
 def compare(run, samples: list[Sample]):
     """SettingsError if transformers, trainer and engine are not one policy. A collective.
 
-    It compares the mean over the last tokens of one completion of each rank's engine: rounding
-    moves it little, and single tokens much. The trainer computes the completion twice in one packed
-    input, and the second one counts: a model that looks at its neighbour is found.
+    It compares the mean over the last tokens of one completion of each engine: rounding moves
+    single tokens much, and their mean little. The trainer computes the completion twice in one
+    packed input, and the second one counts: it may not look at its neighbour.
     """
     world, policy = run.world, run.policy
     mine = world.mine(samples) or samples
@@ -113,10 +113,10 @@ def compare(run, samples: list[Sample]):
             for other in (plain_logprobs(run, sample)[-LAST:], engine)]
     gaps = world.max(torch.stack(gaps).nan_to_num(torch.inf)).tolist()
     causes = [
-        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py misses "
-         "what this family does to its logits or scores"),
-        ("engine and trainer", "the engine did not take all weights, kept a prefix cache of old "
-         "ones, or samples otherwise")]
+        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py lacks "
+         "what this family does to logits or scores"),
+        ("engine and trainer", "the engine did not take all weights, has an old prefix cache, or "
+         "samples otherwise")]
     for gap, (who, cause) in zip(gaps, causes, strict=True):
         if gap > run.max_gap:
             raise SettingsError(

@@ -87,7 +87,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
         mistakes.attempt(model.names_in_files, lm, source)
         mistakes += model_limits(args, lm.config, everything if tokenizer else [])
     mistakes.stop()
-    sizes = plan.Plan(args, args.script, ranks, n_rows, n_eval)
+    sizes = plan.Plan(args, ranks, n_rows, n_eval)
     return Checked(source, tokenizer, shape, rows, eval_rows, notes, bridge, sizes)
 
 
@@ -145,7 +145,7 @@ def find_shape(args, lm) -> memory.Shape | None:
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
-    """Sentences for what the model cannot take."""
+    """Sentences for what the model or its engine cannot take."""
     found, name, vocab = [], f"--model {args.model}", config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
@@ -161,7 +161,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     lora = args.lora_args
     if lora.lora_rank and lora.lora_sync != "merged" and config.model_type == "stablelm":
         found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
-                     f"--lora_sync merged.")
+                     "--lora_sync merged.")
     for row in rows:
         largest = max(row.prompt_ids, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lora import LORA_RANKS
 from packing import EVEN
 from plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
 
@@ -67,39 +66,38 @@ class Shape:
         return norms + attention + 4 * c * self.intermediate
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size", "tie_word_embeddings")
 KNOWN = """\
-tiny qwen2 128 256 2 4 4 320 tied
-Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 tied
-Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 tied
-Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
-Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
-Qwen2.5-14B qwen2 5120 13824 48 40 8 152064 untied
-Qwen2.5-32B qwen2 5120 27648 64 40 8 152064 untied
-Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
-Qwen3-1.7B qwen3 2048 6144 28 16 8 151936 tied
-Qwen3-4B qwen3 2560 9728 36 32 8 151936 tied
-Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
-Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied
-Llama-3.2-3B llama 3072 8192 28 24 8 128256 tied
-Llama-3.1-8B llama 4096 14336 32 32 8 128256 untied"""
+tiny qwen2 128 256 2 4 4 320 1
+Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 1
+Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 1
+Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 1
+Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 0
+Qwen2.5-14B qwen2 5120 13824 48 40 8 152064 0
+Qwen2.5-32B qwen2 5120 27648 64 40 8 152064 0
+Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 1
+Qwen3-1.7B qwen3 2048 6144 28 16 8 151936 1
+Qwen3-4B qwen3 2560 9728 36 32 8 151936 1
+Qwen3-8B qwen3 4096 12288 36 32 8 151936 0
+Llama-3.2-1B llama 2048 8192 16 32 8 128256 1
+Llama-3.2-3B llama 3072 8192 28 24 8 128256 1
+Llama-3.1-8B llama 4096 14336 32 32 8 128256 0"""
 
 
 def shape_of(model: str) -> Shape | None:
     """Of a model whose name is KNOWN: no file is read. None: another name."""
     from transformers import AutoConfig, AutoModelForCausalLM
     name = model.rpartition("/")[2].partition(":")[0]
-    known = {line.split()[0]: line.split()[1:] for line in KNOWN.splitlines()}
-    found = known.get(name.removesuffix("-Instruct").removesuffix("-Base"))
-    if found is None:
-        return None
-    family, *sizes, head = found
-    hidden, intermediate, layers, heads, kv_heads, vocab = map(int, sizes)
-    config = AutoConfig.for_model(
-        family, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab,
-        tie_word_embeddings=head == "tied")
-    with torch.device("meta"):
-        return shape_from(AutoModelForCausalLM.from_config(config))
+    name = name.removesuffix("-Instruct").removesuffix("-Base")
+    for line in KNOWN.splitlines():
+        known, family, *sizes = line.split()
+        if known == name:
+            sizes = dict(zip(SIZES, map(int, sizes), strict=True))
+            with torch.device("meta"):
+                config = AutoConfig.for_model(family, **sizes)
+                return shape_from(AutoModelForCausalLM.from_config(config))
+    return None
 
 
 def shape_from(lm) -> Shape:
@@ -172,8 +170,7 @@ class EngineMemory:
         c = number_bytes(plan.args.model_args.dtype, card)
         self.weights = c * shape.params / e.tp
         if lora.in_engine(c == 2):  # else it takes weights with adapters merged
-            room = next(rank for rank in LORA_RANKS if rank >= lora.lora_rank)
-            self.weights += c * shape.adapter(lora) * room / lora.lora_rank
+            self.weights += c * shape.adapter(lora)
 
         graphs = ENGINE_GRAPHS if card and not e.eager else 0
         activations = c * ENGINE_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
@@ -268,7 +265,8 @@ def loads(plan, shape, card) -> list[Load]:
 
 def fits(plan, shape, card, spare: float = 0.0) -> bool:
     """Every phase leaves this share of the memory, and the cache holds a sequence."""
-    limit = (1 - spare) * (card or plan.free)
+    room = card or plan.free
+    limit = (1 - spare) * room
     return EngineMemory(plan, shape, card).holds > 0 and all(
         load.total <= limit for load in loads(plan, shape, card))
 
@@ -355,11 +353,10 @@ def planned(plan, shape, card) -> Plan:
     top = max(loads(best, shape, card), key=lambda load: load.total)
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
     a, holds = plan.args, EngineMemory(plan, shape, card).holds
-    asked = ceil_div(max(plan.batches) * a.group * a.engine_args.tp, plan.ranks)
     lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
              *table(loads(plan, shape, card)),
              f"    {shape.params:,} parameters; the engine's cache holds {holds:,} of the longest "
-             f"sequences ({plan.longest:,} tokens), and a step asks it for {asked:,}"]
+             f"sequences ({plan.longest:,} tokens), and one call asks for {plan.requests:,}"]
     if a.lora_args.lora_rank:
         lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained")
     return replace(plan, memory="\n".join(lines))

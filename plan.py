@@ -84,7 +84,6 @@ class Phase:
 class Plan:
     """The sizes of every part of a step."""
     args: object
-    script: str
     ranks: int
     n_rows: int | None  # prompts in --data, if known
     n_eval: int
@@ -117,37 +116,29 @@ class Plan:
 
     def text(self, short: bool = False) -> str:
         """What --plan prints. short: without details, which are indented by four."""
-        a = self.args
+        a, prompts, tp = self.args, self.batches[0], self.args.engine_args.tp
+        n, engines = prompts * a.group, self.ranks // tp
         steps = count(a.minibatches * a.epochs, "optimizer step")
-        lines = [f"plan for {self.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
+        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
                  f"{a.group:,} completions = {a.batch * a.group:,} completions and {steps} a step"]
         if self.n_rows:
             lines.append(f"  data       {self.n_rows:,} prompts, "
                          f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
                          f"{self.batches[-1]:,} prompts in the last")
-        first, *rest = self.batches
-        lines += self.batch_lines("rollout", first, "  ")
-        for prompts in rest:
-            lines += self.batch_lines("last batch", prompts, "    ")
+        lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
+                     f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
+                     f"{spread(n, self.ranks)} a rank for its "
+                     f"{a.reward_args.reward_workers} reward workers")
+        lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(prompts)]
         if self.n_eval:
             samples = a.eval_args.eval_samples
-            m, engines = self.n_eval * samples, self.ranks // a.engine_args.tp
+            m = self.n_eval * samples
             lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
                          f"{spread(m, engines)} an engine")
         lines += self.memory.splitlines()
         if short:
             lines = [line for line in lines if not line.startswith("    ")]
         return "\n".join(lines)
-
-    def batch_lines(self, name: str, prompts: int, indent: str) -> list[str]:
-        """A line for the rollout of a batch, and one for each phase that follows it."""
-        n, tp = prompts * self.args.group, self.args.engine_args.tp
-        engines = self.ranks // tp
-        rollout = (f"  {name:<10} {n:,} completions: {count(engines, 'engine')} of "
-                   f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
-                   f"{spread(n, self.ranks)} a rank for its "
-                   f"{self.args.reward_args.reward_workers} reward workers")
-        return [rollout, *(f"{indent}{phase.name:<10} {phase}" for phase in self.phases(prompts))]
 
 
 # ---- rules ----
@@ -223,10 +214,9 @@ def run_rules(plan: Plan):
     name = str(args.name)
     own = re.fullmatch(r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
-        yield Rule(
-            f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin with "
-            f"a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
-            [("name", ["my-run"])])
+        yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
+                   f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
+                   [("name", ["my-run"])])
     if not given.plan and given.ranks not in (1, plan.ranks):
         yield Rule(f"--ranks {given.ranks} needs --plan: a run has the ranks of torchrun "
                    f"--nproc_per_node.", [("plan", [True])])
@@ -253,22 +243,19 @@ def limit_rules(plan: Plan):
     least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
     if given["target_reward"] is not None:
         least.append(("steps", 13, "for --target_reward"))
-    for name, limit, why in most:
-        if given[name] > limit:
-            yield Rule(f"--{name} must be at most {limit:,} (got {given[name]:,}): {why}.",
-                       [(name, [limit])])
-    for name, limit, why in least:
-        if given[name] < limit:
-            yield Rule(f"--{name} must be at least {limit:,} (got {given[name]:,}): {why}.",
-                       [(name, [limit])])
+    wrong = [(name, f"at most {limit:,}", limit, why)
+             for name, limit, why in most if given[name] > limit]
+    wrong += [(name, f"at least {limit:,}", limit, why)
+              for name, limit, why in least if given[name] < limit]
+    for name, words, limit, why in wrong:
+        yield Rule(f"--{name} must be {words} (got {given[name]:,}): {why}.", [(name, [limit])])
 
 
 def lora_rules(lora, shape):
-    """Of adapters. shape: memory.Shape; None: not known."""
+    """Of adapters. shape: see broken."""
     most, off = LORA_RANKS[-1], ("lora_rank", [0])
     if lora.lora_rank > most and lora.lora_sync != "merged":
-        yield Rule(f"--lora_rank must be at most {most}, which the engine has room for, or "
-                   f"--lora_sync merged (got {lora.lora_rank:,}).",
+        yield Rule(f"--lora_rank must be at most {most} for the engine (got {lora.lora_rank:,}).",
                    [("lora_rank", [most]), ("lora_sync", ["merged"])])
     if not lora.lora_rank or shape is None:
         return
@@ -281,7 +268,7 @@ def lora_rules(lora, shape):
 
 
 def divisor_rules(plan: Plan, shape, machine: int | None):
-    """Of numbers that must divide others. machine: ranks of one machine; None: not known."""
+    """Of numbers that must divide others. shape, machine: see broken."""
     tp, shard_size = plan.args.engine_args.tp, plan.args.model_args.shard_size
     wholes = [(plan.ranks, "ranks")]
     if machine:
@@ -320,14 +307,13 @@ def nearest(n: int) -> list[int]:
 
 def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
            machine: int | None = None) -> list[Rule]:
-    """The rules that the settings break.
+    """The rules that the settings break. None: not known.
 
-    n_rows, n_eval: rows of the data and of the evaluation. shape: memory.Shape. machine: ranks of
-    one machine. None: not known.
+    n_rows, n_eval: rows to train and to evaluate on. shape: memory.Shape. machine: its ranks.
     """
     wrong, default = outside(args, ranks), flags(type(args)())
     usable = changed(args, **{name: default[name] for name in wrong})
-    plan = Plan(usable, "", max(1, ranks), n_rows, n_eval)
+    plan = Plan(usable, max(1, ranks), n_rows, n_eval)
     found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
              *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, machine)]
     if usable.plan_args.strict:

@@ -110,7 +110,7 @@ class Bench:
             model=str(self.folder), batch=8, minibatches=2, lr=1e-6, max_tokens=self.completion,
             update_tokens=budget, score_tokens=budget,
             data_args=DataArgs(max_prompt_tokens=self.prompt))
-        return plan.Plan(plan.changed(args, **flags), "grpo.py", 1, None, 0)
+        return plan.Plan(plan.changed(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False) -> model.Policy:
         self.world = dist.join()

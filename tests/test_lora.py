@@ -162,8 +162,8 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
      "k_proj v_proj o_proj gate_proj up_proj down_proj (got q_proj query). Would work: "
      "--lora_targets all-linear"),
     (dict(lora_targets=()), "(got none)"),
-    (dict(lora_rank=600), "at most 512, which the engine has room for, or --lora_sync merged (got "
-     "600). Would work: --lora_rank 512 or --lora_sync merged."),
+    (dict(lora_rank=600), "at most 512 for the engine (got 600). Would work: "
+     "--lora_rank 512 or --lora_sync merged."),
     (dict(lora_alpha=0.0), "--lora_alpha must be more than 0"),
     (dict(lora_rank=-1), "--lora_rank must be at least 0"),
     (dict(lora_rank=600, lora_sync="merged"), None)])

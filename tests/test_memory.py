@@ -35,7 +35,7 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> str:
     args = plan.changed(script.Args(), model=model_name, **flags)
     assert not plan.problems(args, ranks, n_rows)
-    made = plan.Plan(args, script.__name__ + ".py", ranks, n_rows, 0)
+    made = plan.Plan(args, ranks, n_rows, 0)
     shape = memory.shape_of(model_name)
     return memory.planned(made, shape, gpu_gb * GIB).memory.splitlines()[0]
 
@@ -77,7 +77,7 @@ def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequenc
     shape = memory.shape_of("tiny")
     two_blocks = 256 * 2 * shape.layers * shape.kv * 4      # a block of vLLM has 128 tokens there
     expected = {None: GIB, "0.5": GIB / 2}.get(sequences) or sequences * two_blocks
-    made = plan.Plan(args, "grpo.py", 1, 1000 if sequences else 10**6, n_eval)
+    made = plan.Plan(args, 1, 1000 if sequences else 10**6, n_eval)
     assert memory.EngineMemory(made, shape, None).cache == expected
 
 
@@ -103,7 +103,7 @@ def test_what_the_readme_shows_fits(script, ranks, name, gpu_gb, flags):
 def test_what_the_search_names_fits_and_less_does_not(script, name, ranks, gpu_gb):
     args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1)
     shape, card = memory.shape_of(name), gpu_gb * GIB
-    made = plan.Plan(args, "x.py", ranks, None, 0)
+    made = plan.Plan(args, ranks, None, 0)
     flags = memory.fewest(made, shape, card)
     if flags is None:
         return
@@ -389,7 +389,7 @@ def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
         return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone()
                 for t in [*policy.module.parameters(), *moments]]
     before = state()
-    made = plan.Plan(args, "grpo.py", world.size, 64, 0)
+    made = plan.Plan(args, world.size, 64, 0)
     peaks = canary.canary(made, world, learning.VOCAB, policy)
     same = all(map(torch.equal, before, state()))
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
