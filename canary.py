@@ -30,18 +30,17 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
             reference.logprobs(micro, a.temperature)
         return policy.logprobs(micro, a.temperature)[0]
 
+    passes = {"update": (update, policy), "score": (score, policy)}
+    if critic:
+        passes |= dict.fromkeys(["critic update", "critic score"], (critic.values, critic))
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
                for trained in (policy, critic) if trained and not trained.optimizer.state
                for p in trained.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
-        if phase.name in peaks:  # of several sizes, the largest comes first
-            continue
-        if phase.name.startswith("critic"):
-            forward, trained = critic.values, critic
-        else:
-            forward, trained = {"update": update, "score": score}[phase.name], policy
-        peaks[phase.name] = measure(phase, world, vocab, forward, trained)
-        trained.optimizer.zero_grad()
+        if phase.name not in peaks:  # of several sizes, the largest comes first
+            forward, trained = passes[phase.name]
+            peaks[phase.name] = measure(phase, world, vocab, forward, trained)
+            trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
     return peaks
@@ -55,8 +54,7 @@ def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
             with torch.set_grad_enabled("update" in phase.name):
                 out = forward(
                     worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
-                if out.requires_grad:
-                    trained.backward(out.sum())
+                trained.backward(out.sum())  # of a score pass: nothing
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
@@ -73,7 +71,7 @@ def sample(prompt: list[int], completion: np.ndarray) -> Sample:
 
 def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers `keys` keys for each token."""
+    long that attention gathers `keys` keys for each token (see plan.Phase)."""
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt

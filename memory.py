@@ -67,22 +67,22 @@ class Shape:
 
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "vocab_size", "tie_word_embeddings")
+         "num_key_value_heads", "vocab_size")
 KNOWN = """\
-tiny qwen2 128 256 2 4 4 320 1
-Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 1
-Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 1
-Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 1
-Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 0
-Qwen2.5-14B qwen2 5120 13824 48 40 8 152064 0
-Qwen2.5-32B qwen2 5120 27648 64 40 8 152064 0
-Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 1
-Qwen3-1.7B qwen3 2048 6144 28 16 8 151936 1
-Qwen3-4B qwen3 2560 9728 36 32 8 151936 1
-Qwen3-8B qwen3 4096 12288 36 32 8 151936 0
-Llama-3.2-1B llama 2048 8192 16 32 8 128256 1
-Llama-3.2-3B llama 3072 8192 28 24 8 128256 1
-Llama-3.1-8B llama 4096 14336 32 32 8 128256 0"""
+tiny qwen2 128 256 2 4 4 320 tied
+Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 tied
+Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 tied
+Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
+Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
+Qwen2.5-14B qwen2 5120 13824 48 40 8 152064 untied
+Qwen2.5-32B qwen2 5120 27648 64 40 8 152064 untied
+Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
+Qwen3-1.7B qwen3 2048 6144 28 16 8 151936 tied
+Qwen3-4B qwen3 2560 9728 36 32 8 151936 tied
+Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
+Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied
+Llama-3.2-3B llama 3072 8192 28 24 8 128256 tied
+Llama-3.1-8B llama 4096 14336 32 32 8 128256 untied"""
 
 
 def shape_of(model: str) -> Shape | None:
@@ -91,11 +91,12 @@ def shape_of(model: str) -> Shape | None:
     name = model.rpartition("/")[2].partition(":")[0]
     name = name.removesuffix("-Instruct").removesuffix("-Base")
     for line in KNOWN.splitlines():
-        known, family, *sizes = line.split()
+        known, family, *sizes, head = line.split()
         if known == name:
             sizes = dict(zip(SIZES, map(int, sizes), strict=True))
             with torch.device("meta"):
-                config = AutoConfig.for_model(family, **sizes)
+                config = AutoConfig.for_model(
+                    family, tie_word_embeddings=head == "tied", **sizes)
                 return shape_from(AutoModelForCausalLM.from_config(config))
     return None
 
@@ -263,12 +264,11 @@ def loads(plan, shape, card) -> list[Load]:
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
-def fits(plan, shape, card, spare: float = 0.0) -> bool:
-    """Every phase leaves this share of the memory, and the cache holds a sequence."""
-    room = card or plan.free
-    limit = (1 - spare) * room
+def fits(plan, shape, card) -> bool:
+    """Every phase leaves 3 % of the memory, and the cache holds a sequence."""
+    limit = card or plan.free
     return EngineMemory(plan, shape, card).holds > 0 and all(
-        load.total <= limit for load in loads(plan, shape, card))
+        load.total <= 0.97 * limit for load in loads(plan, shape, card))
 
 
 # ---- the search for flags with which it fits ----
@@ -289,21 +289,21 @@ def ladder(plan, shape) -> list[tuple[str, object]]:
 
 
 def fitting(plan, shape, card, values: dict) -> dict | None:
-    """The values, if it fits with them and 3 % to spare, or them and the nearest share for the
-    engine with which it does. None: there is none."""
+    """The values, if it fits with them, or them and the nearest share for the engine with which it
+    does. None: there is none."""
     tries = [values]
     if card:
         given = flags(plan.args)[SHARE]
         shares = sorted((n / 20 for n in range(2, 19)), key=lambda share: abs(share - given))
         tries += [values | {SHARE: share} for share in shares]
     for more in tries:
-        if fits(replace(plan, args=changed(plan.args, **more)), shape, card, spare=0.03):
+        if fits(replace(plan, args=changed(plan.args, **more)), shape, card):
             return more
     return None
 
 
 def fewest(plan, shape, card) -> dict | None:
-    """{flag: value} with which it fits, none too many. None: no flags are enough."""
+    """{flag: value} with which it fits, none too many: {} if it does. None: no flags are enough."""
     steps, chosen = ladder(plan, shape), None
     # Walk down the ladder until it fits.
     for n in range(len(steps) + 1):
@@ -330,16 +330,14 @@ def spell(values: dict) -> str:
 
 def verdict(plan, shape, card) -> tuple[str, Plan]:
     """Whether it fits, and if not, with which flags; and the plan that fits, else this one."""
-    if fits(plan, shape, card):
-        return "fits", plan
     for doubled in range(8 if card else 1):
         wider = replace(plan, ranks=plan.ranks * 2**doubled)
         more = fewest(wider, shape, card)
         if more is not None:
-            best = replace(wider, args=changed(plan.args, **more))
             if doubled:
                 more["ranks"] = wider.ranks
-            return f"does not fit; would with {spell(more)}", best
+            words = f"does not fit; would with {spell(more)}" if more else "fits"
+            return words, replace(wider, args=changed(plan.args, **more))
     return "does not fit; no flag helps", plan
 
 

@@ -109,8 +109,7 @@ def test_what_the_search_names_fits_and_less_does_not(script, name, ranks, gpu_g
         return
 
     def fits(flags):
-        return memory.fits(
-            replace(made, args=plan.changed(args, **flags)), shape, card, spare=0.03)
+        return memory.fits(replace(made, args=plan.changed(args, **flags)), shape, card)
 
     assert fits(flags) and not plan.problems(plan.changed(args, **flags), ranks)
     for dropped in flags:
