@@ -290,7 +290,7 @@ class Run:
         wanted = self.args.run_args.canary
         if wanted == "off" or (wanted == "auto" and self.world.device.type != "cuda"):
             return
-        peaks = canary.canary(self.checked.plan, self.world, self.checked.config.vocab_size,
+        peaks = canary.canary(self.checked.plan, self.world, self.checked.shape.vocab,
                               self.policy, self.reference, self.critic)
         peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
         self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
