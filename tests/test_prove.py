@@ -34,7 +34,9 @@ MISTAKES = {
     "a mean over the padded width": Mistake(
         BUDGET, BACKWARD, "policy.backward((w.sum(1) * torch.where(m, loss, 0).mean(1)).sum())"),
     "a sum over padding": Mistake(
-        NAN, BACKWARD, "policy.backward((w * loss).sum())", "--entropy_coef 0.01"),
+        NAN, "if correction is not None:\n",
+        "loss = loss * (logprobs - old).detach().sum(1, keepdim=True).exp()\n"
+        "                if correction is not None:\n"),
     "a loss that reads its neighbour": Mistake(
         LOOP, "micro.slice(advantages), m,", "micro.slice(advantages).roll(1, 0), m,"),
     "a baseline of all groups": Mistake(

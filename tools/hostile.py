@@ -10,17 +10,18 @@ import data
 import model
 from batch import Completion, Sample
 from check import is_tiny
-from rewards import Score
+from rewards import Score, parse
 
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt, of the longest completion
 KINDS = ("plain", "equal rewards", "replies", "replies, one unscored", "one scored", "one token",
          "replies")  # of groups, in turn
 
 
-def fabricate(group: int, seed: int) -> list[Sample]:
+def fabricate(args, seed: int) -> list[Sample]:
     """Two groups of each kind, or one where groups are larger than 1. In all kinds lengths differ.
     The first completion is truncated. Prompts repeat side by side (2, 3) and apart (0, 5)."""
-    rng, samples, prompts = random.Random(seed), [], []
+    rng, samples, prompts, group = random.Random(seed), [], [], args.group
+    names = [part.name for part in parse(list(args.reward))]
     for p in range(len(KINDS) if group > 1 else 2 * len(KINDS)):
         length = PROMPT if p == 0 else rng.randint(1, PROMPT)
         prompts.append([rng.randrange(VOCAB) for _ in range(length)])
@@ -30,7 +31,8 @@ def fabricate(group: int, seed: int) -> list[Sample]:
         for g in range(group):
             kind = KINDS[p % len(KINDS)]
             completion = complete(kind, rng, longest=p == g == 0)
-            score = Score(reward(kind, rng, g, group), {}, None)
+            total = reward(kind, rng, g, group)
+            score = Score(total, dict.fromkeys(names, total), None)
             samples.append(Sample(data.Prompt(p, row), completion, "", score))
     return samples
 
@@ -60,19 +62,23 @@ def reward(kind: str, rng: random.Random, g: int, group: int) -> float | None:
 
 
 def unscored(sample: Sample) -> Sample:
-    return replace(sample, score=Score(None, {}, None))
+    return replace(sample, score=rescored(sample.score, None))
+
+
+def rescored(score: Score, total: float | None) -> Score:
+    return Score(total, dict.fromkeys(score.parts, total), None)
 
 
 def altered(samples: list[Sample], seed: int) -> list[Sample]:
-    """With other tokens and rewards. Lengths stay, and rewards that are equal stay equal."""
+    """With other tokens and lower rewards. Lengths stay, and rewards that are equal stay equal."""
     rng, others, found = random.Random(seed), {}, []
     for sample in samples:
         old, total = sample.completion, sample.score.total
         ids = np.array([rng.randrange(VOCAB) for _ in old.ids], np.int32)
         if total is not None:
-            total = others.setdefault(total, rng.random())
-        found.append(replace(
-            sample, completion=replace(old, ids=ids), score=Score(total, {}, None)))
+            total = others.setdefault(total, rng.random() - 2)
+        found.append(replace(sample, completion=replace(old, ids=ids),
+                             score=rescored(sample.score, total)))
     return found
 
 

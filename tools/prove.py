@@ -81,10 +81,10 @@ def budgets(args, update: int, score: int):
 
 def trials(args) -> dict[str, Trial]:
     size, longest = args.group, PROMPT + LONGEST
-    rows, later = fabricate(size, seed=0), fabricate(size, seed=1)
+    rows, later = fabricate(args, seed=0), fabricate(args, seed=1)
     groups = [rows[i:i + size] for i in range(0, len(rows), size)]
     mixed = random.Random(2).sample(groups, len(groups))
-    more = [unscored(sample) for sample in fabricate(size, seed=3)]
+    more = [unscored(sample) for sample in fabricate(args, seed=3)]
     more = rows[:size] + more[:size] + rows[size:] + more[size:2 * size]
     others = rows[:size] + altered(rows[size:], seed=4)
     one = plan.changed(args, minibatches=1, epochs=args.minibatches * args.epochs)
@@ -155,7 +155,9 @@ def judge(promise: Promise, outcomes: dict[str, Outcome]) -> Result:
 
 def prove(file, args, promises=PROMISES) -> list[Result]:
     """Which of the promises the file's `learn` keeps, with these flags."""
-    args = shrunk(args)
+    was, args = plan.flags(args), shrunk(args)
+    print("Here " + ", ".join(f"{name} is {value} (not {was[name]})"
+                              for name, value in plan.flags(args).items() if value != was[name]))
     names = {name for promise in promises for pair in promise.pairs for name in pair}
     if "resumed" in names:
         names.add("saved")

@@ -246,18 +246,19 @@ def rank(number: int, size: int, port: int, wanted: dict[str, Trial], file, fold
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(size),
                    "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}
-    outcomes, status = {}, 0
-    try:
-        world = dist.join(timeout=30)
-        models = Models(next(iter(wanted.values())).args, world, folder)
-        for name, trial in wanted.items():
-            if number == 0:
-                print(f"  {plan.count(size, 'rank')}: {name}", flush=True)
+    outcomes, models, status = {}, None, 0
+    world = dist.join(timeout=30)
+    for name, trial in wanted.items():
+        if number == 0:
+            print(f"  {plan.count(size, 'rank')}: {name}", flush=True)
+        try:
+            models = models or Models(trial.args, world, folder)
             outcomes[name] = attempt(trial, file, models)
-        world.barrier()
-    except Exception:
-        traceback.print_exc()
-        status = 1
+        except Exception:
+            traceback.print_exc()
+            models, status = None, 1
+            if size > 1:  # the others wait for this rank
+                break
     if number == 0:
         Path(folder, f"outcomes-{size}").write_bytes(pickle.dumps(outcomes))
     sys.stderr.flush()
