@@ -69,7 +69,8 @@ def shrunk(args):
     """The user's settings, with sizes that fit a model of two layers."""
     sizes = dict(group=min(args.group, 4), minibatches=min(args.minibatches, 3),
                  epochs=min(args.epochs, 2), max_tokens=LONGEST,
-                 overlong_buffer=min(args.overlong_buffer, 8), dtype="float64", shard_size=0)
+                 overlong_buffer=min(args.overlong_buffer, 8), dtype="float64", shard_size=0,
+                 offload=(), cpu_offload=False)
     return budgets(plan.changed(args, **sizes), 1 << 20, 1 << 20)
 
 
@@ -128,12 +129,14 @@ def relative(a, b) -> float:
 
 
 def differences(promise: Promise, outcomes: dict[str, Outcome]) -> dict[str, float]:
-    """{"pair: what": how much it differs}"""
+    """{"trial: what": how much it differs}. A gradient of 0 would prove nothing: it is an inf."""
     found = {}
     for first, second in promise.pairs:
+        if not {first, second} <= outcomes.keys():
+            return {f"{second}: no outcome": math.inf}
+        if not any(gradient.any() for gradient in outcomes[first].gradients.values()):
+            return {f"{first}: every gradient is 0": math.inf}
         for part in promise.parts:
-            if not {first, second} <= outcomes.keys():
-                return {f"{second}: failed": math.inf}
             one, other = (getattr(outcomes[name], part) for name in (first, second))
             for name in (one.keys() | other.keys()) - LAYOUT:
                 both = name in one and name in other
@@ -199,6 +202,8 @@ def main() -> int:
     path = "grpo.py"
     if sys.argv[1:] and sys.argv[1].endswith(".py"):
         path = sys.argv.pop(1)
+    if not Path(path).is_file():
+        sys.exit(f"error: {path} is no file. Would work: grpo.py, ppo.py or a copy of one of them.")
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
     results = prove(file, args)

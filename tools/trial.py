@@ -56,8 +56,9 @@ class Watched:
         self.trial, self.gradients = trial, []
 
     def step(self, lr: float) -> float:
-        whole = [model.whole(p.grad).flatten().clone() for p in self.parameters.values()]
-        self.gradients.append(torch.cat(whole))
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad
+                 for p in self.parameters.values()]
+        self.gradients.append(torch.cat([model.whole(part).flatten().clone() for part in parts]))
         return super().step(lr)
 
     def shown(self, micro: Micro, values):
