@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
 from dist import World, balance, share, tokens
-from errors import SettingsError
 from packing import pack
-from rewards import Item, Score, Scorer
+from rewards import Score
 
 
 @dataclass
@@ -43,43 +42,9 @@ class Sample:
     """A completion with its prompt."""
     prompt: Prompt
     completion: Completion
-    text: str
+    text: str = ""  # decoded when it is scored
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: it bears no loss
-
-
-def score_samples(samples: list[Sample], group: int, scorer: Scorer, world: World, log):
-    """Give every sample its score. Each rank scores its share. A collective."""
-    world.same_phase("reward", len(samples))
-    with log.time("reward"):
-        items = [Item(s.prompt.row.prompt, s.text, s.prompt.row.answer, s.prompt.row.columns,
-                      s.completion.tokens, s.completion.truncated, s.completion.ids.tolist(),
-                      s.completion.turns) for s in samples]
-        size = group if scorer.needs_groups else 1  # a reward that compares gets whole groups
-        units = [items[i:i + size] for i in range(0, len(items), size)]
-        scores = world.gather(scorer.score(sum(world.mine(units), []), size))
-        told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
-    for sample, score in zip(samples, scores, strict=True):
-        sample.score = score
-        if sample.completion.failed:  # whatever its reward says
-            sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
-    report(scores, told, len(units), scorer, log)
-
-
-def report(scores: list[Score], told: list[tuple], calls: int, scorer: Scorer, log):
-    """Print what rewards (or replies) printed, and a run's first failure. SettingsError after 8
-    calls in a row without a score: fewer may be an accident."""
-    if printed := "".join(text for _, text in told):
-        log.say(f"{scorer.kind}s printed (the last 1,000 characters):\n{printed[-1000:]}")
-    none = all(score.total is None for score in scores)
-    failure = next((trace for trace, _ in told if trace), none and "every reward returned None")
-    scorer.unscored = scorer.unscored + calls if none else 0
-    if scorer.unscored >= 8:
-        raise SettingsError(
-            f"None of this batch's {len(scores)} completions has a {scorer.kind}:\n{failure}")
-    if failure and not scorer.warned:
-        log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
-        scorer.warned = True
 
 
 def note_advantages(samples: list[Sample], advantages, mask):

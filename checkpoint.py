@@ -24,71 +24,102 @@ from model import Trained
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "group", "seed", "dtype", "lora_rank",
-         "lora_alpha", "lora_targets")  # else it is another run
+         "lora_alpha", "lora_targets")  # with another value it is another run
 
 
 class Saved(NamedTuple):
     path: Path
-    state: dict
+    state: dict  # of state.json
 
+
+class NotWritten(Exception):
+    """A disk failed on one rank. It is raised on all of them, with the file and the cause."""
+
+
+def write(world: World, act, *args):
+    """act(*args) → its result. NotWritten on all ranks if it failed on one. A collective."""
+    result, failed = None, []
+    try:
+        result = act(*args)
+    except SafetensorError as error:
+        failed = [str(error)]
+    except OSError as error:
+        failed = [str(error)]
+        if error.strerror:
+            failed = [f"{error.filename or 'state.json'}: {error.strerror}"]
+    except CheckpointException as error:  # it has the failures of all ranks
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        failed = [f"__{rank}_0.distcp: {str(cause).splitlines()[0]}"]
+    failed = world.gather(failed)
+    if failed:
+        raise NotWritten(failed[0])
+    return result
+
+
+# ---- save ----
 
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
     """Writes step_N, N = state["step"], and keeps the newest `keep` → None, or why it failed; then
     the older ones stay. A collective."""
-    path, files = folder / f"step_{state['step']}", {}
-    partial = path.with_suffix(".partial")
+    partial = folder / f"step_{state['step']}.partial"
+    try:
+        write(world, make_room, world, partial)
+        mine = write(world, write_tensors, world, partial, trained)
+        sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
+        write(world, seal, world, partial, state, sizes)
+        write(world, forget, world, folder, state["step"], keep)
+    except NotWritten as error:
+        if world.rank != 0:
+            return str(error)
+        newest = "there is no other"
+        if steps(folder):
+            newest = f"the newest checkpoint is step_{steps(folder)[-1]}"
+        free = shutil.disk_usage(folder.parent).free / 2**30
+        shutil.rmtree(partial, ignore_errors=True)
+        return f"{error}; {free:.1f} GiB are free there; {newest}"
+    return None
 
-    def begin():
-        for left in folder.glob("step_*.*"):
+
+def make_room(world: World, partial: Path):
+    """An empty folder, and nothing that a kill left."""
+    if world.rank == 0:
+        for left in partial.parent.glob("step_*.*"):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
 
-    def write():
-        dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
-                 process_group=world.control)
-        files.update(written(*partial.glob(f"__{world.rank}_*")))
 
-    def seal():
-        if missing := [name for name in everyones if not (partial / name).is_file()]:
-            raise OSError(f"{missing[0]} is not in rank 0's {partial}: use one shared folder")
-        done = state | {"files": everyones | written(partial / ".metadata")}
-        (partial / "state.json").write_text(json.dumps(done, default=str))
-        os.sync()
-        remove(path)  # a damaged one
-        partial.rename(path)
-        os.sync()
-        newest = [n for n in steps(folder) if n <= state["step"]][-keep:]
-        for old in set(steps(folder)) - set(newest):  # newer ones are damaged
+def write_tensors(world: World, partial: Path, trained: dict[str, Trained]) -> dict[str, int]:
+    """Each rank writes its part → the sizes of its files."""
+    dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
+             process_group=world.control)
+    return written(*partial.glob(f"__{world.rank}_*"))
+
+
+def seal(world: World, partial: Path, state: dict, sizes: dict[str, int]):
+    """state.json, and the folder's final name: the checkpoint is whole."""
+    if world.rank != 0:
+        return
+    for name in sizes:
+        if not (partial / name).is_file():
+            raise OSError(f"{name} is not in rank 0's {partial}: use one shared folder")
+    sizes = sizes | written(partial / ".metadata")
+    (partial / "state.json").write_text(json.dumps(state | {"files": sizes}, default=str))
+    os.sync()
+    path = partial.with_suffix("")
+    remove(path)  # a damaged one
+    partial.rename(path)
+    os.sync()
+
+
+def forget(world: World, folder: Path, step: int, keep: int):
+    """Removes all but the newest `keep`. Those after `step` are damaged: they were passed over."""
+    if world.rank == 0:
+        kept = [n for n in steps(folder) if n <= step][-keep:]
+        for old in set(steps(folder)) - set(kept):
             remove(folder / f"step_{old}")
 
-    trouble = failure(world, begin, world.rank == 0) or failure(world, write)
-    everyones = dict(world.gather([*files.items()]))
-    trouble = trouble or failure(world, seal, world.rank == 0)
-    if trouble and world.rank == 0:
-        left = [f"the newest checkpoint is step_{n}" for n in steps(folder)]
-        trouble += (f"; {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB are free there; "
-                    f"{left[-1] if left else 'there is no other'}")
-        shutil.rmtree(partial, ignore_errors=True)
-    return trouble
 
-
-def failure(world: World, act, here: bool = True):
-    """act() on the ranks with `here` → the first disk error, on all ranks."""
-    message = []
-    try:
-        if here:
-            act()
-    except (OSError, SafetensorError) as error:
-        message = [str(error)]
-        if why := getattr(error, "strerror", None):
-            message = [f"{error.filename or 'state.json'}: {why}"]
-    except CheckpointException as error:  # of any rank
-        rank, [why, *_] = next(iter(error.failures.items()))
-        message = [f"__{rank}_0.distcp: {str(why).splitlines()[0]}"]
-    return next(iter(world.gather(message)), None)
-
-
-def tensors(trained: dict[str, Trained]):
+def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
     """{"policy.lm.model.norm.weight": …, "….exp_avg": …}, tied weights once."""
     found = {}
     for who, it in trained.items():
@@ -98,43 +129,49 @@ def tensors(trained: dict[str, Trained]):
     return found
 
 
+# ---- resume ----
+
 def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
     """The newest whole one; a sentence for each damaged one. A collective."""
-    passed = []
-    for step in world.gather([steps(folder)])[0][::-1]:
+    damaged = []
+    for step in reversed(world.gather([steps(folder)])[0]):
         path = folder / f"step_{step}"
         state, wrong = read(path)
-        if not (wrong := world.gather(wrong)):
-            return Saved(path, state), passed
-        passed.append(f"{path} is passed over: {wrong[0]}.")
-    if passed:  # to begin again over them would hide the loss
-        raise SettingsError(f"no checkpoint of this run is whole: {' '.join(passed)} "
+        wrong = world.gather(wrong)
+        if not wrong:
+            return Saved(path, state), damaged
+        damaged.append(f"{path} is passed over: {wrong[0]}.")
+    if damaged:  # to begin again over them would hide the loss
+        raise SettingsError(f"no checkpoint of this run is whole: {' '.join(damaged)} "
                             f"Choose another --name, or remove {folder}.")
-    return None, passed
+    return None, []
 
 
-def read(path: Path):
+def read(path: Path) -> tuple[dict, list[str]]:
     """The state of a checkpoint, and what is wrong with its files."""
     try:
         state = json.loads((path / "state.json").read_text())
-        files = state.pop("files")
-        there = written(*(path / name for name in files))
-        return state, [f"{name} is not what was written: {there[name]:,} bytes, not {size:,}"
-                       for name, size in files.items() if there[name] != size]
+        sizes = state.pop("files")
+        found = written(*(path / name for name in sizes))
     except FileNotFoundError as error:
         return {}, [f"{Path(error.filename).name} is missing"]
     except (OSError, ValueError, KeyError) as error:
         return {}, [f"state.json cannot be read ({type(error).__name__})"]
+    return state, [f"{name} is not what was written: {found[name]:,} bytes, not {size:,}"
+                   for name, size in sizes.items() if found[name] != size]
 
 
 def compare(saved: Saved, settings: dict) -> list[str]:
-    """A line for each setting that changed, if none of FIXED did."""
+    """A line for each setting that changed. SettingsError if one of FIXED did."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
-    new = [k for k in was | now if was.get(k) != now.get(k) and k not in ("resume", "strict")]
-    if no := [f"{k} was {was[k]} and is now {now.get(k)}" for k in new if k in FIXED and k in was]:
-        raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(no)}. "
+    changed = [name for name in was | now
+               if was.get(name) != now.get(name) and name not in ("resume", "strict")]
+    wrong = [f"{name} was {was[name]} and is now {now.get(name)}"
+             for name in changed if name in FIXED and name in was]
+    if wrong:
+        raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Choose another --name.")
-    return [f"{k} {now.get(k)} (was {was.get(k)})" for k in new]
+    return [f"{name} {now.get(name)} (was {was.get(name)})" for name in changed]
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
@@ -144,16 +181,22 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
     for who, it in trained.items():
         for name, p in it.parameters.items():
             if f"{who}.{name}.step" in there:  # AdamW makes its state in its first step only
-                empty = {k: torch.zeros_like(p).detach() for k in ("exp_avg", "exp_avg_sq")}
-                it.optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | empty
+                it.optimizer.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p).detach(),
+                    "exp_avg_sq": torch.zeros_like(p).detach()}
     dcp.load(tensors(trained), storage_reader=reader, process_group=world.control)
 
 
+# ---- files ----
+
 def steps(folder: Path) -> list[int]:
+    """N of each step_N, in order."""
     return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
 
 
-def written(*paths: Path):
+def written(*paths: Path) -> dict[str, int]:
+    """{file: bytes}"""
     return {path.name: path.stat().st_size for path in paths}
 
 

@@ -1,12 +1,8 @@
-"""From rows to prompts (docs/data.md)."""
+"""data.py: rows → prompts (docs/data.md)."""
 import csv
 import json
 import os
-import pickle
 import re
-import subprocess
-import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +11,14 @@ import numpy as np
 from jinja2 import TemplateError
 
 from errors import SettingsError
+from examples import countdown
+from rewards import is_message
 from verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
-# Jiayi-Pan/TinyZero examples/data_preprocess/countdown.py
-COUNTDOWN = """Using the numbers {nums}, create an equation that equals {target}. \
-You can use basic arithmetic operations (+, -, *, /) and each number can only be used once. \
-Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, \
-for example <answer> (1 + 2) / 3 </answer>."""
 
 
 @dataclass
@@ -47,6 +40,7 @@ class Row:
     answer: object
     columns: dict
     source: str  # `data_source`, or the name
+    control: bool = False  # control tokens inside its own text: in a chat they end a message
 
 
 class Prompt(NamedTuple):
@@ -79,31 +73,16 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
     """The prompts of `spec` in order, and a sentence with their counts."""
     raw, name = read(spec, seed)
     tokens = tokenizer.added_tokens_decoder.values()
-    controls = [t.content for t in tokens if t.special and t.content]
-    markers = ("<|im_start|>", *controls)
-    rows, control = [], []
+    controls = [token.content for token in tokens if token.special and token.content]
+    rows = []
     for index, columns in enumerate(raw):
         try:
-            messages, answer = parse(columns, args.prompt_template)
-            if not messages:
-                continue
-            finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-            text = render(messages, tokenizer, args.system, finished)
-            source = str(columns.get("data_source") or name)
-            f"{text}{answer}{source}".encode()  # fails at half a surrogate pair
+            row = make_row(index, columns, name, tokenizer, controls, args)
         except (SettingsError, TemplateError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {' '.join(str(error).split())}") from error
-        # A chat template writes the BOS itself.
-        plain = tokenizer.chat_template is None and not finished
-        ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
-        meta = columns.get("metadata")
-        if isinstance(meta, dict) and "source_dataset" in meta:
-            columns = columns | dict(
-                reasoning_gym_task=meta["source_dataset"], reasoning_gym_entry=columns)
-        if not finished and any(c in m["content"] for m in messages for c in controls):
-            control.append(index)
-        rows.append(Row(index, text, ids, answer, columns, source))
+        if row:
+            rows.append(row)
     if not rows:
         raise SettingsError(f"{spec}: all {len(raw)} prompts are empty.")
     limit, lengths = args.max_prompt_tokens, sorted(len(row.prompt_ids) for row in rows)
@@ -112,28 +91,48 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         raise SettingsError(
             f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
             f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
-    return kept, (
+    report = (
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
         f"{len(raw) - len(rows)} empty; duplicates (kept): "
-        f"{len(kept) - len({row.prompt for row in kept})}"
-        + (f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
-           if control else ""))
+        f"{len(kept) - len({row.prompt for row in kept})}")
+    control = [row.index for row in rows if row.control]
+    if control:
+        report += f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
+    return kept, report
+
+
+def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
+             args: DataArgs) -> Row | None:
+    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens."""
+    there = {column: value for column, value in columns.items()
+             if value is not None and value == value}  # NaN differs from itself
+    messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
+    if not messages:
+        return None
+    contents = [m["content"] for m in messages]
+    markers = ("<|im_start|>", *controls)
+    finished = any(content.lstrip().startswith(markers) for content in contents)
+    text = render(messages, tokenizer, args.system, finished)
+    source = str(columns.get("data_source") or name)
+    f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
+    # A chat template writes the BOS itself.
+    plain = tokenizer.chat_template is None and not finished
+    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    inside = not finished and any(
+        control in content for control in controls for content in contents)
+    return Row(index, text, ids, answer, columns, source, inside)
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
     spec = os.path.expanduser(spec)
     name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", spec, re.DOTALL).groups()
-    if name == "tiny":
-        from examples import tiny
-        task, split = config or "sort", split or "train"
-        if task not in tiny.TASKS or split not in ("train", "test"):
-            raise SettingsError(
-                f"no such rows: {spec}; tiny has {', '.join(tiny.TASKS)}, train and test.")
-        return tiny.rows(GENERATED_ROWS, seed, task, split), f"tiny/{config}" if config else name
-    if name == "reasoning_gym":
-        return read_reasoning_gym(config, split or "train", seed), f"{name}/{config}"
+    if name in ("tiny", "reasoning_gym"):
+        from examples import reasoning_gym_tasks, tiny
+        make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
+        rows = make(GENERATED_ROWS, seed, config, split or "train")
+        return rows, f"{name}/{config}" if config else name
     is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
     path = spec if is_file else name
     if "://" in spec:
@@ -159,16 +158,12 @@ def read_file(path: str) -> list[dict]:
         import pyarrow.parquet  # `datasets` refuses empty tables and map columns
         return pyarrow.parquet.read_table(path).to_pylist()
     if path.endswith(".csv"):
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(reader := csv.DictReader(file, strict=True))
-        if wrong := [i for i, row in enumerate(rows) if len(row) != len(reader.fieldnames)]:
-            raise ValueError(f"row {wrong[0]} (counted from 0) does not fit the first line")
-        return [{name: cell or None for name, cell in row.items()} for row in rows]
+        return read_csv(path)
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.endswith(".json") and text.lstrip().startswith(b"[")
+    parts = [text] if is_list else text.split(b"\n")  # str.splitlines would also cut at U+2028
     rows = []
-    # str.splitlines would also cut at U+2028.
-    for line, part in enumerate([text] if is_list else text.split(b"\n"), start=1):
+    for line, part in enumerate(parts, start=1):
         if not part.strip():
             continue
         try:
@@ -182,65 +177,63 @@ def read_file(path: str) -> list[dict]:
     return rows
 
 
+def read_csv(path: str) -> list[dict]:
+    """An empty cell is None."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        rows = list(reader)
+    for i, row in enumerate(rows):
+        if len(row) != len(reader.fieldnames):
+            raise ValueError(f"row {i} (counted from 0) does not fit the first line")
+    return [{name: cell or None for name, cell in row.items()} for row in rows]
+
+
 def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     import datasets
     if not any(Path(path, name).is_file() for name in ("state.json", "dataset_dict.json")):
         return datasets.load_dataset(path, config, split=split or "train").to_list()
     data = datasets.load_from_disk(path)
-    return (data[split or "train"] if split or isinstance(data, dict) else data).to_list()
+    if split or isinstance(data, dict):
+        data = data[split or "train"]
+    return data.to_list()
 
 
-def read_reasoning_gym(task: str, split: str, seed: int) -> list[dict]:
-    # Puzzle i is made from seed + i: neighbours would share nearly all.
-    seed = zlib.crc32(f"{split} {seed}".encode()) // 2
-    code = f"""import pickle, random, sys, numpy, reasoning_gym
-out, sys.stdout = sys.stdout.buffer, sys.stderr
-random.seed({seed}); numpy.random.seed({seed})
-pickle.dump([*reasoning_gym.create_dataset({task!r}, size={GENERATED_ROWS}, seed={seed})], out)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env=os.environ | {"PYTHONHASHSEED": "0"})
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise SettingsError(f"reasoning_gym:{task} cannot be generated: {last}")
-    return pickle.loads(done.stdout)
-
-
-def parse(columns: dict, template: str | None) -> tuple[list[dict], object]:
-    """The messages of a row ([]: it asks nothing), and the answer."""
-    there = {name: value for name, value in columns.items() if value is not None and value == value}
-    countdown = {"nums", "target"} <= there.keys()
+def messages_of(columns: dict, there: dict, template: str | None) -> list[dict]:
+    """The chat of a row; []: it asks nothing. there: the columns that are not null."""
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")
-    elif countdown:
-        prompt = fill_template(COUNTDOWN, there)
+    elif {"nums", "target"} <= there.keys():
+        prompt = fill_template(countdown.PROMPT, there)
     elif template is not None:
         prompt, template = fill_template(template, there), None
     else:
         raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
                             f"{', '.join(PROMPTS)}, nums and target, or --prompt_template.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and type(m.get("role")) is type(m.get("content")) is str
-            for m in messages):
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
         raise SettingsError('the prompt must be text or a list of {"role": text, "content": text}, '
                             f"not {repr(prompt)[:80]}.")
     asked = messages[-1]["content"] if messages else ""
     if asked.strip() and template is not None:
         asked = fill_template(template, {"question": asked, **there, "prompt": asked})
-    messages = [*messages[:-1], messages[-1] | {"content": asked}] if asked.strip() else []
+        messages = [*messages[:-1], messages[-1] | {"content": asked}]
+    return messages if asked.strip() else []
 
-    column = next((name for name in ANSWERS if name in there), None)
-    answer, verl = there.get(column), there.get("reward_model")
+
+def answer_of(columns: dict, there: dict):
+    """The right answer of a row, or None. there: the columns that are not null."""
+    verl = there.get("reward_model")
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
-        answer = verl["ground_truth"]
-    elif countdown:
-        answer = {"target": there["target"], "numbers": there["nums"]}
-    elif there.keys() & {"question", "problem"} and not columns.keys() & {"prompt", *ANSWERS}:
+        return verl["ground_truth"]
+    if {"nums", "target"} <= there.keys():
+        return {"target": there["target"], "numbers": there["nums"]}
+    if there.keys() & {"question", "problem"} and not columns.keys() & {"prompt", *ANSWERS}:
         raise SettingsError(f"no answer column in ({', '.join(columns)}); a question needs "
                             f"{', '.join(ANSWERS)}.")
-    elif column == "solution" and isinstance(answer, str) and last_boxed(answer) is not None:
-        answer = last_boxed(answer)
-    return messages, answer
+    column = next((name for name in ANSWERS if name in there), None)
+    answer = there.get(column)
+    box = last_boxed(answer) if column == "solution" and isinstance(answer, str) else None
+    return answer if box is None else box
 
 
 def fill_template(template: str, columns: dict) -> str:

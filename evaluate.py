@@ -34,19 +34,25 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
     """eval/SOURCE/NAME for each data source. `eval_samples` consecutive samples share a row."""
-    k, metrics = args.eval_samples, {}
+    metrics = {}
     for source in dict.fromkeys(s.prompt.row.source for s in samples):
         some = [s for s in samples if s.prompt.row.source == source]
-        firsts = [next(iter(s.score.parts.values())) for s in some]
-        passed = [first is not None and first >= args.eval_pass for first in firsts]
-        correct = [sum(passed[i:i + k]) for i in range(0, len(some), k)]  # of each row
-        totals = [s.score.total for s in some if s.score.total is not None]
-        powers = {2**i for i in range(k.bit_length())}
-        found = {f"pass@{j}": sum(pass_at_k(k, c, j) for c in correct) / len(correct)
-                 for j in sorted(powers | {k})}
-        found |= {"rows": len(correct), "unscored": len(some) - len(totals),
-                  "length_mean": sum(s.completion.tokens for s in some) / len(some)}
-        if totals:
-            found["reward"] = sum(totals) / len(totals)
-        metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
+        for name, value in source_metrics(some, args.eval_samples, args.eval_pass).items():
+            metrics[f"eval/{source}/{name}"] = value
     return metrics
+
+
+def source_metrics(samples: list[Sample], n: int, least: float) -> dict[str, float]:
+    """Of n samples a row: pass@k for k = 1, 2, 4, … and n; and the mean reward, if there is one."""
+    firsts = [next(iter(s.score.parts.values())) for s in samples]  # of the first --reward
+    passed = [first is not None and first >= least for first in firsts]
+    correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
+    totals = [s.score.total for s in samples if s.score.total is not None]
+    found = {}
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        found[f"pass@{k}"] = sum(pass_at_k(n, c, k) for c in correct) / len(correct)
+    found["rows"], found["unscored"] = len(correct), len(samples) - len(totals)
+    found["length_mean"] = sum(s.completion.tokens for s in samples) / len(samples)
+    if totals:
+        found["reward"] = sum(totals) / len(totals)
+    return found

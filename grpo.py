@@ -22,12 +22,13 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
+from batch import Batch, Meter, Sample, note_advantages, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
 from model import Policy, learning_rate
 from plan import Rule
+from rewards import score_samples
 from run import CommonArgs, Run, parse, set_up
 
 
@@ -67,26 +68,26 @@ class Args(losses.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
-    def rules(self) -> list[Rule]:
-        """The settings of grpo.py that contradict each other."""
-        groups, updates = range(2, 65), self.minibatches * self.epochs
-        return [
-            Rule(self.group != 1 or self.advantage == "reinforce++",
-                 f"--advantage {self.advantage} compares the completions of a prompt, so --group "
-                 f"must be at least 2 (got 1).",
-                 [("group", groups), ("advantage", ["reinforce++"])]),
-            Rule(self.group != 1 or not self.dynamic_sampling, "--dynamic_sampling keeps groups "
-                 "whose rewards differ, so --group must be at least 2 (got 1).",
-                 [("group", groups), ("dynamic_sampling", [False])]),
-            Rule(not (self.kl_loss_coef and self.kl_reward_coef),
-                 "--kl_loss_coef and --kl_reward_coef must not both be on.",
-                 [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])]),
-            Rule(self.loss in ("clip", "gspo") or self.dual_clip is None,
-                 f"--dual_clip bounds a clipped loss, and --loss {self.loss} has none.",
-                 [("dual_clip", [None]), ("loss", ["clip"])]),
-            Rule(self.loss != "reinforce" or not updates > 1,
-                 f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
-                 f"{updates}).", [("loss", ["clip"])])]
+    def rules(self):
+        """Yields a Rule for settings of grpo.py that contradict each other."""
+        if self.group == 1 and self.advantage != "reinforce++":
+            yield Rule(f"--advantage {self.advantage} compares the completions of a prompt, so "
+                       f"--group must be at least 2 (got 1).",
+                       [("group", range(2, 65)), ("advantage", ["reinforce++"])])
+        if self.group == 1 and self.dynamic_sampling:
+            yield Rule("--dynamic_sampling keeps groups whose rewards differ, so --group must be "
+                       "at least 2 (got 1).",
+                       [("group", range(2, 65)), ("dynamic_sampling", [False])])
+        if self.kl_loss_coef and self.kl_reward_coef:
+            yield Rule("--kl_loss_coef and --kl_reward_coef must not both be on.",
+                       [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])])
+        if self.dual_clip is not None and self.loss not in ("clip", "gspo"):
+            yield Rule(f"--dual_clip bounds a clipped loss, and --loss {self.loss} has none.",
+                       [("dual_clip", [None]), ("loss", ["clip"])])
+        updates = self.minibatches * self.epochs
+        if self.loss == "reinforce" and updates > 1:
+            yield Rule(f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
+                       f"{updates}).", [("loss", ["clip"])])
 
 
 LOSSES = {"clip": losses.clip_loss, "gspo": losses.gspo_loss,
@@ -108,7 +109,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
-                score_samples(samples, args.group, run.scorer, run.world, run.log)
+                score_samples(run, samples, args.group)
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
@@ -126,7 +127,7 @@ def train(args: Args) -> int:
         run.log.step(step, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
-        run.check(metrics)  # gradients that are not finite, and the gap
+        run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None
@@ -251,7 +252,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
             break
         looked_at = len(samples)
         new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
-        score_samples(new, args.group, run.scorer, run.world, run.log)
+        score_samples(run, new, args.group)
         samples += new
     refused = {"batch/dropped_equal": len(samples) - len(kept) * args.group,
                "batch/dropped_surplus": max(0, len(kept) - args.batch) * args.group}

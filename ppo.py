@@ -19,12 +19,13 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, note_advantages, sample_metrics, score_samples
+from batch import Batch, Meter, Sample, note_advantages, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
 from model import Critic, Policy, learning_rate
 from plan import Rule
+from rewards import score_samples
 from run import CommonArgs, parse, set_up
 
 
@@ -68,14 +69,14 @@ class Args(losses.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for the KL in the reward."""
         return self.kl_reward_coef > 0
 
-    def rules(self) -> list[Rule]:
-        """The settings of ppo.py that are wrong or contradict each other."""
-        return [Rule(self.kl_target is None or self.kl_reward_coef != 0,
-                     f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0.",
-                     [("kl_reward_coef", [0.05])]),
-                Rule(not 0 < self.steps <= self.critic.critic_warmup_steps,
-                     "--critic_warmup_steps must be below --steps: else the policy never learns.",
-                     [("critic_warmup_steps", [0])])]
+    def rules(self):
+        """Yields a Rule for settings of ppo.py that are wrong or contradict each other."""
+        if self.kl_target is not None and self.kl_reward_coef == 0:
+            yield Rule(f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be "
+                       f"0.", [("kl_reward_coef", [0.05])])
+        if 0 < self.steps <= self.critic_args.critic_warmup_steps:
+            yield Rule("--critic_warmup_steps must be below --steps: else the policy never learns.",
+                       [("critic_warmup_steps", [0])])
 
 
 def train(args: Args) -> int:
@@ -93,7 +94,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
-                score_samples(samples, args.group, run.scorer, run.world, run.log)
+                score_samples(run, samples, args.group)
             if step == run.start:
                 compare(run, samples)  # transformers, trainer and engine: one policy?
 
@@ -114,7 +115,7 @@ def train(args: Args) -> int:
         run.log.step(step, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
             run.log.samples(f"step_{step:05d}", samples, show=3)
-        run.check(metrics)  # gradients that are not finite, and the gap
+        run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.
         error = run.save(step + 1) if stopping or step + 1 in run.saves else None

@@ -1,4 +1,4 @@
-"""Runs rewards in a process that rewards.py may kill."""
+"""reward_worker.py: runs rewards in a process that rewards.py may kill."""
 import ast
 import asyncio
 import ctypes
@@ -8,57 +8,82 @@ import json
 import logging
 import os
 import pickle
+import pkgutil
 import resource
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+from examples import reasoning_gym_tasks
 from rewards import Item, Part, messages, number, parse
 from verifiers import REWARDS, math_reward
 
+# A parameter of a reward shows its kind. The first that fits counts.
 KINDS = {"completions": "trl", "queries": "openrlhf", "solution_str": "verl",
-         "completion": "ours", "turns": "ours"}   # by parameter
-LOOP = asyncio.Runner()   # one loop for all calls: a client may outlive its call
+         "completion": "ours", "turns": "ours"}
+LOOP = asyncio.Runner()  # one loop for all calls: a client may outlive its call
+# Arithmetic: all that sympy may evaluate.
 CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos tan cot sec csc "
             "asin acos atan sinh cosh tanh".split())
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
          ast.Load, ast.Call)
 
 
-def load(part: Part, wanted: str) -> tuple:
-    """(kind, function, its parameters or None: any, columns that it needs)."""
-    function = REWARDS.get(part.name)
+class Reward(NamedTuple):
+    kind: str
+    function: Callable
+    takes: list[str] | None  # its parameters; None: any
+    needs: list[tuple[str, str]]  # (its name, column of the row)
+
+
+def load(part: Part, wanted: str) -> Reward:
+    """Its function, and how to call it. wanted: "reward" or "reply"."""
+    function = find(part)
+    parameters = inspect.signature(function).parameters if callable(function) else {}
+    named = {name: p for name, p in parameters.items()
+             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    kinds = KINDS if wanted == "reward" else {"turns": "reply"}
+    kind = next((kind for name, kind in kinds.items() if name in named), None)
+    if not kind:
+        sys.exit(f"{part.path} needs a function {part.name} with a parameter "
+                 f"{' or '.join(kinds)} (it has {list(named)}).")
+    given = arguments(kind, [Item("", "", None, {}, 0, False)]).keys()
+    if not part.path:
+        given -= {"answer"}  # it must not be None
+    needs = [(part.name, name) for name, p in named.items()
+             if p.default is p.empty and name not in given]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return Reward(kind, function, None if any_name else list(named), needs)
+
+
+def find(part: Part):
+    """The function of a --reward or --reply. None: the file has none of this name."""
     if part.path:
         path = Path(part.path).absolute()
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        function = getattr(module, part.name, None)
-    elif part.name in ("math", "reasoning_gym"):
-        shut_eval(part.name)
-    parameters = inspect.signature(function).parameters.values() if callable(function) else []
-    named = {p.name: p.default for p in parameters
-             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    kinds = KINDS if wanted == "reward" else {"turns": "reply"}
-    kind = next((kind for name, kind in kinds.items() if name in named), None)
-    if not kind:
-        sys.exit(f"{part.path} needs a function {part.name} with a parameter "
-                 f"{' or '.join(kinds)} (it has {[*named]}).")
-    given = arguments(kind, [Item("", "", None, {}, 0, False)])
-    needs = [(part.name, name) for name, default in named.items() if default is inspect._empty
-             and (name not in given or name == "answer" and not part.path)]
-    takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else named
-    return kind, function, takes, needs
+        return getattr(module, part.name, None)
+    if part.name == "math":
+        shut_eval()
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns: no timer
+        math_reward(r"\boxed{\frac{1}{2}}", "0.5")  # loads the grammar
+    if part.name == "reasoning_gym":
+        shut_eval()
+        reasoning_gym_tasks.shut_eval()
+    return pkgutil.resolve_name(REWARDS[part.name])
 
 
-def shut_eval(library: str):
-    """Import the library, and keep eval away from what a model wrote."""
+def shut_eval():
+    """Keep sympy from evaluating what a model wrote, unless it is arithmetic."""
     from sympy.parsing import sympy_parser
-    stringify = sympy_parser.stringify_expr   # sympy evals it
+    stringify = sympy_parser.stringify_expr  # sympy evals what it returns
 
     def arithmetic_only(*args, **kwargs):
         code = stringify(*args, **kwargs)
@@ -69,83 +94,85 @@ def shut_eval(library: str):
         return code
 
     sympy_parser.stringify_expr = arithmetic_only
-    if library == "math":
-        logging.getLogger("math_verify").setLevel(logging.ERROR)   # it warns: no timer
-        math_reward(r"\boxed{\frac{1}{2}}", "0.5")   # loads the grammar
-    else:
-        import reasoning_gym  # noqa: F401
-        for name, module in list(sys.modules.items()):
-            # bitwise_arithmetic evaluates only the row's problem.
-            if name.startswith("reasoning_gym.") and not name.endswith(".bitwise_arithmetic"):
-                module.eval = ast.literal_eval
+
+
+def answer(rewards: list[Reward], items: list[Item]) -> tuple:
+    """(parts of each item, errors, first traceback, is this process usable)"""
+    columns, errors, trace, usable = [], [None] * len(items), None, True
+    for reward in rewards:
+        size = len(items) if reward.kind == "trl" else 1
+        values = []
+        for i in range(0, len(items), size):
+            try:
+                values += call(reward, items[i:i + size])
+            except Exception as error:
+                values += [None] * size
+                errors[i:i + size] = [f"{type(error).__name__}: {error}"[:1000]] * size
+                trace = trace or traceback.format_exc()[-4000:]
+                if isinstance(error, MemoryError):
+                    usable = False
+        columns.append(values)
+    return list(zip(*columns, strict=True)), errors, trace, usable
+
+
+def call(reward: Reward, items: list[Item]) -> list:
+    """The values of one completion, or of all of TRL's group."""
+    given = arguments(reward.kind, items)
+    if reward.takes is not None:
+        given = {name: value for name, value in given.items() if name in reward.takes}
+    result = reward.function(**given)
+    if inspect.iscoroutine(result):
+        result = LOOP.run(result)
+    if reward.kind == "reply":
+        return [messages(result)]
+    if isinstance(result, dict) and reward.kind in ("verl", "openrlhf"):
+        result = result["score" if reward.kind == "verl" else "rewards"]
+    results = list(result) if reward.kind in ("trl", "openrlhf") else [result]
+    if len(results) != len(items):
+        raise ValueError(f"{len(results)} values for {len(items)} completions")
+    return [number(value) for value in results]
 
 
 def arguments(kind: str, items: list[Item]) -> dict:
-    """All that a reward of this kind may take."""
+    """All that a reward of this kind may take. Only TRL's has more than one item."""
     items = [item._replace(turns=item.turns or [{"role": "assistant", "content": item.completion}])
              for item in items]
+    if kind == "trl":
+        return columns_of(items)
     fields = items[0]._asdict()
-    row = fields.pop("row")
+    row, turns = fields.pop("row"), fields["turns"]
+    prompt, completion, answer = fields["prompt"], fields["completion"], fields["answer"]
     if kind == "reply":
-        row = row | {name: fields[name] for name in ("prompt", "answer")}
-        return row | {"row": row, "turns": fields["turns"]}
-    if kind == "ours":
-        return row | fields
+        row = row | {"prompt": prompt, "answer": answer}
+        return row | {"row": row, "turns": turns}
     if kind == "verl":
-        truth = (row.get("reward_model") or {}).get("ground_truth", fields["answer"])
-        return {"data_source": None, "extra_info": None, **row,
-                "solution_str": fields["completion"], "ground_truth": truth,
-                "turns": fields["turns"]}
-    if kind == "openrlhf":   # lists of one
-        prompt = fields["prompt"]
-        return {"queries": [prompt + fields["completion"]], "prompts": [prompt],
-                "labels": [fields["answer"]], "turns": [fields["turns"]]}
-    given = {n: [item.row.get(n) for item in items] for n in row}
-    given |= {n: [getattr(item, n) for item in items] for n in fields}
+        truth = (row.get("reward_model") or {}).get("ground_truth", answer)
+        return {"data_source": None, "extra_info": None, **row, "solution_str": completion,
+                "ground_truth": truth, "turns": turns}
+    if kind == "openrlhf":  # lists of one
+        return {"queries": [prompt + completion], "prompts": [prompt], "labels": [answer],
+                "turns": [turns]}
+    return row | fields
+
+
+def columns_of(items: list[Item]) -> dict:
+    """TRL's: a list for each column of the rows and for each field of the items."""
+    row = items[0].row
+    given = {name: [item.row.get(name) for item in items] for name in row}
+    given |= {name: [getattr(item, name) for item in items] for name in Item._fields}
+    del given["row"]
     prompts, completions = given["prompt"], given["completion"]
-    if isinstance(row.get("prompt"), list):   # TRL's conversational form
-        prompts = [item.row["prompt"] for item in items]
-        completions = given["turns"]
-    return given | dict(
-        prompts=prompts, completions=completions, log_extra=print, log_metric=print)
-
-
-def call(kind, function, takes, items: list[Item]) -> list:
-    """A reward of one completion, or of TRL's group."""
-    given = arguments(kind, items)
-    result = function(**{n: v for n, v in given.items() if takes is None or n in takes})
-    if inspect.iscoroutine(result):
-        result = LOOP.run(result)
-    if isinstance(result, dict) and kind in ("verl", "openrlhf"):
-        result = result["score" if kind == "verl" else "rewards"]
-    results = list(result) if kind in ("trl", "openrlhf") else [result]
-    if len(results) != len(items):
-        raise ValueError(f"{len(results)} values for {len(items)} completions")
-    return [(messages if kind == "reply" else number)(value) for value in results]
-
-
-def answer(rewards: list[tuple], items: list[Item]) -> tuple:
-    """(parts of each item, errors, first traceback, is this process usable)"""
-    columns, errors, trace, usable = [], [None] * len(items), None, True
-    for kind, function, takes, _ in rewards:
-        columns.append([])
-        size = len(items) if kind == "trl" else 1
-        for i in range(0, len(items), size):
-            try:
-                columns[-1] += call(kind, function, takes, items[i:i + size])
-            except Exception as error:
-                columns[-1] += [None] * size
-                errors[i:i + size] = [f"{type(error).__name__}: {error}"[:1000]] * size
-                trace = trace or traceback.format_exc()[-4000:]
-                usable &= not isinstance(error, MemoryError)
-    return list(zip(*columns, strict=True)), errors, trace, usable
+    if isinstance(row.get("prompt"), list):  # TRL's conversational form
+        prompts, completions = [item.row["prompt"] for item in items], given["turns"]
+    return given | {"prompts": prompts, "completions": completions, "log_extra": print,
+                    "log_metric": print}
 
 
 def guard():
     """Go on in a fork. When it ends, this process kills all that it started."""
     prctl = ctypes.CDLL(None).prctl
-    prctl(36, 1)   # CHILD_SUBREAPER: orphans become children of this process
-    prctl(1, signal.SIGTERM)   # PDEATHSIG: end with the trainer
+    prctl(36, 1)  # CHILD_SUBREAPER: orphans become children of this process
+    prctl(1, signal.SIGTERM)  # PDEATHSIG: end with the trainer
     worker = os.fork()
     if not worker:
         prctl(1, signal.SIGKILL)
@@ -157,8 +184,8 @@ def guard():
 
     signal.signal(signal.SIGTERM, kill_children)
     while (ended := os.wait())[0] != worker:
-        pass   # an orphan
-    with suppress(ChildProcessError):   # none is left
+        pass  # an orphan
+    with suppress(ChildProcessError):  # none is left
         while True:
             kill_children()
             os.wait()
@@ -173,14 +200,15 @@ def work(fd: str, memory: str, kind: str, *specs: str):
     me, pipe = os.getpid(), socket.socket(fileno=int(fd))
 
     def send(message):
-        if os.getpid() != me:   # a reward forked
+        if os.getpid() != me:  # a reward forked
             os._exit(0)
         # A surrogate alone has no bytes.
         pipe.sendall((json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace"))
 
-    rewards, inbox = [load(part, kind) for part in parse(specs)], pipe.makefile("rb")
-    kinds, _, _, needs = zip(*rewards, strict=True)
-    send(["trl" in kinds, sum(needs, [])])
+    rewards = [load(part, kind) for part in parse(specs, kind)]
+    groups = any(reward.kind == "trl" for reward in rewards)
+    send([groups, [need for reward in rewards for need in reward.needs]])
+    inbox = pipe.makefile("rb")
     while True:
         start, items = pickle.load(inbox)
         send([start, *answer(rewards, items)])

@@ -1,4 +1,4 @@
-"""Completions -> numbers, in the processes of reward_worker.py.
+"""rewards.py: completions → numbers, in the processes of reward_worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: reward_worker.KINDS, docs/rewards.md
@@ -23,8 +23,10 @@ from errors import SettingsError
 from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
-START_SECONDS, MEMORY_GB = 120, 4   # of a worker
-LONGEST_REPLY = 1_000_000   # characters
+START_SECONDS, SLOW_SECONDS = 120, 10  # a worker's start: the limit, and when a line is printed
+MEMORY_GB = 4  # of a worker
+LONGEST_REPLY = 1_000_000  # characters
+FAILED_CALLS = 8  # in a row end the run: fewer may be an accident
 
 
 @dataclass
@@ -37,6 +39,7 @@ class RewardArgs:
 
 
 class Item(NamedTuple):
+    """What a worker gets of one completion."""
     prompt: str
     completion: str
     answer: object
@@ -44,33 +47,101 @@ class Item(NamedTuple):
     tokens: int
     truncated: bool
     completion_ids: list[int] | None = None
-    turns: list[dict] | None = None   # messages; None: one turn
+    turns: list[dict] | None = None  # messages; None: one turn
 
 
 @dataclass
 class Score:
-    total: float | None   # sum of weight * part; None if a part is None
+    total: float | None  # sum of weight * part; None if a part is None
     parts: dict[str, float | None]
-    error: str | None   # None if the reward returned None
+    error: str | None  # None if the reward returned None
 
 
 class Part(NamedTuple):
+    """One of the rewards that are added up."""
     name: str
     weight: float
-    path: str | None   # of your own function
+    path: str | None  # of your own function
 
 
-def parse(specs: list[str]) -> list[Part]:
-    """One SettingsError has all mistakes."""
-    parts, mistakes = [], [] if specs else ["--reward is empty."]
+class Loaded(NamedTuple):
+    """What a worker found in its rewards."""
+    groups: bool  # one takes all completions of a prompt together
+    needs: list  # [(reward, column that it needs), …]
+
+
+def score_samples(run, samples: list, group: int) -> None:
+    """Give each sample its text and its score. `group` samples in a row share a prompt.
+
+    Each rank decodes and scores its share. A collective.
+    """
+    run.world.same_phase("reward", len(samples))
+    with run.log.time("reward"):
+        size = group if run.scorer.wait().groups else 1
+        units = [samples[i:i + size] for i in range(0, len(samples), size)]
+        mine = [sample for unit in run.world.mine(units) for sample in unit]
+        items = [item_of(sample, run.engine.tokenizer) for sample in mine]
+        scores = run.scorer.score(items, size)
+        scored = run.world.gather([(item.completion, score)
+                                   for item, score in zip(items, scores, strict=True)])
+    for sample, (text, score) in zip(samples, scored, strict=True):
+        sample.text, sample.score = text, score
+        if sample.completion.failed:  # whatever its reward returned
+            sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
+    report(run.scorer, run.world, run.log, [score for _, score in scored], len(units))
+
+
+def item_of(sample, tokenizer) -> Item:
+    """Its completion, decoded, and the row."""
+    row, completion = sample.prompt.row, sample.completion
+    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    return Item(row.prompt, text, row.answer, row.columns, completion.tokens,
+                completion.truncated, completion.ids.tolist(), completion.turns)
+
+
+def report(scorer, world, log, scores: list[Score], calls: int) -> None:
+    """Print what rewards (or replies) printed, and what failed. A collective.
+
+    calls: of the reward, on all ranks.
+    """
+    told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
+    printed = "".join(text for _, text in told)
+    if printed:
+        log.say(f"{scorer.kind}s printed (the last 1,000 characters):\n{printed[-1000:]}")
+    failure = next((trace for trace, _ in told if trace), None)
+    scored = sum(score.total is not None for score in scores)
+    scorer.unscored = 0 if scored else scorer.unscored + calls
+    if failure or not scored:
+        report_failure(scorer, log, len(scores), failure or "every reward returned None")
+
+
+def report_failure(scorer, log, count: int, failure: str) -> None:
+    """A run's first one is printed. SettingsError after FAILED_CALLS in a row without a score."""
+    if scorer.unscored >= FAILED_CALLS:
+        raise SettingsError(
+            f"None of this batch's {count} completions has a {scorer.kind}:\n{failure}")
+    if not scorer.warned:
+        log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
+        scorer.warned = True
+
+
+def parse(specs: list[str], kind: str = "reward") -> list[Part]:
+    """The words of --reward (or --reply). One SettingsError has all mistakes."""
+    parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(-?\d*\.?\d+(?:e-?\d\d?)?))?", spec)
         path, name, weight = match.groups() if match else (None, spec, None)
+        if path and not os.path.isfile(path):
+            mistakes.append(f"--{kind} {spec}: no such file.")
+        if not path and name not in REWARDS:
+            mistakes.append(f"--{kind} {spec}: no such reward.")
         if name in [part.name for part in parts]:
-            mistakes.append(f"--reward {spec}: it is given twice.")
-        if not os.path.isfile(path) if path else name not in REWARDS:
-            mistakes.append(f"--reward {spec}: no such {'file' if path else 'reward'}.")
+            mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
+        if name in ("mean", "std") and kind == "reward":
+            mistakes.append(f"--{kind} {spec}: reward/{name} is another metric; rename it.")
         parts.append(Part(name, float(weight or 1), path))
+    if not specs:
+        mistakes.append(f"--{kind} is empty.")
     if mistakes:
         raise SettingsError("\n".join(mistakes) + "\nA reward is NAME or FILE.py:FUNCTION, and "
                             f":WEIGHT if not 1 (finite). Names: {', '.join(REWARDS)}")
@@ -80,22 +151,23 @@ def parse(specs: list[str]) -> list[Part]:
 def check(specs: list[str]) -> list:
     """[(reward, column that it needs), …]. SettingsError if one cannot load."""
     with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
-        scorer.needs_groups  # noqa: B018
-        return scorer.loads[1]
+        return scorer.wait().needs
 
 
 def check_rows(needs: list, rows: list, kind: str = "reward"):
     """SettingsError if a row lacks what a reward needs."""
     for name, column in needs:
-        lack = [row for row in rows if (
-            row.answer in (None, "") if column == "answer" else column not in row.columns)]
+        if column == "answer":
+            lack = [row for row in rows if row.answer in (None, "")]
+        else:
+            lack = [row for row in rows if column not in row.columns]
         if lack:
             raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
 
 
 def number(value) -> float | None:
-    """A finite number (also of numpy or torch) as a float, or None."""
+    """A finite number (also of numpy or torch) as a float, or None. Else a TypeError."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -105,42 +177,47 @@ def number(value) -> float | None:
 
 
 def messages(value) -> list[dict] | None:
-    """What a --reply returned, as messages. None: the episode is over."""
-    found = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if found is None:
+    """What a --reply returned, as messages. None: the episode is over. Else a TypeError."""
+    if value is None:
         return None
-    if not (found and isinstance(found, list) and all(
-            isinstance(m, dict) and type(m.get("role")) is type(m.get("content")) is str
-            for m in found) and sum(len(m["content"]) for m in found) <= LONGEST_REPLY):
+    found = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if (not isinstance(found, list) or not found or not all(map(is_message, found))
+            or sum(len(m["content"]) for m in found) > LONGEST_REPLY):
         raise TypeError('a reply must be None, text, or a list of {"role": text, "content": text}, '
                         f"with {LONGEST_REPLY:,} characters at most (got {str(value)[:100]!r})")
     return [{"role": m["role"], "content": m["content"]} for m in found]
 
 
+def is_message(value) -> bool:
+    return (isinstance(value, dict) and isinstance(value.get("role"), str)
+            and isinstance(value.get("content"), str))
+
+
 class Worker:
     """A process that kills all that its rewards started when it ends."""
 
-    def __init__(self, specs: list[str], closed: threading.Event):
+    def __init__(self, specs: list[str], kind: str, closed: threading.Event):
+        self.closed, self.received, self.printed = closed, b"", b""
         self.socket, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
+                       "PYTHONHASHSEED": "0"}  # order of sets
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", WORKER, str(theirs.fileno()), str(int(MEMORY_GB * 2**30)),
-                 *specs],
+                 kind, *specs],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                     "PYTHONHASHSEED": "0"})   # order of sets
-        self.closed, self.received, self.printed = closed, b"", b""
+                pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
 
     def receive(self, seconds: float):
-        """Its next message, or an OSError."""
-        deadline, pipes = time.monotonic() + seconds, [self.socket, self.process.stdout]
+        """Its next message. OSError: it ended, or sent none in time."""
+        deadline, output = time.monotonic() + seconds, self.process.stdout
         while b"\n" not in self.received:
-            ready = select.select(pipes, [], [], 0.1)[0]
-            read = {pipe: os.read(pipe.fileno(), 1 << 16) for pipe in ready}
-            self.received += read.get(self.socket, b"")
-            self.printed = (self.printed + read.get(self.process.stdout, b""))[-4000:]
-            if ready and not any(read.values()):   # all processes that held the pipes are gone
+            ready = select.select([self.socket, output], [], [], 0.1)[0]
+            sent = self.socket.recv(1 << 16) if self.socket in ready else b""
+            printed = os.read(output.fileno(), 1 << 16) if output in ready else b""
+            self.received += sent
+            self.printed = (self.printed + printed)[-4000:]
+            if ready and not sent and not printed:  # all processes that held the pipes are gone
                 raise OSError(f"the worker ended with code {self.process.wait()}; it printed: "
                               f"{self.printed.decode(errors='replace').strip()}")
             if self.closed.is_set() or time.monotonic() > deadline:
@@ -152,7 +229,7 @@ class Worker:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
-        self.process.kill()   # it was stopped
+        self.process.kill()  # it was stopped
         self.process.wait()
         self.process.stdout.close()
         self.socket.close()
@@ -162,37 +239,42 @@ class Scorer:
     """Worker processes, with one thread for each. kind: reward, or reply (turns.py)."""
 
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
-        self.specs, self.parts, self.timeout = specs, parse(specs), args.reward_timeout
-        self.units, self.loaded, self.closed = queue.Queue(), threading.Event(), threading.Event()
-        self.loads = self.refused = self.first_traceback = None
-        self.failed_starts = self.unscored = 0
-        self.kind, self.warned = kind, False
-        self.printed = []   # in the last batch
+        self.specs, self.kind, self.timeout = specs, kind, args.reward_timeout
+        self.parts = parse(specs, kind)
+        self.tried, self.closed = threading.Event(), threading.Event()
+        self.loaded: Loaded | None = None
+        self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
+        self.units = queue.Queue()  # slices of a batch's items; None ends a thread
+        self.first_traceback, self.printed = None, []  # of a batch
+        self.unscored, self.warned = 0, False  # for `report`
         self.threads = [threading.Thread(target=self._serve, daemon=True)
                         for _ in range(args.reward_workers)]
         for thread in self.threads:
             thread.start()
 
-    @property
-    def needs_groups(self) -> bool:
-        """Is a reward of TRL's kind? SettingsError if one cannot load."""
-        if not self.loaded.wait(START_SECONDS / 12) and os.environ.get("RANK", "0") == "0":
+    def wait(self) -> Loaded:
+        """What the workers have loaded. SettingsError if they cannot load it."""
+        if not self.loaded:
+            self._wait()
+        return self.loaded
+
+    def _wait(self):
+        if not self.tried.wait(SLOW_SECONDS) and os.environ.get("RANK", "0") == "0":
             print(f"--{self.kind} {' '.join(self.specs)} is still loading (limit: "
                   f"{START_SECONDS} s)", flush=True)
-        self.loaded.wait()
-        if not self.loads:
+        self.tried.wait()
+        if not self.loaded:
             error = SettingsError(self.refused)
             error.alone = True  # the workers of another rank may have loaded
             raise error
-        return self.loads[0]
 
     def score(self, items: list[Item], group: int = 1) -> list[Score]:
-        """Each `group` items in a row share a prompt."""
-        size = group if self.needs_groups else 1
+        """A score for each item. Each `group` items in a row share a prompt."""
+        size = group if self.wait().groups else 1
         self.items, self.scores = items, [None] * len(items)
         self.first_traceback, self.failed_starts, self.printed = None, 0, []
-        for i in range(0, len(items), size):
-            self.units.put(slice(i, i + size))
+        for start in range(0, len(items), size):
+            self.units.put(slice(start, start + size))
         self.units.join()
         return self.scores
 
@@ -204,29 +286,29 @@ class Scorer:
             thread.join(5)
 
     def _serve(self):
-        """A thread starts its workers itself: PDEATHSIG is tied to a *thread*."""
+        """A thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
         worker = self._replace(None)
         while unit := self.units.get():
-            if not worker or worker.process.poll() is not None:   # it died idle
+            if not worker or worker.process.poll() is not None:  # it died idle
                 worker = self._replace(worker)
             usable = self._score_unit(worker, unit)
             self.units.task_done()
             if not usable:
                 worker = self._replace(worker)
-        self._replace(worker)   # closed: this only kills
+        self._replace(worker)  # closed: this only kills
 
     def _replace(self, worker: Worker | None) -> Worker | None:
-        """A new worker. None after too many failed starts."""
+        """A new worker that has loaded the rewards. None after too many failed starts."""
         while True:
             if worker:
                 worker.kill()
-            tries = 3 * len(self.threads) if self.loads else 1
-            if self.failed_starts >= tries or self.closed.is_set():
+            tries = 3 * len(self.threads) if self.loaded else 1
+            if self.closed.is_set() or self.failed_starts >= tries:
                 return None
             worker = None
             try:
-                worker = Worker([self.kind, *self.specs], self.closed)
-                self.loads = worker.receive(START_SECONDS)
+                worker = Worker(self.specs, self.kind, self.closed)
+                self.loaded = Loaded(*worker.receive(START_SECONDS))
                 self.failed_starts = 0
                 return worker
             except Exception as error:
@@ -234,7 +316,7 @@ class Scorer:
                 self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, "
                                 f"{MEMORY_GB} GB): {error}")
             finally:
-                self.loaded.set()
+                self.tried.set()
 
     def _score_unit(self, worker: Worker | None, unit: slice) -> bool:
         """False: the worker must be replaced."""
@@ -244,24 +326,28 @@ class Scorer:
                 raise OSError(f"no worker starts: {self.refused}")
             worker.socket.settimeout(self.timeout)
             worker.socket.sendall(pickle.dumps((unit.start, items)))
-            start, parts, errors, trace, usable = worker.receive(self.timeout * len(items))
+            start, values, errors, trace, usable = worker.receive(self.timeout * len(items))
             if start != unit.start:
                 raise ValueError(start)
-            scores = [self._sum(*one) for _, *one in zip(items, parts, errors, strict=True)]
-        except Exception as error:   # a reward can write into the pipe
+            scores = [self._sum(*one) for _, *one in zip(items, values, errors, strict=True)]
+        except Exception as error:  # a reward can write into the socket
             why = str(error) if isinstance(error, OSError) else f"no valid answer ({error!r})"
-            trace, usable = f"{why}\nThe completion: {items[0].completion[:300]!r}", False
             scores = [self._sum([None] * len(self.parts), why) for _ in items]
-        self.first_traceback = self.first_traceback or trace
+            trace, usable = f"{why}\nThe completion: {items[0].completion[:300]!r}", False
         self.scores[unit] = scores
+        self.first_traceback = self.first_traceback or trace
         if worker:
             self.printed.append(worker.printed.decode(errors="replace"))
             worker.printed = b""
         return usable
 
     def _sum(self, values: list, error: str | None) -> Score:
+        """The score of a completion. A reply has the total 0, and its messages as the part."""
+        error = None if error is None else str(error)
         if self.kind == "reply":
-            return Score(None if error else 0.0, {"reply": messages(*values)}, error)
+            reply, = values
+            return Score(None if error else 0.0, {"reply": messages(reply)}, error)
         parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
-        total = None if None in values else sum(p.weight * parts[p.name] for p in self.parts)
-        return Score(total, parts, error and str(error))
+        if None in parts.values():
+            return Score(None, parts, error)
+        return Score(sum(p.weight * parts[p.name] for p in self.parts), parts, error)

@@ -23,7 +23,6 @@ from data import Prompt
 from dist import World, assert_divisible, share
 from log import Log
 from model import Policy, Trained
-from plan import LORA_RANKS
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Engine:
         if not self.adapter:
             return {}
         return {"enable_lora": True, "lora_target_modules": self.adapter["target_modules"],
-                "max_lora_rank": next(r for r in LORA_RANKS if r >= self.adapter["r"])}
+                "max_lora_rank": next(r for r in lora.LORA_RANKS if r >= self.adapter["r"])}
 
     @contextmanager
     def generating(self, policy: Policy):
@@ -161,7 +160,8 @@ class Engine:
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """`group` completions of each prompt: P·group samples in request order, on every rank."""
+        """`group` completions of each prompt: P·group samples in request order, on every rank.
+        Their texts come with their scores."""
         owners = [prompt for prompt in prompts for _ in range(group)]
 
         def seed(i: int, *turn: int) -> int:
@@ -174,9 +174,7 @@ class Engine:
             if self.episodes:
                 self.episodes.play(
                     owners, completions, partial(self.complete, temperature=temperature), seed)
-            texts = self.tokenizer.batch_decode(
-                [c.ids for c in completions], skip_special_tokens=True)
-        return [Sample(*one) for one in zip(owners, completions, texts, strict=True)]
+        return [Sample(*one) for one in zip(owners, completions, strict=True)]
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         """One completion of each request, on every rank. A collective."""
@@ -199,7 +197,7 @@ class Engine:
             for r in requests]
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
-            use_tqdm=self.log.writing and self.log.doing.count, lora_request=self.request)
+            use_tqdm=self.log.count, lora_request=self.request)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ import memory
 import model
 import plan
 import rewards
-from batch import score_samples
 from check import check, eos_ids, is_tiny
 from data import DataArgs
 from errors import Mistakes, SettingsError
@@ -31,7 +30,7 @@ from evaluate import EvalArgs, evaluation_metrics
 from lora import LoraArgs
 from model import ModelArgs, OptimizerArgs
 from plan import PlanArgs
-from rewards import RewardArgs
+from rewards import RewardArgs, score_samples
 from rollout import Engine, EngineArgs
 from turns import Episodes, TurnArgs
 
@@ -126,11 +125,15 @@ def parse(kind: type, description: str):
             args = tyro.cli(kind, description=description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
-        dist.run(Mistakes([f"\n{said.getvalue()}"] * bool(end.code)).stop)
+        mistakes = Mistakes()
+        if end.code:  # else it was --help
+            mistakes.append(f"\n{said.getvalue()}")
+        dist.run(mistakes.stop)
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
         lr, critic_lr = 10 * lr, 10 * critic_lr
-    args.lr = lr if args.lr is None else args.lr
+    if args.lr is None:
+        args.lr = lr
     if args.critic_args and args.critic_args.critic_lr is None:
         args.critic_args.critic_lr = critic_lr
     return args
@@ -140,10 +143,10 @@ def parse(kind: type, description: str):
 
 def set_up(args) -> "Run":
     """Everything that a loop needs, in five phases. Weights load in the last."""
-    # 1. Check: from flags and files alone. An error waits until all ranks have joined.
-    ranks, machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # 1. Check flags and files alone. A mistake waits until all ranks have joined.
+    ranks, of_machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
-    checked = mistakes.attempt(check, args, ranks, machine)
+    checked = mistakes.attempt(check, args, ranks, of_machine)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
     together(world, mistakes.stop)
@@ -153,23 +156,17 @@ def set_up(args) -> "Run":
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     stop = dist.Stop(world, args.run_args.stop_seconds)
-    # 3. Open the run's folder. Rank 0 writes it, and its clock names it.
-    folder = world.gather([together(world, log.open_folder, args)])[0]
-    run_log = log.Log(folder, world, args.steps, args.run_args.wandb)
-    together(world, run_log.lock)
-    every = args.run_args.save_every
-    if world.agree(every > 0 and not (folder / ".lock").exists()):
-        raise SettingsError(
-            f"--save_every {every} needs a folder that all machines share; {folder} is not there "
-            f"on every rank. Would work: --save_every 0.")
+    # 3. Open the run's folder.
+    run_log = open_log(args, world)
     # 4. Resume from the newest checkpoint, if this run has one.
     settings = flags | facts | {"ranks": world.size} | log.versions()
-    saved, notes = find_checkpoint(args, world, folder, settings)
-    # 5. Build: the models, the engine, the reward workers.
+    saved, notes = find_checkpoint(args, world, run_log.folder, settings)
+    # 5. Build the models, the engine, the reward workers.
     run = Run(args, world, stop, run_log, checked, saved, settings)
     together(world, run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
-    for line in [checked.plan.text(short=True), *(f"  {note}" for note in checked.notes + notes)]:
-        run_log.say(line)
+    run_log.say(checked.plan.text(short=True))
+    for note in checked.notes + notes:
+        run_log.say(f"  {note}")
     with run_log.time("loading"):
         run.build()
     return run
@@ -183,12 +180,30 @@ def together(world, act, *args):
     return result
 
 
+def open_log(args, world) -> log.Log:
+    """The Log of a folder that only this run writes. Rank 0's clock names it. A collective."""
+    folder = world.gather([together(world, log.open_folder, args)])[0]
+    bfloat16 = model.compute_dtype(args.model_args, world.device) == torch.bfloat16
+    max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
+    run_log = log.Log(folder, world, args.steps, args.run_args.wandb, max_gap,
+                      args.optimizer_args.max_bad_steps)
+    together(world, run_log.lock)
+    every = args.run_args.save_every
+    if world.agree(every > 0 and not (folder / ".lock").exists()):
+        raise SettingsError(
+            f"--save_every {every} needs a folder that all machines share; {folder} is not there "
+            f"on every rank. Would work: --save_every 0.")
+    return run_log
+
+
 def find_checkpoint(args, world, folder: Path, settings: dict):
     """(the checkpoint to go on from, or None; lines to print). A collective."""
     saved, notes = checkpoint.find(folder / "checkpoints", world)
     if saved:
-        changed = ", ".join(checkpoint.compare(saved, settings))
-        notes.append(f"resumed from {saved.path}" + f"; changed since: {changed}" * bool(changed))
+        changed = checkpoint.compare(saved, settings)
+        notes.append(f"resumed from {saved.path}")
+        if changed:
+            notes[-1] += f"; changed since: {', '.join(changed)}"
     elif log.finished_steps(folder):
         raise SettingsError(f"{folder} is finished and has no checkpoint, so it cannot go on to "
                             f"--steps {args.steps}; choose another --name.")
@@ -204,70 +219,100 @@ class Run:
         self.args, self.world, self.stop, self.log = args, world, stop, run_log
         self.checked, self.saved, self.settings = checked, saved, settings
         self.stream = data.Stream(checked.rows, args.seed)
+        self.dtype = model.compute_dtype(args.model_args, world.device)
+        self.max_gap = run_log.max_gap  # for canary.compare
         self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
-        self.bad_steps = 0  # in a row
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
-        every = args.eval_args.eval_every or args.steps
-        self.evaluations = range(0, args.steps, every) if checked.eval_rows else ()
-        every = args.run_args.save_every
-        self.saves = {*range(0, args.steps, every), args.steps} if every else ()  # steps done
+        self.evaluations = self.saves = range(0)  # steps done
+        if checked.eval_rows:
+            self.evaluations = range(0, args.steps, args.eval_args.eval_every or args.steps)
+        if args.run_args.save_every:
+            self.saves = {*range(0, args.steps, args.run_args.save_every), args.steps}
 
-    def build(self) -> None:
-        args, world, checked = self.args, self.world, self.checked
-        self.scorer = rewards.Scorer(list(args.reward), args.reward_args)  # starts now
+    # ---- build ----
 
+    def build(self):
+        self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
+        self.build_models()
+        self.build_engine()
+        if not self.args.eval_args.eval_only:
+            self.try_worst_case()
+        if self.saved:
+            self.restore(self.saved.state)
+        self.stop.looping = not self.args.eval_args.eval_only  # SIGTERM waits for a step's end
+
+    def build_models(self):
+        """The policy; the critic of ppo.py; the starting model, if a KL term needs it."""
+        args, world, source = self.args, self.world, self.checked.source
+        groups = world, args.model_args, args.optimizer_args
         adapters = args.lora_args if args.lora_args.lora_rank else None
+        self.critic = self.reference = self.adapter = None
 
-        def load(kind, module, wanted=True, trained=True):
-            if wanted:
-                module = model.build(module, checked.source, world, args.model_args, trained,
-                                     adapters, args.seed)
-                return kind(module, world, args.model_args, args.optimizer_args)
+        module = model.build(model.LogprobModel, source, world, args.model_args,
+                             adapters=adapters, seed=args.seed)
+        self.policy = model.Policy(module, *groups)
+        self.trained = {"policy": self.policy}
+        if args.critic_args:
+            module = model.build(model.ValueModel, source, world, args.model_args,
+                                 adapters=adapters, seed=args.seed)
+            self.critic = self.trained["critic"] = model.Critic(module, *groups)
+        if args.needs_reference and adapters:
+            self.reference = lora.Base(self.policy)  # the same weights without the adapters
+        elif args.needs_reference:
+            module = model.build(model.LogprobModel, source, world, args.model_args, trained=False)
+            self.reference = model.Policy(module, *groups)
+        if adapters:
+            base = source if is_tiny(args.model) else args.model
+            self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)
 
-        self.policy = load(model.Policy, model.LogprobModel)
-        self.critic = load(model.Critic, model.ValueModel, args.critic_args)
-        self.reference = load(  # the starting model
-            model.Policy, model.LogprobModel, args.needs_reference and not adapters, trained=False)
-        self.trained = {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
-        sharing = [m for m in (self.policy, self.reference, self.critic) if m]
-        if adapters and args.needs_reference:
-            self.reference = lora.Base(self.policy)
-        bfloat16 = model.compute_dtype(args.model_args, world.device) == torch.bfloat16
-        longest = checked.plan.longest
-        base = checked.source if is_tiny(args.model) else args.model
-        self.adapter = adapters and lora.peft_config(self.policy.module.lm, adapters, base)
-        self.episodes = checked.bridge and Episodes(args, checked.bridge, world, self.log)
-        self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
+    def build_engine(self):
+        """The engine, asleep: the trainer has the GPU."""
+        args, checked, bfloat16 = self.args, self.checked, self.dtype == torch.bfloat16
+        models = self.policy, self.reference, self.critic
+        self.episodes = None
+        if checked.bridge:
+            self.episodes = Episodes(args, checked.bridge, self.world, self.log)
         self.engine = Engine(
-            checked.source, world, args.engine_args, tokenizer=checked.tokenizer,
-            eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log, trained=sharing,
-            max_len=longest, max_tokens=args.max_tokens, seed=args.seed,
+            checked.source, self.world, args.engine_args, tokenizer=checked.tokenizer,
+            eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log,
+            trained=[m for m in models if isinstance(m, model.Trained)],
+            max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
             episodes=self.episodes)
         self.engine.sleep()
-        trains = not args.eval_args.eval_only
-        automatic = args.run_args.canary == "auto" and world.device.type == "cuda"
-        if trains and (automatic or args.run_args.canary == "on"):
-            peaks = canary.canary(checked.plan, world, checked.config.vocab_size, self.policy,
-                                  self.reference, self.critic)
-            peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
-            self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
-        if self.saved:
-            self.restore(self.saved.state)
-        self.stop.looping = trains  # now SIGTERM waits for a step's end
+
+    def try_worst_case(self):
+        """--canary: the largest micro-batch of each phase."""
+        wanted = self.args.run_args.canary
+        if wanted == "off" or (wanted == "auto" and self.world.device.type != "cuda"):
+            return
+        peaks = canary.canary(self.checked.plan, self.world, self.checked.config.vocab_size,
+                              self.policy, self.reference, self.critic)
+        peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
+        self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
+
+    def restore(self, state: dict):
+        """Goes on from the checkpoint."""
+        checkpoint.load(self.saved, self.world, self.trained)
+        self.stream.position, self.log.bad_steps = state["position"], state["bad_steps"]
+        if self.args.critic_args and self.args.kl_target is not None:
+            self.kl_coef = state["kl_coef"]
+        was = state["settings"]
+        if all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_")):
+            self.best = state["best"]  # else the scores do not compare
 
     # ---- between the steps ----
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int):
         """pass@1 and pass@k on --eval_data. The best policy so far is exported."""
         args = self.args.eval_args
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
             samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
-            score_samples(samples, args.eval_samples, self.scorer, self.world, self.log)
+            score_samples(self, samples, args.eval_samples)
         metrics = evaluation_metrics(samples, args)
         self.log.samples(f"eval_{step:05d}", samples)
         self.log.times.clear()
@@ -278,102 +323,97 @@ class Run:
             if self.args.run_args.export and step:  # before the first step it is --model
                 self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
 
-    def check(self, metrics: dict[str, float]) -> None:
-        """Report a gap that jumps and gradients that are not finite: some end the run."""
-        name, say = "rollout/logprob_gap_mean", self.log.say
-        *before, gap = [0.0, *(row.get(name) or 0.0 for row in self.log.rows)]
-        if before[1:] and gap > max(10 * max(before), self.max_gap / 10):
-            say(f"engine and trainer differ by {gap:.2g} nats a token; it was at most "
-                f"{max(before):.2g}")
-        bad = sum(v for k, v in metrics.items() if k.endswith("_not_finite"))
-        self.bad_steps = self.bad_steps + 1 if bad else 0
-        if bad:
-            say(f"{bad} updates had a gradient that is not finite and were not applied; such steps "
-                f"in a row: {self.bad_steps}")
-        if self.bad_steps >= self.args.optimizer_args.max_bad_steps:
-            raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
-                               f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
-
-    def export(self, name: str, notes: dict | None = None) -> bool:
-        """Write the model to runs/NAME/`name` → whether that failed."""
-        folder = f"{self.log.folder}/{name}"
-        error = checkpoint.failure(
-            self.world, lambda: self.policy.export(self.checked.source, folder, notes))
-        if self.adapter and name == "model":
-            folder = self.log.folder / "adapter"
-            error = error or checkpoint.failure(self.world, lambda: lora.export(
-                self.policy.module.lm, self.world.device, self.adapter, folder))
-        if error:
-            self.log.say(f"{folder} was not written ({error})")
-        return bool(error)
-
     def save(self, step: int) -> str | None:
-        """A checkpoint → None, or why that failed."""
+        """A checkpoint → None, or why that failed. A collective."""
         began, folder = time.perf_counter(), self.log.folder / "checkpoints"
-        self.log.sync()
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
-                 "bad_steps": self.bad_steps, "best": self.best, "settings": self.settings}
+                 "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
-        self.log.say(f"the checkpoint after {step} steps was not written ({error})" if error else
-                     f"saved {folder}/step_{step} in {time.perf_counter() - began:.1f} s")
+        if error:
+            self.log.say(f"the checkpoint after {step} steps was not written ({error})")
+        else:
+            seconds = time.perf_counter() - began
+            self.log.say(f"saved {folder}/step_{step} in {seconds:.1f} s")
         return error
 
-    def restore(self, state: dict) -> None:
-        checkpoint.load(self.saved, self.world, self.trained)
-        self.stream.position, self.bad_steps = state["position"], state["bad_steps"]
-        if self.args.critic_args and self.args.kl_target is not None:
-            self.kl_coef = state["kl_coef"]
-        was = state["settings"]
-        if all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_")):
-            self.best = state["best"]  # else the scores do not compare
+    def export(self, name: str, notes: dict | None = None) -> bool:
+        """The policy to runs/NAME/`name` → whether that failed. A collective."""
+        folder, lm = self.log.folder / name, self.policy.module.lm
+        try:
+            checkpoint.write(self.world, self.policy.export, self.checked.source, folder, notes)
+            if self.adapter and name == "model":
+                folder = self.log.folder / "adapter"
+                checkpoint.write(
+                    self.world, lora.export, lm, self.world.device, self.adapter, folder)
+        except checkpoint.NotWritten as error:
+            self.log.say(f"{folder} was not written ({error})")
+            return True
+        return False
 
     # ---- the end ----
 
     def stopped(self, step: int, error: str | None) -> int:
         """After SIGTERM → exit status."""
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; " + (
-            "they are not saved" if error else
-            f"the same command with --name {self.log.folder.name} goes on from here"))
+        then = f"the same command with --name {self.log.folder.name} goes on from here"
+        if error:
+            then = "they are not saved"
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; {then}")
         self.close()
         return 143 if error else dist.SAVED
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        missed = False
+        failed = missed = False
         if self.checked.eval_rows:
             self.evaluate(self.end)
             self.log.step(self.end, {})
         if self.args.eval_args.eval_only:
             self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
         else:
-            missed = self.args.run_args.export and self.export("model")
-            missed |= self.world.agree(self.world.rank == 0 and self.summary())
+            if self.args.run_args.export:
+                failed = self.export("model")
+            missed = self.world.agree(self.world.rank == 0 and self.summary())
             self.log.finish(self.args.steps)
         self.close()
-        return int(missed)
+        return int(failed or missed)
 
     def summary(self) -> bool:
-        """Print what came of the run → whether it missed --target_reward."""
-        rows, target, say = self.log.rows, self.args.run_args.target_reward, self.log.say
-        curve = self.log.curve()
+        """Prints what came of the run → whether it missed --target_reward. On rank 0."""
+        rows, target, files = self.log.rows, self.args.run_args.target_reward, ["samples/"]
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        seconds, tokens = (sum(row.get(name, 0) for row in rows)
-                           for name in ("time/step", "rollout/tokens"))
-        before, after = np.mean(means[:3] or np.nan), np.mean(means[-10:] or np.nan)
-        say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
-            f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
-            f"{tokens / seconds:,.0f} tokens/s, all phases")
-        say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/, "
-            f"{'model/, ' * self.args.run_args.export}{curve.name if curve else ''}")
+        before = after = float("nan")
+        if means:
+            before, after = np.mean(means[:3]), np.mean(means[-10:])
+        seconds = sum(row.get("time/step", 0) for row in rows)
+        tokens = sum(row.get("rollout/tokens", 0) for row in rows)
+        self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
+                     f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
+                     f"{tokens / seconds:,.0f} tokens/s, all phases")
+        if self.args.run_args.export:
+            files.append("model/")
+        if draw_curve(self.log):
+            files.append("curve.png")
+        self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, {', '.join(files)}")
         missed = target is not None and not (before <= 0.4 and after >= target)
         if missed:
-            say(f"missed --target_reward: the mean of the first 3 steps must be at most 0.4 and "
-                f"that of the last 10 at least {target}")
+            self.log.say(f"missed --target_reward: the mean of the first 3 steps must be at most "
+                         f"0.4 and that of the last 10 at least {target}")
         return missed
 
-    def close(self) -> None:
+    def close(self):
         self.log.close()
         self.scorer.close()
         if self.episodes:
             self.episodes.workers.close()
         self.engine.close()
+
+
+def draw_curve(run_log: log.Log) -> bool:
+    """curve.png → whether it is there."""
+    if not any("reward/mean" in row for row in run_log.rows):
+        return False
+    from tools import plot
+    with run_log.disk("curve.png") as path:
+        plot.draw([[run_log.folder]], path)
+        return True
+    return False

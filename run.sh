@@ -69,7 +69,7 @@ run_tests() {
   .venv/bin/ruff check
   # Most tests wait for a start or for one core, so two files run at a time (-n 0: one).
   .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
-  .venv/bin/python tests/test_sizes.py  # prints the sizes, whatever the tests found
+  .venv/bin/python tests/test_style.py  # prints the sizes, whatever the tests found
   exit "$status"
 }
 

@@ -14,10 +14,10 @@ from os.path import isfile
 import numpy as np
 from jinja2 import TemplateError
 
-from batch import Completion, report
+from batch import Completion
 from data import Prompt, Row
-from errors import SettingsError
-from rewards import Item, Score, Scorer, check_rows
+from errors import Mistakes, SettingsError
+from rewards import Item, Score, Scorer, check_rows, report
 from rollout import Request
 
 WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
@@ -47,8 +47,10 @@ class Bridge:
             self.closing = max(1, len(self.encode(end)))
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
-        system = [{"role": "system", "content": self.system}] * (self.system is not None)
-        chat = [*system, {"role": "user", "content": "x"}, *messages]
+        """A chat of a question and these messages. goes_on: the model's turn is next."""
+        chat = [{"role": "user", "content": "x"}, *messages]
+        if self.system is not None:
+            chat = [{"role": "system", "content": self.system}, *chat]
         try:
             return self.tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=goes_on)
@@ -60,7 +62,8 @@ class Bridge:
     def encode(self, text: str) -> list[int]:
         """As after a control token: some tokenizers put a space before the first word."""
         end = self.tokenizer.eos_token or ""
-        return self.tokenizer(end + text, add_special_tokens=False)["input_ids"][bool(end):]
+        ids = self.tokenizer(end + text, add_special_tokens=False)["input_ids"]
+        return ids[1:] if end else ids
 
     def text(self, messages: list[dict]) -> str:
         """From the end of the model's words to its next ones. SettingsError if the template refuses
@@ -92,31 +95,36 @@ class Bridge:
 
 
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
-    """SettingsError if the function or the chat template cannot be used. The function is called
-    once, for the first row and an empty turn. No tokenizer: of a model that is not here."""
-    spec, messages = args.turn_args.reply, None
+    """SettingsError if the function or the chat template cannot be used. No tokenizer: of a model
+    that is not here."""
+    spec = args.turn_args.reply
     if not re.fullmatch(r".+\.py:\w+", spec) or not isfile(spec.rpartition(":")[0]):
         raise SettingsError(f"--reply {spec} is no FILE.py:FUNCTION of a file that is here.")
-    with closing(Scorer([spec], args.reward_args, "reply")) as scorer:
-        scorer.needs_groups  # noqa: B018
-        check_rows(scorer.loads[1], rows, "reply")
-        for row in rows[:1]:
-            score, = scorer.score([item(row, [said("")])])
-            messages = score.parts["reply"]
-            if score.error:
-                raise SettingsError(f"--reply {spec} must answer an empty turn too:\n"
-                                    f"{scorer.first_traceback}")
+    messages = first_reply(spec, args.reward_args, rows)
     if not tokenizer:
         return None
-    bridge, refused = Bridge(tokenizer, eos_ids, vocab, args.data_args.system), None
-    roles = [[{"role": role, "content": "z"}] for role in ("user", "tool")]
-    for one in [messages] if messages else roles:
-        try:
-            bridge.ids(-1, one)
-            return bridge
-        except SettingsError as error:
-            refused = refused or error
-    raise refused
+    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
+    # Without a reply its roles are not known: one of two must work.
+    tries = [messages] if messages else [[{"role": r, "content": "z"}] for r in ("user", "tool")]
+    mistakes = Mistakes()
+    for one in tries:
+        mistakes.attempt(bridge.ids, -1, one)
+    if len(mistakes) == len(tries):
+        raise SettingsError(mistakes[0])
+    return bridge
+
+
+def first_reply(spec: str, args, rows: list[Row]) -> list[dict] | None:
+    """Messages for the first row and an empty turn. SettingsError if the function fails."""
+    with closing(Scorer([spec], args, "reply")) as scorer:
+        check_rows(scorer.wait().needs, rows, "reply")
+        if not rows:
+            return None
+        score, = scorer.score([item(rows[0], [said("")])])
+        if score.error:
+            raise SettingsError(
+                f"--reply {spec} must answer an empty turn too:\n{scorer.first_traceback}")
+        return score.parts["reply"]
 
 
 def said(text: str) -> dict:
@@ -141,40 +149,47 @@ class Episodes:
 
         complete(requests): the engine's. seed(i, turn): of a turn of completion i.
         """
-        message = lambda c: said(self.bridge.tokenizer.decode(c.ids, skip_special_tokens=True))
         for c in completions:
-            c.turns = [message(c)]
-        running = range(len(completions))
-        for turn in range(1, self.max_turns):  # a round: a reply to each episode, one call
+            c.turns = []
+        new, running = completions, range(len(completions))  # `new` has a turn of each `running`
+        for turn in range(1, self.max_turns + 1):
+            for i, text in zip(running, self.decode(new), strict=True):
+                completions[i].turns.append(said(text))
             running = [i for i in running if not completions[i].truncated]
-            if not running:
+            if turn == self.max_turns or not running:
                 break
             replies = self.reply([(prompts[i].row, completions[i]) for i in running])
-            running = [i for i, one in zip(running, replies, strict=True)
-                       if self.goes_on(completions[i], *one)]
+            running = [i for i, (score, ids) in zip(running, replies, strict=True)
+                       if self.goes_on(completions[i], score, ids)]
             new = complete([Request(
                 prompts[i].row.prompt_ids + completions[i].ids.tolist(), seed(i, turn),
                 self.max_tokens - len(completions[i].ids)) for i in running])
             for i, c in zip(running, new, strict=True):
                 append(completions[i], c.ids, c.logprobs, True)
-                completions[i].turns.append(message(c))
                 completions[i].truncated = c.truncated
+
+    def decode(self, turns: list[Completion]) -> list[str]:
+        """Each rank decodes its share. A collective."""
+        decode = self.bridge.tokenizer.decode
+        mine = self.world.mine(turns)
+        return self.world.gather([decode(c.ids, skip_special_tokens=True) for c in mine])
 
     def reply(self, episodes: list[tuple[Row, Completion]]) -> list[tuple[Score, list[int]]]:
         """Each one's reply and the ids to append. Each rank makes its share. A collective."""
-        made, mine = [], self.world.mine(episodes)
+        mine, made = self.world.mine(episodes), []
         scores = self.workers.score([item(row, c.turns) for row, c in mine])
-        told = self.workers.first_traceback
         for (_, c), score in zip(mine, scores, strict=True):
             messages, ids = score.parts["reply"], []
             try:
-                ids = self.bridge.ids(int(c.ids[-1]), messages) if messages else []
+                if messages:
+                    ids = self.bridge.ids(int(c.ids[-1]), messages)
             except SettingsError as error:
-                score, told = Score(None, {"reply": None}, str(error)), told or str(error)
+                score = Score(None, {"reply": None}, str(error))
+                self.workers.first_traceback = self.workers.first_traceback or str(error)
             made.append((score, ids))
         made = self.world.gather(made)
-        told = self.world.gather([(told, "".join(self.workers.printed)[-1000:])])
-        report([score for score, _ in made], told, len(made), self.workers, self.log)
+        scores = [score for score, _ in made]
+        report(self.workers, self.world, self.log, scores, len(scores))
         return made
 
     def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:

@@ -122,7 +122,10 @@ class Bench:
     def batch(self, budget: int) -> Batch:
         """Random sequences of full length that fill two micro-batches."""
         random, samples = np.random.default_rng(0), []
-        ids = lambda count: random.integers(0, self.shape.vocab, count, dtype=np.int32)
+
+        def ids(count):
+            return random.integers(0, self.shape.vocab, count, dtype=np.int32)
+
         for i in range(2 * (budget // self.longest)):
             prompt = Prompt(i, Row(i, "", ids(self.prompt).tolist(), None, {}, ""))
             logprobs = np.zeros(self.completion, np.float32)
@@ -192,7 +195,10 @@ def score(bench: Bench) -> list[str]:
     """Old log-probs of two micro-batches."""
     budget = bench.budgets[0]
     policy, batch = bench.policy(), bench.batch(budget)
-    forward = lambda micro: policy.logprobs(micro, 1.0)[0]
+
+    def forward(micro):
+        return policy.logprobs(micro, 1.0)[0]
+
     seconds, = bench.seconds(lambda: batch.score(bench.world, budget, "score", forward))
     return bench.speed(batch, 1, seconds)
 
@@ -200,14 +206,20 @@ def score(bench: Bench) -> list[str]:
 def head(bench: Bench) -> list[str]:
     """token_logprobs alone, as in the update: in the default chunks, and all logits at once."""
     n, vocab, cells, peaks = bench.head, bench.shape.vocab, [], []
-    random = lambda rows: torch.randn(rows, bench.shape.hidden, device=bench.device,
-                                      dtype=bench.dtype).mul_(0.1).requires_grad_()
+
+    def random(rows):
+        return torch.randn(rows, bench.shape.hidden, device=bench.device,
+                                          dtype=bench.dtype).mul_(0.1).requires_grad_()
+
     hidden, weight = random(n), random(vocab)
     targets = torch.randint(vocab, (n,), device=bench.device)
 
     def run(chunk: int) -> None:
         hidden.grad = weight.grad = None
-        logits = lambda states: (states @ weight.T).float()
+
+        def logits(states):
+            return (states @ weight.T).float()
+
         model.token_logprobs(hidden, logits, targets, 1.0, chunk, "value")[0].sum().backward()
 
     for chunk in (min(n // 4, memory.HEAD_LOGITS // vocab), n):
@@ -233,7 +245,7 @@ def start_engine(bench: Bench) -> None:
         str(bench.folder), bench.world, rollout.EngineArgs(), tokenizer=None, eos_ids=[],
         dtype=bench.dtype, max_len=bench.longest,
         max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30,
-        log=SimpleNamespace(phase=lambda name: nullcontext(), writing=False), trained=[policy])
+        log=SimpleNamespace(phase=lambda name: nullcontext(), count=False), trained=[policy])
     bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
     bench.load()
 
@@ -323,7 +335,10 @@ def planned(bench: Bench) -> list[str]:
         last = done.stderr.strip().splitlines()[-1:]
         raise RuntimeError(f"grpo.py ended with status {done.returncode}: {last}")
     rows = log.read_metrics(bench.folder / "runs/plan/metrics.jsonl")
-    most = lambda name: f"{max(row[f'memory/{name}_gb'] for row in rows):.2f}"
+
+    def most(name):
+        return f"{max(row[f'memory/{name}_gb'] for row in rows):.2f}"
+
     cells = [f"{most(f'plan_{phase}')} / {most(phase)}"
              for phase in ("rollout", "score", "update", "sync")]
     return [*cells, memory.spell(flags) or "none"]

@@ -5,7 +5,7 @@
     python bench/step.py --only rollout,rest   some of: rollout update score rest, and the growth
                                                with batch group max_tokens
 
-rollout   engine.sample (requests, generate, gather, decode) against a bare LLM.generate of the same
+rollout   engine.sample (requests, generate, gather) against a bare LLM.generate of the same
           requests, with the same seeds and log-probs.
 update    grpo.learn (batch, advantages, micro-batches, loss, metrics, AdamW) against transformers'
           forward, a log-softmax over every position, backward and AdamW, over the same real tokens.
@@ -35,10 +35,10 @@ import numpy as np
 import torch
 
 import grpo
-from batch import Batch, Completion, Sample, score_samples
+from batch import Batch, Completion, Sample
 from data import DataArgs
 from examples import tiny
-from rewards import Score
+from rewards import Score, score_samples
 from run import Run, RunArgs, set_up
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,7 +222,7 @@ def growth(run: Run, times: int, only: list[str]) -> None:
         run.engine.max_tokens = a.max_tokens
         with run.engine.generating(run.policy):
             samples = run.engine.sample(run.stream.next(a.batch), a.group, 1.0)
-            score_samples(samples, a.group, run.scorer, run.world, run.log)
+            score_samples(run, samples, a.group)
         grpo.learn(a, run.world, run.policy, samples, lr=1e-9)
         return time.perf_counter() - began
 

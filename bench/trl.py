@@ -87,7 +87,10 @@ def set_up() -> None:
         return
     print("setting up .venv-trl: a few minutes, about 1.5 GB (only the first time)", flush=True)
     torch_pin = f"torch=={torch.__version__.partition('+')[0]}+cpu"
-    run = lambda *command: subprocess.run([str(c) for c in command], cwd=ROOT).returncode == 0
+
+    def run(*command):
+        return subprocess.run([str(c) for c in command], cwd=ROOT).returncode == 0
+
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "-qq", "install")
     index = ("--index-url", "https://download.pytorch.org/whl/cpu")
     transformers = f"transformers=={importlib.metadata.version('transformers')}"
@@ -223,7 +226,9 @@ def speed(names: list[str], steps: int, threads: int, micro: int) -> None:
                  "TRL, no checkpointing": theirs(
                      f"trl-{name}-theirs-plain", threads, *same, *their)}
         for side, ran in sides.items():
-            column = lambda key, ran=ran: np.array([step[key] for step in ran.steps[SKIPPED:]])
+            def column(key, ran=ran):
+                return np.array([step[key] for step in ran.steps[SKIPPED:]])
+
             seconds, generation = column("time/step"), np.median(column("time/rollout"))
             tokens = column("rollout/length_mean").mean() * w.completions
             middle, title, ratio = np.median(seconds), "", ""
@@ -272,7 +277,10 @@ def alike(seeds: int, steps: int, threads: int, batch: int, model: str, source: 
         both["grpo.py"].append(ours(f"{name}-{seed}-ours", threads, *same, *our).steps)
         both["TRL"].append(theirs(f"{name}-{seed}-theirs", threads, *same, *their).steps)
     # (seeds, steps)
-    table = lambda side, key: np.array([[m[key] for m in metrics] for metrics in both[side]])
+
+    def table(side, key):
+        return np.array([[m[key] for m in metrics] for metrics in both[side]])
+
     last = min(10, steps)
     columns = {"reward, step 1": ("reward/mean", slice(1)),
                "first 3": ("reward/mean", slice(3)),

@@ -9,7 +9,7 @@ import json
 import operator
 import re
 
-from verifiers import gsm8k
+from examples.gsm8k import gsm8k
 
 SYSTEM = """You can use a calculator. To call it, write
 <tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>

@@ -45,7 +45,10 @@ def knights(rng, clumsy):
     thought, guess = "", rng.choice(worlds)
     if rng.random() >= clumsy:
         thought, guess = "".join(thoughts[:right[0] + 1]), worlds[right[0]]
-    words = lambda world: " ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(people, 1))
+
+    def words(world):
+        return " ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(people, 1))
+
     question = " ".join(f"{x} says {claims[x]}." for x in people)
     reply = f"<think>{thought}</think><answer>{words(guess)}</answer>"
     return question, words(worlds[right[0]]), reply
@@ -98,6 +101,10 @@ def held_out(question):
 
 def rows(n, seed, task="sort", split="train"):
     """n different questions and answers."""
+    task = task or "sort"
+    if task not in TASKS or split not in ("train", "test"):
+        raise SettingsError(f"no such rows: tiny:{task}@{split}; tiny has {', '.join(TASKS)}, "
+                            f"train and test.")
     rng, found = random.Random(f"{task} {split} {seed}"), {}
     for _ in range(1000 + 100 * n):
         if len(found) == n:

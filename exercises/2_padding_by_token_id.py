@@ -5,7 +5,7 @@ The model has no padding token, so its end token pads the rows. Which tokens bea
 """
 import torch
 
-END = 0
+END, VOCABULARY = 0, 8  # the ids are 0 to 7
 
 
 # ---- your turn
@@ -17,11 +17,14 @@ def tokens_with_loss(rows):
 
 
 def test():
-    rows = [torch.tensor([5, 7, END]), torch.tensor([4, END]), torch.tensor([6, 6, 6])]
-    ids, mask = tokens_with_loss(rows)
+    rows = [[5, 7, END], [4, END], [6, 1, 2, 3],  # the third was cut before it ended
+            [2, END, 1, END], [3]]  # two turns; one that was stopped
+    ids, mask = tokens_with_loss([torch.tensor(row) for row in rows])
+    outside = ids[(ids < 0) | (ids >= VOCABULARY)].tolist()
+    assert not outside, f"the model reads padding too, and there is no token {outside[0]}"
     for row, its_ids, its_mask in zip(rows, ids, mask, strict=True):
         found = its_ids[its_mask].tolist()
-        assert found == row.tolist(), f"of {row.tolist()} only {found} bear loss"
+        assert found == row, f"{row} was sampled, and {found} bears loss"
 
 
 # In the project: `self.sampled = pad([torch.from_numpy(c.sampled)` in batch.py.

@@ -26,6 +26,11 @@ def test():
     found = gae(rewards, torch.tensor([0.1, 0.2, 0.4, 0.7]), 0.9, 0.0)
     one_step = torch.tensor([0.08, 0.16, 0.23, 0.3])
     assert torch.allclose(found, one_step), f"{found.tolist()}, and not {one_step.tolist()}"
+    found = gae(rewards, torch.tensor([0.1, 0.2, 0.4, 0.7]), 0.5, 0.8)
+    several = torch.tensor([0.0112, 0.028, 0.07, 0.3])
+    assert torch.allclose(found, several), (
+        f"with gamma = 0.5 and lambda = 0.8 it is {several.tolist()}, and not {found.tolist()}. "
+        f"How much does a token take over from the advantage of the next one?")
 
 
 # In the project: `delta = rewards[:, t] + gamma * next_value - values[:, t]` in losses.py.

@@ -19,7 +19,12 @@ def test():
             found = advantages(torch.full((group,), reward))
             assert not found.any(), f"{group} rewards of {reward}: {found.tolist()}"
     found = advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    assert torch.allclose(found, torch.tensor([1, -1, -1, 1]) * 0.8660, atol=1e-4)
+    assert torch.allclose(found, torch.tensor([1, -1, -1, 1]) * 0.8660, atol=1e-4), found.tolist()
+    for apart in (0.1, 0.001):
+        found = advantages(0.5 + apart * torch.tensor([0.0, 0.0, 0.0, 1.0]))
+        assert torch.allclose(found, torch.tensor([-0.5, -0.5, -0.5, 1.5]), atol=0.01), (
+            f"the last of 4 rewards is better by {apart}: it is still the best, and not equal "
+            f"({found.tolist()})")
 
 
 # In the project: `highest <= torch.where(S, R, torch.inf).amin(1, keepdim=True)` in losses.py.

@@ -19,20 +19,18 @@ def should_stop(told):
 # ---- the test
 
 
-def train(rank, file, ended):
+def train(rank, told_rank, file, ended):
     td.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2,
                           timeout=datetime.timedelta(seconds=3))
     steps = 0
-    for step in range(5):
-        gradient = torch.ones(1)
-        try:
-            td.all_reduce(gradient)
-        except RuntimeError:
-            steps = -1  # nobody came
-            break
-        steps += 1
-        if should_stop(told=rank == 1 and step == 2):
-            break
+    try:
+        for step in range(5):
+            td.all_reduce(torch.ones(1))  # the gradient
+            steps += 1
+            if should_stop(told=rank == told_rank and step == 2):
+                break
+    except RuntimeError:
+        steps = -1  # nobody came
     ended.put((rank, steps))
     ended.close()
     ended.join_thread()
@@ -41,16 +39,20 @@ def train(rank, file, ended):
 
 def test():
     context = multiprocessing.get_context("fork")
-    ended = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=train, args=(rank, f"{folder}/file", ended))
-                 for rank in range(2)]
-        for process in ranks:
-            process.start()
-        steps = dict(ended.get(timeout=30) for _ in ranks)
-        for process in ranks:
-            process.join(10)
-    assert steps == {0: 3, 1: 3}, f"steps of each rank, -1 if it waited for the other: {steps}"
+    for told_rank, right in ((1, 3), (0, 3), (None, 5)):
+        ended = context.Queue()
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [context.Process(target=train, args=(rank, told_rank, f"{folder}/file", ended))
+                     for rank in range(2)]
+            for process in ranks:
+                process.start()
+            steps = dict(ended.get(timeout=30) for _ in ranks)
+            for process in ranks:
+                process.join(10)
+        told = "no rank is told" if told_rank is None else f"rank {told_rank} is told in step 3"
+        assert steps == {0: right, 1: right}, (
+            f"{told}: the steps of each rank are {steps}, where -1 is a rank that waited in vain. "
+            f"Both must do {right}")
 
 
 # In the project: `def agree` in dist.py; `stopping = run.stop.agreed()` in grpo.py.

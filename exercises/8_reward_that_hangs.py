@@ -3,10 +3,14 @@
 A reward runs what a model wrote through a parser, and the parser never ends. The others must get
 their rewards, and the run must go on. A thread cannot be ended. Repair `score`.
 """
-import multiprocessing  # noqa: F401
+import multiprocessing
+import queue
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
+
+turns = multiprocessing.RawValue("Q")  # of the parser's loop, seen from every process
 
 
 # ---- your turn
@@ -24,20 +28,34 @@ def score(reward, completions, seconds):
 
 
 def reward(text):
-    end = time.monotonic() + 8  # for the reader's patience: think of it as for ever
+    end = time.monotonic() + 12  # for the reader's patience: think of it as for ever
     while text == "9^9^9^9" and time.monotonic() < end:
-        pass
+        turns.value += 1
     return len(text)
 
 
 def test():
-    found = []
-    work = threading.Thread(daemon=True, target=lambda: found.extend(
-        score(reward, ["12", "9^9^9^9", "345"], 0.5)))
-    work.start()
-    work.join(4)
-    assert found, "the run hangs: `score` has not come back after 4 seconds"
-    assert found == [2, None, 3], found
+    found = queue.Queue()
+    threading.Thread(daemon=True, target=run, args=(found,)).start()
+    try:
+        rewards = found.get(timeout=5)
+    except queue.Empty:
+        raise AssertionError("the run hangs: `score` has not come back after 5 seconds") from None
+    assert rewards == [2, None, 3], f"not [2, None, 3]: {rewards}"
+    for _ in range(10):  # what was ended a moment ago may still run a moment
+        before = turns.value
+        time.sleep(0.3)
+        if turns.value == before:
+            return
+    raise AssertionError("the rewards are right, but the parser still runs, and uses a core. After "
+                         "a day of training there are thousands like it")
+
+
+def run(found):
+    try:
+        found.put(score(reward, ["12", "9^9^9^9", "345"], 1.0))
+    except Exception:
+        found.put(traceback.format_exc())
 
 
 # In the project: `Worker` in rewards.py: processes that can be killed, with all they started.

@@ -7,6 +7,7 @@
 import re
 import sys
 import traceback
+import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -17,18 +18,18 @@ from solutions import SOLUTIONS  # noqa: E402
 PART = re.compile(r"(# ---- your turn\n)(.*?)(# ---- the test\n)", re.S)
 
 
-def run(number: int, solved: bool) -> str | None:
-    """None, or what the test says."""
+def run(number: int, part: str = "") -> str | None:
+    """Run an exercise, with `part` between its marks if given → None, or why its test fails."""
     path, = HERE.glob(f"{number}_*.py")
     code = path.read_text()
-    if solved:  # the lines below keep their numbers
-        part = SOLUTIONS[number].strip("\n") + "\n"
+    if part:  # blank lines after it: the lines below keep their numbers
+        part = part.strip("\n") + "\n"
         blank = "\n" * (PART.search(code)[2].count("\n") - part.count("\n"))
         code = PART.sub(lambda match: match[1] + part + blank + match[3], code)
-    names = {"__name__": f"exercise_{number}"}
+    module = sys.modules[path.stem] = types.ModuleType(path.stem)  # other processes look for it
     try:
-        exec(compile(code, str(path), "exec"), names)
-        names["test"]()
+        exec(compile(code, str(path), "exec"), module.__dict__)
+        module.test()
     except AssertionError as error:
         return str(error) or traceback.format_exc()
     return None
@@ -40,10 +41,11 @@ def main() -> int:
     for number in numbers:
         if solved:
             print(SOLUTIONS[number].strip("\n"))
-        said = run(number, solved)
-        print(f"{number}: " + (f"fails: {said}" if said else "solved"), flush=True)
-        failed += [number] if said else []
-    return bool(failed)
+        why = run(number, SOLUTIONS[number] if solved else "")
+        if why:
+            failed.append(number)
+        print(f"{number}: fails: {why}" if why else f"{number}: solved", flush=True)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

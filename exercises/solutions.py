@@ -1,9 +1,9 @@
 """What stands between the marks of each exercise when it is solved."""
 SOLUTIONS = {
     1: '''
-def loss_in_parts(token_loss, mask, parts):
-    weights = losses.token_weights(mask, "token", max_tokens=0)  # of the whole minibatch
-    return sum((weights[rows] * token_loss[rows]).sum() for rows in parts)
+def losses_of_parts(token_loss, mask, parts):
+    tokens = mask.sum()  # of the whole minibatch, known before any forward
+    return [token_loss[rows][mask[rows]].sum() / tokens for rows in parts]
 ''',
     2: '''
 def tokens_with_loss(rows):
@@ -19,7 +19,7 @@ class Engine:
 
     def logprobs(self, prompt):
         if tuple(prompt) not in self.cache:
-            self.cache[tuple(prompt)] = self.embedding[prompt].sum(0)
+            self.cache[tuple(prompt)] = prefill(self.embedding, prompt)
         return (self.cache[tuple(prompt)] @ self.head).log_softmax(-1)
 ''',
     4: '''

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-import plot  # noqa: E402
+from tools import plot  # noqa: E402
 
 COIN = "examples/coin.py:coin"
 FOLLOWS = "examples/instructions.py:follows"
@@ -121,7 +121,10 @@ def table() -> str:
         columns = [plot.cell([one[key] for one in found]) for key in (
             "reward, first 3 steps", "last 10", "pass@1 before", "after")]
         passed = sum(note["status"] == 0 for note in notes)
-        metrics = lambda key, runs=runs: [[*plot.series(one, key).values()] for one in runs]
+
+        def metrics(key, runs=runs):
+            return [[*plot.series(one, key).values()] for one in runs]
+
         columns += [f"{passed} of {len(runs)}",
                     plot.cell([note["seconds"] for note in notes], 0),
                     plot.cell([np.median(steps) for steps in metrics("time/step")], 2),

@@ -27,7 +27,7 @@ def main(folder: str, out: str) -> None:
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
     config = model.config_of(folder)
-    log = SimpleNamespace(phase=lambda name: nullcontext(), writing=False)
+    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False)
     engine = Engine(folder, world, EngineArgs(max_num_seqs=64), dtype=torch.float32, max_len=256,
                     max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, log=log,
                     trained=[policy], tokenizer=None)
@@ -111,7 +111,10 @@ def main(folder: str, out: str) -> None:
     crowd = [Request([(11 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)],
                      hash_seed(1, i)) for i in range(48)]                         # 9,600 tokens
     engine.max_tokens = 3
-    ids_of = lambda some: [c.ids.tolist() for c in engine.generate(some, 1.0)]
+
+    def ids_of(some):
+        return [c.ids.tolist() for c in engine.generate(some, 1.0)]
+
     found["crowd"] = ids_of(crowd) == [ids for i in range(0, 48, 16)
                                        for ids in ids_of(crowd[i:i + 16])]
     found["compiled"] = dict(torch._dynamo.utils.counters["frames"])

@@ -90,13 +90,16 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
             for i in (0, 1, 5) for _ in range(2)]
     rows[1::2], found = rows[::2], []
     prompts = [data.Prompt(row.index, row) for row in rows]
-    generate = lambda: [Completion(rng.integers(3, 320, 24).astype(np.int32),
-                                   np.zeros(24, np.float32), False) for _ in rows]
+
+    def generate():
+        return [Completion(rng.integers(3, 320, 24).astype(np.int32),
+                                       np.zeros(24, np.float32), False) for _ in rows]
+
     if engine:
         vllm = Engine(folder, world, EngineArgs(max_num_seqs=8), dtype=torch.float32, max_len=256,
                       max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
                       tokenizer=None, log=SimpleNamespace(
-                          phase=lambda name: nullcontext(), writing=False))
+                          phase=lambda name: nullcontext(), count=False))
         requests = [Request(row.prompt_ids, i) for i, row in enumerate(rows)]
 
         def generate():
@@ -148,7 +151,7 @@ def with_engine(name: str) -> tuple[float, float]:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
              __file__, f"{folder}/model", f"{folder}/out"], cwd=ROOT, text=True,
-            capture_output=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
         return gaps(f"{folder}/model", found)

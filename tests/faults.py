@@ -62,7 +62,7 @@ class Attempt:
     def text(self) -> str:
         return Path(self.out.name).read_text()
 
-    def until(self, condition, seconds: float = 300.0) -> bool:
+    def until(self, condition, seconds: float = 900.0) -> bool:
         """Waits until condition() holds; False if the process ended first."""
         end = time.monotonic() + seconds
         while not condition():
@@ -72,10 +72,10 @@ class Attempt:
             time.sleep(0.02)
         return True
 
-    def printed(self, words: str, seconds: float = 300.0) -> bool:
+    def printed(self, words: str, seconds: float = 900.0) -> bool:
         return self.until(lambda: words in self.text(), seconds)
 
-    def end(self, seconds: float = 400.0) -> tuple[int, str]:
+    def end(self, seconds: float = 900.0) -> tuple[int, str]:
         """Waits for the end: (exit status, everything printed)."""
         try:
             self.process.wait(seconds)
@@ -93,7 +93,10 @@ class Attempt:
 def metrics(run: Path) -> list[dict]:
     """The run's metrics without what a clock or the machine decides."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    clocked = lambda name: name.startswith(("time/", "memory/")) or name.endswith("per_s")
+
+    def clocked(name):
+        return name.startswith(("time/", "memory/")) or name.endswith("per_s")
+
     return [{k: v for k, v in row.items() if not clocked(k)} for row in rows]
 
 
@@ -138,8 +141,11 @@ def main() -> None:
     cwd, began = Path(a.folder or tempfile.mkdtemp(prefix="faults-")), time.monotonic()
     cwd.mkdir(parents=True, exist_ok=True)
     steps, rng = 2 * a.kills + 8, random.Random(a.seed)
-    start = lambda name: Attempt(cwd, "--model", model(), "--name", name, "--steps", str(steps),
-                                 script=a.script, ranks=a.ranks)
+
+    def start(name):
+        return Attempt(cwd, "--model", model(), "--name", name, "--steps", str(steps),
+                                     script=a.script, ranks=a.ranks)
+
     print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, in {cwd}", flush=True)
     alone, born = start("alone"), time.monotonic()
     alone.printed("step ")

@@ -20,15 +20,18 @@ from rollout import EngineArgs, Request, hash_seed
 
 def main(folder: str, out: str, tp: str) -> None:
     world, weights, args = dist.join(120), model.ModelArgs(), lora.LoraArgs(lora_rank=4)
-    build = lambda *more: model.Policy(
-        model.build(model.LogprobModel, folder, world, weights, *more), world, weights,
-        model.OptimizerArgs())
+
+    def build(*more):
+        return model.Policy(
+            model.build(model.LogprobModel, folder, world, weights, *more), world, weights,
+            model.OptimizerArgs())
+
     policy, base = build(True, args, 7), build()
     lm, config = policy.module.lm, lora.peft_config(policy.module.lm, args, folder)
     engine = rollout.Engine(
         folder, world, EngineArgs(max_num_seqs=64, tp=int(tp)), dtype=torch.float32, max_len=256,
         max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy], tokenizer=None,
-        adapter=config, log=SimpleNamespace(phase=lambda name: nullcontext(), writing=False))
+        adapter=config, log=SimpleNamespace(phase=lambda name: nullcontext(), count=False))
     # 200 tokens are more than a cache block (128 on CPU): a stale prefix would be used.
     rows = [data.Row(i, "", [(7 * i + j) % 317 + 3 for j in range(200)], None, {}, "")
             for i in range(5)]

@@ -210,7 +210,10 @@ def moved_without_tokens() -> float:
 
 def critic_targets() -> float:
     """The size of what ppo.py's critic is to learn where every reward is 1 and its values are 0."""
-    values = lambda micro: torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
+
+    def values(micro):
+        return torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
+
     critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
     policy = SimpleNamespace(logprobs=lambda micro, *_: (values(micro).detach(), None))
     metrics = ppo.learn(learning.arguments(ppo, lam=1.0), World(), (policy, critic),
@@ -230,7 +233,7 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
     engine = SimpleNamespace(
         seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
         log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
-        engines=1, tokenizer=SimpleNamespace(batch_decode=lambda x, **_: [""] * len(x)),
+        engines=1,
         generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
     engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)
     rollout.Engine.sample(engine, [data.Prompt(first + i, row) for i in range(prompts)], group, 1.0)
@@ -278,7 +281,7 @@ def evaluated() -> str:
     import reward_worker
     kept = sympy_parser.stringify_expr
     try:
-        reward_worker.shut_eval("math")
+        reward_worker.shut_eval()
         sympy_parser.parse_expr("__import__('os').getpid()")
     except ValueError:
         return "refused"

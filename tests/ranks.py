@@ -53,7 +53,7 @@ def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, 
     os._exit(0)
 
 
-def on_ranks(size: int, function, *args, timeout: float = 60.0, wait: float = 600.0
+def on_ranks(size: int, function, *args, timeout: float = 300.0, wait: float = 900.0
              ) -> list[tuple[str, object]]:
     """function(world, *args) on `size` ranks → ("ok", result), ("error", text) or ("killed", "").
     """

@@ -26,7 +26,10 @@ def make(world, folder):
     import lora
     import model
     args = model.ModelArgs(dtype="float32"), model.OptimizerArgs(weight_decay=0.01)
-    build = lambda kind, adapters: model.build(kind, folder, world, args[0], adapters=adapters)
+
+    def build(kind, adapters):
+        return model.build(kind, folder, world, args[0], adapters=adapters)
+
     return {"policy": model.Policy(build(model.LogprobModel, None), world, *args),
             "critic": model.Critic(build(model.ValueModel, lora.LoraArgs(2)), world, *args)}
 
@@ -95,7 +98,11 @@ def full_from_the_start(world, folder, out):
     trained = make(world, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     saved = save(world, trained, out, 1, 1)
-    exported = checkpoint.failure(world, lambda: trained["policy"].export(folder, f"{out}/model"))
+    exported = None
+    try:
+        checkpoint.write(world, trained["policy"].export, folder, f"{out}/model")
+    except checkpoint.NotWritten as error:
+        exported = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return saved, exported, os.path.exists(f"{out}/model")
 

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
-from examples import tiny
+from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -150,13 +150,13 @@ def test_countdown_row():
 
 def test_reasoning_gym_rows():
     """The library makes puzzle i from seed + i: seeds 1 and 2 would share all puzzles but one."""
-    import reasoning_gym
     rows, report = load("reasoning_gym:gcd", seed=1)
     row = rows[0]
     assert "1000 of 1000 prompts kept" in report and len(rows) == 1000
     assert row.source == "reasoning_gym/gcd" and row.prompt == chat(row.columns["question"])
-    score = reasoning_gym.get_score_answer_fn(row.columns["reasoning_gym_task"])
-    assert score(row.answer, row.columns["reasoning_gym_entry"]) == 1.0
+    for answer, value in ((row.answer, 1), ("none", 0)):
+        columns = row.columns | {"answer": row.answer}
+        assert reasoning_gym_tasks.score(answer, **columns) == value
     asked = {row.columns["question"] for row in rows}
     for spec, seed in ("reasoning_gym:gcd", 2), ("reasoning_gym:gcd@test", 1):
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
@@ -177,9 +177,9 @@ def test_tiny_rows():
     again, name = read("tiny:sort@train", seed=5)
     assert again == [row.columns for row in rows] and name == "tiny/sort"
     assert not set(questions("tiny@test", seed=5)) & {row["question"] for row in again}
-    for spec in ("tiny:srt", "tiny@dev"):
+    for spec, whole in ("tiny:srt", "tiny:srt@train"), ("tiny@dev", "tiny:sort@dev"):
         message = sentence(read, spec)
-        assert all(w in message for w in (f"no such rows: {spec}; ", "sort", "train and test"))
+        assert all(w in message for w in (f"no such rows: {whole}; ", "sort", "train and test"))
 
 
 # ---- Real rows

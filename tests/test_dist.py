@@ -1,6 +1,7 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -187,17 +188,24 @@ def test_ranks_that_disagree_are_both_named():
     assert "with 2 parts, but" in errors[0][0] and errors[0][3] == ""
 
 
-def late(world):
+def late(world, folder):
+    """Rank 2 comes when the others have given up."""
+    world.barrier()
+    gave_up = [Path(folder) / str(rank) for rank in (0, 1)]
     if world.rank == 2:
-        time.sleep(30)
-        return "slept"
+        while not all(path.exists() for path in gave_up):
+            time.sleep(0.1)
+        return "came late"
     try:
         world.same_phase("update", 1)
     except RuntimeError as error:
-        return str(error), world.late(5)
+        told = str(error), world.late(5)
+    gave_up[world.rank].touch()
+    return told
 
 
-def test_a_rank_that_never_comes_is_named_after_the_timeout():
-    outcomes = ranks.on_ranks(3, late, timeout=3.0, wait=60)
-    for kind, (text, missing) in outcomes[:2]:
-        assert kind == "ok" and "Timed out waiting" in text and missing == [2], outcomes
+def test_a_rank_that_never_comes_is_named_after_the_timeout(tmp_path):
+    first, second, last = ranks.results(3, late, str(tmp_path), timeout=20.0)
+    assert last == "came late"
+    for text, missing in first, second:
+        assert "Timed out waiting" in text and missing == [2], first

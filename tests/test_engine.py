@@ -5,12 +5,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-
-import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +35,7 @@ def found(request, tmp_path_factory) -> dict:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
                "--standalone", "tests/engine_worker.py", folder / "model", folder / "out"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=400)
+                          capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "out").read_text()) | {
         "folder": folder, "stderr": done.stderr, "stdout": done.stdout}
@@ -88,20 +85,6 @@ def test_it_ends_without_noise(found):
     assert found["stdout"] == "" and found["stderr"] == ""
 
 
-def test_a_gap_that_jumps_in_a_run_is_said():
-    said = []
-    it = SimpleNamespace(max_gap=1e-3, bad_steps=0, args=run.CommonArgs(),
-                         log=SimpleNamespace(rows=[], say=said.append))
-    for gap, says in ((5e-7, 0), (2e-6, 0), (None, 0), (9e-5, 0), (6e-4, 0), (7e-3, 1), (7e-3, 0)):
-        it.log.rows.append({"rollout/logprob_gap_mean": gap})
-        said.clear()
-        run.Run.check(it, {})
-        assert len(said) == says, (gap, said)
-    it.log.rows = it.log.rows[-1:]                     # a run's first step: the guard was there
-    run.Run.check(it, {})
-    assert not said
-
-
 PLAIN = """
 import json, sys
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -132,7 +115,7 @@ def test_the_export_gives_the_same_greedy_tokens_in_transformers_and_in_a_plain_
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                         "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run([sys.executable, "-c", PLAIN, folder, json.dumps(found["prompts"])],
-                          env=env, capture_output=True, text=True, timeout=300)
+                          env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("IDS")]
     assert lines, done.stderr[-2000:]
     assert json.loads(lines[0].removeprefix("IDS")) == found["greedy"]

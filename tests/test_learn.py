@@ -9,16 +9,14 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures", "exercises")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
 import check_links  # noqa: E402
 import draw  # noqa: E402
-import exercise  # noqa: E402
-from solutions import SOLUTIONS  # noqa: E402
 
 
 def python(*command: str):
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+                          timeout=600)
 
 
 def tables(page: str) -> list[list[str]]:
@@ -95,27 +93,6 @@ def test_every_figure_of_measured_is_in_its_source():
 def test_the_citation_is_complete():
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "license"} <= found.keys()
-
-
-@pytest.mark.parametrize("number", [
-    pytest.param(n, marks=[pytest.mark.slow] * (n > 6)) for n in SOLUTIONS])
-def test_an_exercise_fails_as_given_and_passes_with_its_solution(number):
-    if number > 6:  # they fork
-        for flag, status in ((), 1), (("--solution",), 0):
-            done = python("exercises/exercise.py", str(number), *flag)
-            assert done.returncode == status, done
-        return
-    assert exercise.run(number, solved=False)
-    assert exercise.run(number, solved=True) is None
-
-
-def test_exercises_name_lines_that_are_there():
-    for number in SOLUTIONS:
-        path, = (ROOT / "exercises").glob(f"{number}_*.py")
-        code, file = re.search(r"^# In the project: `(.*?)`.*? in (\w+\.py)", path.read_text(),
-                               re.M).groups()
-        assert code in (ROOT / file).read_text(), path
-        assert f"]({path.name})" in (ROOT / "exercises/README.md").read_text()
 
 
 def test_each_page_has_five_questions():

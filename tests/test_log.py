@@ -2,12 +2,12 @@
 import json
 import os
 import pty
-import re
 import resource
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import log
+import run
 from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
@@ -89,8 +90,12 @@ def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(tmp_
 def test_a_failure_of_wandb_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):
     import wandb
     for place in ("init", "log", "finish"):
-        bad = lambda *a, **k: (_ for _ in ()).throw(ConnectionError("the server is away"))
-        good = lambda *a, **k: None
+        def bad(*a, **k):
+            return (_ for _ in ()).throw(ConnectionError("the server is away"))
+
+        def good(*a, **k):
+            return None
+
         run = SimpleNamespace(log=bad if place == "log" else good)
         monkeypatch.setattr(wandb, "teardown", bad if place == "finish" else good)
         monkeypatch.setattr(wandb, "init", bad if place == "init" else lambda run=run, **k: run)
@@ -116,7 +121,8 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
     again.close()
     assert [r["step"] for r in lines(tmp_path)] == [0, 1, 2] == [r["step"] for r in again.rows]
     assert lines(tmp_path)[0] == {"step": 0, "reward/mean": 0.5, "x": None, "n": 3}
-    assert again.curve().read_bytes()[:4] == b"\x89PNG"
+    assert run.draw_curve(again)
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
@@ -130,7 +136,7 @@ def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
     other.step(0, {"reward/mean": 1.0})
     other.samples("x", [])
     other.say("nothing")
-    assert other.curve() is None
+    assert not run.draw_curve(other)
     other.finish(3)
     assert not (tmp_path / "b").exists()
 
@@ -168,6 +174,29 @@ def test_a_step_without_anything_to_learn_says_so(
     assert ("grad 0.00  nothing to learn from" in capsys.readouterr().out) == told
 
 
+def test_a_gap_that_jumps_in_a_run_is_said(tmp_path, capsys):
+    it = log.Log(tmp_path, WORLD, 9)
+    for gap, says in ((5e-7, 0), (2e-6, 0), (None, 0), (9e-5, 0), (6e-4, 0), (7e-3, 1), (7e-3, 0)):
+        it.rows.append({log.GAP: gap})
+        it.watch({} if gap is None else {log.GAP: gap})    # none: only the critic learnt
+        said = capsys.readouterr().out
+        assert said.count("engine and trainer differ by") == said.count("\n") == says, (gap, said)
+    it.rows = it.rows[-1:]                                 # a run's first step: the guard was there
+    it.watch({log.GAP: 7e-3})
+    assert not capsys.readouterr().out
+
+
+def test_gradients_that_are_not_finite_are_said_and_too_many_in_a_row_end_the_run(
+        tmp_path, capsys):
+    it = log.Log(tmp_path, WORLD, 9, max_bad_steps=3)
+    for bad in (1, 2, 0, 1, 1):
+        it.watch({"grad/norm_not_finite": bad, "critic/grad_norm_not_finite": 0, "grad/norm": 1.0})
+    said = capsys.readouterr().out.splitlines()
+    assert [line[0] + line[-1] for line in said] == ["11", "22", "11", "12"]    # updates, in a row
+    with pytest.raises(RuntimeError, match="3 steps in a row .*--max_bad_steps"):
+        it.watch({"grad/norm_not_finite": 0, "critic/grad_norm_not_finite": 1})
+
+
 def test_peaks_are_measured_a_phase(tmp_path):
     it = opened(tmp_path)
     with it.phase("small"):
@@ -185,38 +214,77 @@ def test_peaks_are_measured_a_phase(tmp_path):
 
 def test_long_work_shows_a_line_every_half_minute_in_a_file(tmp_path, monkeypatch, capsys):
     """An evaluation of 1,000 rows was silent for eight minutes."""
+    monkeypatch.setattr(log.Log, "beat", lambda self: None)            # the thread shows nothing
     it, now = opened(tmp_path), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with it.time("step"), it.phase("rollout"):
-        bar = it.doing.count(total=1000, desc="vLLM's", postfix="speed: 0")
-        bar.mininterval = 0                                # tqdm's own clock stands still here
+        assert list(it.count(range(3), desc="prompts")) == [0, 1, 2]        # as vLLM does
+        bar = it.count(total=1000, desc="vLLM's", postfix="speed: 0")
+        assert bar.format_dict["elapsed"] > 0              # vLLM divides by it
         for second in range(95):
             now[0] += 1
             bar.postfix = f"output: {second} toks/s"
             bar.update(2)
+            it.show()
         bar.close()
-    with it.time("update"):
-        now[0] += 31                                       # nothing counts: the thread shows it
-        time.sleep(1.5)
+    it.show()                                              # between two phases
+    with it.time("update"):                                # nothing counts
+        for _ in range(65):
+            now[0] += 1
+            it.show()
     it.close()
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 4, shown
-    assert re.match(r"  rollout: 60 of 1000 in 00:0\d, .* left, output: 29 toks/s$", shown[0])
-    assert shown[2].startswith("  rollout: 180 of 1000") and shown[3].startswith("  update: 0 of ?")
+    assert capsys.readouterr().out.splitlines() == [
+        "  rollout: 60 of 1000 in 00:30, 07:50 left, output: 29 toks/s",
+        "  rollout: 120 of 1000 in 01:00, 07:20 left, output: 59 toks/s",
+        "  rollout: 180 of 1000 in 01:30, 06:50 left, output: 89 toks/s",
+        "  update: 00:30", "  update: 01:00"]
 
 
-def test_long_work_is_a_bar_on_a_terminal():
-    """The bar is there at once, and leaves nothing."""
-    code = ("import dist, log, time; bar = log.Progress('rollout', False).count(total=8); "
-            "time.sleep(0.2); bar.update(3); bar.close(); log.Progress('hidden', True).update(1)")
+def test_a_thread_shows_it_while_the_run_works(tmp_path):
+    it, shown = opened(tmp_path), threading.Event()
+    it.show = shown.set
+    assert shown.wait(300)
+    it.close()
+
+
+LONG_WORK = """
+import log, os, sys, time, torch
+from pathlib import Path
+from types import SimpleNamespace
+world = SimpleNamespace(rank=int(sys.argv[2]), device=torch.device("cpu"), max=lambda x: x)
+log.Log.beat = lambda self: None
+it = log.Log(Path(sys.argv[1]), world, 60)
+it.lock()
+it.open({}, "", 0)
+with it.phase("rollout"):
+    bar = it.count(total=8, postfix="output: 9 toks/s")
+    bar.update(3)
+    if world.rank == 0:
+        it.show()
+it.say("a line")
+it.step(0, {"reward/mean": 0.5})
+it.close()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_long_work_is_a_bar_on_a_terminal(tmp_path, rank):
+    """The bar leaves nothing behind."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (24, 80))
+    termios.tcsetwinsize(ours, (24, 100))
     os.set_blocking(ours, False)
-    subprocess.run([sys.executable, "-c", code], cwd=Path(log.__file__).parent, stdout=theirs,
-                   stderr=theirs, check=True)
+    subprocess.run([sys.executable, "-c", LONG_WORK, tmp_path, str(rank)],
+                   cwd=Path(log.__file__).parent, stdout=theirs, stderr=theirs, check=True)
+    os.close(theirs)
+    if rank:
+        with pytest.raises(OSError):                       # nothing came
+            os.read(ours, 10000)
+        return
     text = os.read(ours, 10000).decode()
-    assert "rollout: 3 of 8 in 00:00, " in text and "hidden" not in text and "\n" not in text
-    assert not text.split("\r")[-1].strip()
+    assert "rollout: 3 of 8 in 00:00, 00:00 left, output: 9 toks/s" in text
+    assert "step 0/60 |" in text and "?" not in text
+    lines = [line.split("\r")[-1].strip() for line in text.split("\r\n")]
+    assert lines == ["a line", "step  1/60  reward 0.500", ""]
 
 
 def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
@@ -229,7 +297,7 @@ def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
     it.step(1, {"reward/mean": 0.6})
     resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
     it.samples("step_1", [sample("y" * 999, 1.0)])
-    assert it.curve() is None
+    assert not run.draw_curve(it)
     with pytest.raises(SettingsError, match="cannot be written .No space left on device"):
         log.Log(tmp_path, WORLD, 3).open({}, "the plan", 1)
     text = capsys.readouterr().out

@@ -29,7 +29,7 @@ def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
          "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=400)
+        timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads((folder / "out").read_bytes()) | {"folder": folder}
 
@@ -207,7 +207,7 @@ def test_vllm_serves_the_adapter(exported):
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                         "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run([sys.executable, "-c", PLAIN, base, adapter, json.dumps(rows)],
-                          env=env, capture_output=True, text=True, timeout=300)
+                          env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOGPROBS")]
     assert lines, done.stderr[-2000:]
     done = json.loads(lines[0].removeprefix("LOGPROBS"))

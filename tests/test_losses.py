@@ -121,9 +121,14 @@ def test_kl_expectations():
     theta, ref = policy(4).detach(), policy(5).detach()
     logprobs, ref_logprobs = all_logprobs(theta), all_logprobs(ref)
     true = float(kl(theta, ref))
-    estimate = lambda *logprobs, kind: losses.kl_estimate(*logprobs, FULL, kind=kind)
-    mean = lambda logprobs, other, kind: float(
-        probs(logprobs) @ estimate(logprobs, other, kind=kind).sum(1))
+
+    def estimate(*logprobs, kind):
+        return losses.kl_estimate(*logprobs, FULL, kind=kind)
+
+    def mean(logprobs, other, kind):
+        return float(
+            probs(logprobs) @ estimate(logprobs, other, kind=kind).sum(1))
+
     for kind in ("k1", "k3"):
         assert mean(logprobs, ref_logprobs, kind) == pytest.approx(true, abs=1e-14)
     assert abs(mean(logprobs, ref_logprobs, "k2") - true) > 0.01  # right to second order only
@@ -193,10 +198,15 @@ def test_gae_and_the_score_carry_across_holes(sampled, seed):
     holed, rng = torch.tensor([sampled]), np.random.default_rng(seed)
     v, logp, ref = torch.tensor(rng.normal(size=(3, 1, len(sampled))))
     v[~holed] = ref[~holed] = nan
-    cut = lambda x: x[holed][None]
-    numbers = lambda v, logp, ref, mask: (
-        r := losses.token_rewards(tensor(2.5), logp, ref, mask, kl_coef=0.1),
-        *losses.gae(r, v, mask, gamma=0.9, lam=0.8), losses.rewards_to_go(r, mask))
+
+    def cut(x):
+        return x[holed][None]
+
+    def numbers(v, logp, ref, mask):
+        return (
+            r := losses.token_rewards(tensor(2.5), logp, ref, mask, kl_coef=0.1),
+            *losses.gae(r, v, mask, gamma=0.9, lam=0.8), losses.rewards_to_go(r, mask))
+
     there, expected = numbers(v, logp, ref, holed), numbers(*map(cut, (v, logp, ref, holed)))
     for x, y in zip(there[1:], expected[1:], strict=True):
         assert torch.equal(x[holed], y[0]) and not x[~holed].any()
@@ -340,7 +350,10 @@ def test_bounds_are_1_minus_low_and_1_plus_high(name, log_ratio, advantage, opti
     (torch.float32, 88.0), (torch.float32, 89.0), (torch.float32, 500.0), (F64, 800.0)])
 def test_a_ratio_that_overflows(name, dtype, log_ratio):
     """exp(89) is inf in float32: a clipped token's gradient was 0 * inf = nan."""
-    far = lambda x, A, **options: one_token(name, x, A, dtype, **options)
+
+    def far(x, A, **options):
+        return one_token(name, x, A, dtype, **options)
+
     assert far(log_ratio, -2.0, dual_clip=3.0) == pytest.approx((6, 0, 1))
     assert far(log_ratio, 0.0) == far(log_ratio, 0.0, dual_clip=3.0) == (0, 0, 0)
     if log_ratio > 88:  # no bound acts: inf must not become a silent 0

@@ -1,4 +1,7 @@
 """The memory plan against FSDP's own memory tracker, on fake tensors: models of up to 7B."""
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as td
@@ -7,12 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import lora
 import memory
 import model
+import packing
 from memory import SHAPES
+from packing import KEYS
 
 LENGTH = 1024
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
@@ -28,17 +34,35 @@ def config_of(name: str, layers: int):
         **({"head_dim": s.head_dim} if s.head_dim else {}))
 
 
+def packed_rows(tokens: int, group: int):
+    """A micro-batch of `tokens` whose attention gathers nearly min(KEYS, group + 1) keys for each:
+    (ids, positions, Packed, keys of a token)."""
+    room = LENGTH if group == 1 else tokens  # of a prompt and its completions
+    new = 1 if group == 1 else LENGTH // KEYS  # tokens of a completion
+    prompt = LENGTH - new
+    rows = [(owner, torch.zeros(prompt, dtype=torch.long), torch.zeros(new + 1, dtype=torch.long))
+            for owner in range(tokens // room) for _ in range((room - prompt) // new)]
+    ids, positions, packed, _ = packing.pack(rows, torch.device("cpu"))
+    keys = sum(segment.length + segment.prefix for segment in packed.segments) / packed.tokens
+    return ids, positions, packed, keys
+
+
 def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool,
-             head_chunk: int = 0, critic: bool = False, layers: int = 0, rank: int = 0):
+             head_chunk: int = 0, critic: bool = False, layers: int = 0, rank: int = 0,
+             group: int = 8):
     """(bytes at the peak by the tracker, by the plan) of a second micro-batch.
 
     They count parameters, gradients, activations and what FSDP gathers.
     """
     config = config_of(name, layers)
+    ids, positions, packed, keys = packed_rows(tokens, group)
+    most = min(KEYS, group + 1)
+    assert 0.9 * most < keys <= most and 0.95 * tokens < ids.numel() <= tokens
+    blocks = packed.blocks  # before there are only fake numbers
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,))
-        with FakeTensorMode():
+        with FakeTensorMode() as fake:
             compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
             lm = AutoModelForCausalLM.from_config(
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
@@ -49,9 +73,12 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                 root.head = torch.nn.Linear(config.hidden_size, 1, bias=False)
             root.eval()
             model.shard(root, lm.model.layers, mesh, compute, torch.float32, checkpointing, False)
-            rows = tokens // LENGTH
-            source = torch.cat([torch.arange(LENGTH - 1) + r * LENGTH for r in range(rows)])
-            inputs = {"input_ids": torch.zeros(rows, LENGTH, dtype=torch.long)}, source
+            AttentionInterface.register("packed", packing.attention)
+            lm.set_attn_implementation("packed")
+            turn = partial(tree_map_only, torch.Tensor, fake.from_tensor)
+            source = torch.arange(ids.numel())
+            inputs = {"input_ids": turn(ids), "position_ids": turn(positions),
+                      "packed": SimpleNamespace(blocks=turn(blocks))}, source
             if not critic:
                 inputs += torch.zeros(len(source), dtype=torch.long), 1.0, "value"
             for _ in range(1 + grad):
@@ -68,8 +95,9 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         td.destroy_process_group()
     with torch.device("meta"):
         shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
-    plan = memory.widest(shape, tokens, grad=grad, c=c, m=4, checkpointing=checkpointing,
-                         head_chunk=head_chunk, critic=critic, frozen=bool(rank))
+    plan = memory.widest(
+        shape, ids.numel(), grad=grad, c=c, m=4, keys=most, checkpointing=checkpointing,
+        head_chunk=head_chunk, critic=critic, frozen=bool(rank))
     return ours, sum(plan.values()) + held / ranks
 
 
@@ -80,13 +108,13 @@ def no_packing(monkeypatch):
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
 
 
-FEW = [("Qwen2.5-0.5B", True), ("Qwen3-0.6B", False), ("Llama-3.2-1B", False)]
+FEW = [("Qwen2.5-0.5B", True, 8), ("Qwen3-0.6B", False, 1), ("Llama-3.2-1B", False, 8)]
 
 
-@pytest.mark.parametrize("name, checkpointing", FEW)
-def test_a_few_layers(name, checkpointing):
+@pytest.mark.parametrize("name, checkpointing, group", FEW)
+def test_a_few_layers(name, checkpointing, group):
     ours, plan = measured(name, 4, 8 * LENGTH, grad=True, c=2, checkpointing=checkpointing,
-                          layers=3)
+                          layers=3, group=group)
     assert abs(plan / ours - 1) < 0.1, (ours, plan)
 
 

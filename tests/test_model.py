@@ -124,7 +124,10 @@ def test_a_weight_that_is_not_finite_is_named_on_every_rank(tmp_path):
 def test_a_model_without_an_end_of_sequence_is_noted(tmp_path):
     families.make("Llama", tmp_path)
     args = plan.changed(grpo.Args(), model=str(tmp_path), max_tokens=64, max_prompt_tokens=64)
-    told = lambda: [note for note in check.check(args, 1, 1).notes if "end-of-sequence" in note]
+
+    def told():
+        return [note for note in check.check(args, 1, 1).notes if "end-of-sequence" in note]
+
     assert not told()
     (tmp_path / "generation_config.json").unlink()
     tokenizer = tiny.make_tokenizer()

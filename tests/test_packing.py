@@ -49,7 +49,10 @@ def small(kind: str):
 
 def samples_of(groups, seed: int = 0) -> list:
     rng, samples = random.Random(seed), []
-    ids = lambda n: [rng.randrange(64) for _ in range(n)]
+
+    def ids(n):
+        return [rng.randrange(64) for _ in range(n)]
+
     for prompt, completions in groups:
         prompt = ids(prompt)
         samples += [canary.sample(prompt, np.array(ids(c))) for c in completions]

@@ -66,11 +66,16 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
 def test_same_update_on_any_ranks_and_budgets(tmp_path_factory, dtype, prompts, rank, limit):
     folder = str(tmp_path_factory.mktemp("models"))
     ranks.results(1, make_models, folder)
-    each = lambda size: ranks.results(size, learn_all, folder, prompts, dtype, rank)
+
+    def each(size):
+        return ranks.results(size, learn_all, folder, prompts, dtype, rank)
+
     runs = {size: list(zip(*each(size), strict=True)) for size in (1, 2, 4)}
 
     def gap(what: str, many, one, k=None) -> float:
-        part = lambda o: o[what] if k is None else o[what][k]
+        def part(o):
+            return o[what] if k is None else o[what][k]
+
         return difference(whole([part(o) for o in many]), whole([part(o) for o in one]))
 
     for number in range(len(CASES)):
@@ -98,12 +103,20 @@ def critic_facts(world, folder: str) -> dict:
                           weights, args.optimizer_args)
     critic = model.Critic(model.build(model.ValueModel, f"{folder}/tied", world, weights), world,
                           weights, args.optimizer_args)
-    storages = lambda trained: {p.to_local().untyped_storage().data_ptr()
-                                for p in trained.module.parameters()}
-    snapshot = lambda trained: torch.cat([p.flatten() for p in shards(trained)])
+
+    def storages(trained):
+        return {p.to_local().untyped_storage().data_ptr()
+                                    for p in trained.module.parameters()}
+
+    def snapshot(trained):
+        return torch.cat([p.flatten() for p in shards(trained)])
+
     samples, before = fabricate("plain", 4), (snapshot(policy), snapshot(critic))
-    learn = lambda: ppo.learn(args, world, (policy, critic), samples, lr=0.0, critic_lr=1e-2,
-                              kl_coef=0.0)
+
+    def learn():
+        return ppo.learn(args, world, (policy, critic), samples, lr=0.0, critic_lr=1e-2,
+                                  kl_coef=0.0)
+
     first = learn()
     after = snapshot(policy), snapshot(critic)
     return {"shared": len(storages(policy) & storages(critic)), "first": first,

@@ -1,4 +1,4 @@
-"""The instructions and their reward, the controls, plot.py, and results/ against its table."""
+"""The instructions and their reward, the controls, tools/, and results/ against its table."""
 import json
 import re
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import plot
 from examples import coin, instructions
 from results import make
+from tools import plot, samples
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,7 +60,7 @@ def test_coins_are_fair_and_do_not_depend_on_the_completion():
     assert sum(len({*row}) == 2 for row in thrown) > 400   # equal completions differ
 
 
-# ---- plot.py
+# ---- tools/
 
 def write_run(folder: Path, seed: int, rewards: list[float], **args) -> None:
     (folder / "samples").mkdir(parents=True)
@@ -69,17 +69,20 @@ def write_run(folder: Path, seed: int, rewards: list[float], **args) -> None:
     rows[0] |= {"eval/a/pass@1": 0.2, "eval/b/pass@1": 0.4}
     rows.append({"step": len(rewards), "eval/a/pass@1": 1.0, "eval/b/pass@1": 0.5})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    turns = lambda r: [{"role": "assistant", "content": f"c{r}"}]
-    samples = [{"reward": r, "prompt": "p", "turns": turns(r)} for r in (0.5, None, 0.0)]
+
+    def turns(r):
+        return [{"role": "assistant", "content": f"c{r}"}]
+
+    kept = [{"reward": r, "prompt": "p", "turns": turns(r)} for r in (0.5, None, 0.0)]
     (folder / "samples/step_00000.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in samples))
+        "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     for seed, low in ((0, 0.1), (1, 0.3)):
         write_run(tmp_path / f"a-{seed}", seed, [low, low, low, *[low + 0.5] * 10], lr=1e-5)
     write_run(tmp_path / "b", 0, [0.0] * 13, lr=1e-4)
-    done = subprocess.run([sys.executable, ROOT / "plot.py", tmp_path, "--out", "out.png"],
+    done = subprocess.run([sys.executable, ROOT / "tools/plot.py", tmp_path, "--out", "out.png"],
                           cwd=tmp_path, capture_output=True, text=True, check=True)
     shown = re.sub(" +", " ", done.stdout)
     assert "a-* (2 seeds)\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
@@ -87,10 +90,16 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     write_run(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
     assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
-    text = plot.samples(tmp_path / "b", "reward")
-    assert re.findall("^c(.*)", text, re.M) == ["None", "0.0", "0.5"]
-    text = plot.samples(tmp_path / "b", "step")
-    assert re.findall("^c(.*)", text, re.M) == ["0.5", "None", "0.0"]
+
+
+def test_completions_are_shown_in_order_or_the_worst_first(tmp_path):
+    write_run(tmp_path, 0, [0.0] * 13)
+    for sort, expected in (("step", ["0.5", "None", "0.0"]), ("reward", ["None", "0.0", "0.5"])):
+        shown = "\n".join(map(samples.text, samples.read(tmp_path, sort)))
+        assert re.findall("^c(.*)", shown, re.M) == expected
+    command = [sys.executable, ROOT / "tools/samples.py", tmp_path, "--sort", "reward"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "--- prompt\np\n--- assistant\ncNone\n" in done.stdout
 
 
 # ---- results/

@@ -6,20 +6,23 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import batch
 import data
+import ranks
 import rewards
 import verifiers
+from batch import Completion, Sample
 from errors import SettingsError
+from examples import countdown, gsm8k, kk, tiny
 from rewards import Item, RewardArgs, Score, Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +98,7 @@ def test_every_kk_row_scores_its_own_solution_3():
         return score(specs, [
             item(f"so</think>\n<answer>{text}</answer>", row["reward_model"]["ground_truth"],
                  row["prompt"][0]["content"]) for row, text in zip(rows, texts, strict=True)])
+
     solutions = [row["solution_text_format"] for row in rows]
     scores, failures, _ = scored(["kk", "kk01"], solutions)
     assert {tuple(s.parts.values()) for s in scores} == {(3.0, 1.0)} and not failures
@@ -108,6 +112,7 @@ def test_math500_answers_equal_themselves_only():
     def scored(golds, texts):
         return score(["math"], [item(rf"So it is \boxed{{{text}}}.", gold)
                                 for gold, text in zip(golds, texts, strict=True)], timeout=30)
+
     answers = [row["answer"] for row in jsonl("math500/test")]
     scores, failures, _ = scored(answers, answers)
     assert {*totals(scores)} == {1.0} and not failures
@@ -142,7 +147,7 @@ def test_math_in_the_workers_is_math_in_a_plain_main_thread():
     ("10-5", "5", 1), ("x = -5", "-5", 1), ("$-5", "-5", 1), ("-$5", "-5", 1),
     (".5", "0.5", 1), ("1,2345", "2345", 1), ("#### 0.30", "0.3", 1)])
 def test_gsm8k(completion, answer, expected):
-    assert verifiers.gsm8k(completion, answer) == expected
+    assert gsm8k.gsm8k(completion, answer) == expected
 
 
 def test_a_row_without_a_number_is_not_a_zero():
@@ -171,10 +176,10 @@ def test_countdown():
         for completion in (text, f"I try\n{text}", f"<answer>{text}</answer>",
                            f"<answer>1</answer> no: <answer>{text}</answer> ok"):
             for row in ({"nums": [25, 5, 4, 2]}, {"numbers": [2, 4, 5, 25]}):
-                assert verifiers.countdown(completion, target=40, **row) == (text in RIGHT), text
+                assert countdown.countdown(completion, target=40, **row) == (text in RIGHT), text
     # Exact: floats would give 33.0 on some machines, and 23.99999999999999.
-    assert verifiers.countdown("1 / 3 * 9 * 11", nums=[1, 3, 9, 11], target=33) == 1
-    assert verifiers.countdown("(8 / (3 - 8 / 3))", nums=[3, 3, 8, 8], target=24) == 1
+    assert countdown.countdown("1 / 3 * 9 * 11", nums=[1, 3, 9, 11], target=33) == 1
+    assert countdown.countdown("(8 / (3 - 8 / 3))", nums=[3, 3, 8, 8], target=24) == 1
 
 
 def pairs_of(e):
@@ -192,9 +197,9 @@ def test_arithmetic_agrees_with_python(text):
         expected = eval(re.sub(r"(\d+)", r"F(\1)", text), {"F": Fraction})
     except ZeroDivisionError:
         with pytest.raises(ZeroDivisionError):
-            verifiers.arithmetic(text)
+            countdown.arithmetic(text)
         return
-    value, numbers = verifiers.arithmetic(text)
+    value, numbers = countdown.arithmetic(text)
     assert value == expected and numbers == [int(n) for n in re.findall(r"\d+", text)]
 
 
@@ -216,9 +221,9 @@ def tagged(said):
         f"<answer>{KK}</answer><think>x</think>", f"<think>x<answer>{KK}</answer></think>",
         f"x</think><answer>{KK}</answer>", f"<think>x</think><answer>{KK}"))])
 def test_knights_and_knaves(completion, expected):
-    assert verifiers.kk(completion, KK) == expected
-    assert verifiers.kk(completion, {"solution_text_format": KK}) == expected
-    assert verifiers.kk01(completion, KK) == (expected == 3)
+    assert kk.kk(completion, KK) == expected
+    assert kk.kk(completion, {"solution_text_format": KK}) == expected
+    assert kk.kk01(completion, KK) == (expected == 3)
     assert verifiers.format_tags(completion) == (expected != -3)
 
 
@@ -228,7 +233,7 @@ def test_knights_and_knaves(completion, expected):
     ("y<think>", "...assistant\n<think>", -3), ("", "...assistant\n", -3)])
 def test_a_prompt_that_opens_the_thinking(begin, prompt, expected):
     completion = f"{begin}x</think><answer>{KK}</answer>"
-    assert verifiers.kk(completion, KK, prompt=prompt) == expected
+    assert kk.kk(completion, KK, prompt=prompt) == expected
 
 
 def test_exact_format_short_and_sums():
@@ -253,7 +258,7 @@ def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
     texts = [(task, f"so <answer>{entries[task]['answer']}</answer>") for task in tasks]
     texts += [(task, text) for task in tasks for text in hostile]
     scores, failures, trace = score(["reasoning_gym"], [
-        item(text, reasoning_gym_task=task, reasoning_gym_entry=entries[task])
+        item(text, **entries[task])
         for task, text in texts])
     assert totals(scores[:len(tasks)]) == [1.0] * len(tasks)
     assert max(totals(scores[len(tasks):])) < 0.1 and not failures, trace
@@ -267,6 +272,7 @@ def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
     (["math", "math:2"], "twice"), ([], "empty"), (["nowhere.py:f"], "no such file"),
     (["own.py"], "FILE.py:FUNCTION"), (["own.py:missing"], "a function missing"),
     (["own.py:odd"], "['text', 'gold']"), (["own.py:good", "own.py:good:2"], "twice"),
+    (["own.py:std", "own.py:mean:2"], "reward/mean is"),
     (["own.py:stars"], "(it has [])"), (["own.py:batch"], "(it has ['data_sources'"),
     (["broken.py:f"], "ZeroDivisionError"), (["exit.py:f"], "ended with code 7")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
@@ -291,6 +297,16 @@ def test_importing_loads_nothing_heavy():
     code = f"import sys, rewards; print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"
 
+
+@pytest.mark.parametrize("spec", ["exact", "kk", "countdown", "own.py:f"])
+def test_a_worker_loads_nothing_heavy(own, spec):
+    """In another folder than the project's."""
+    own("def f(completion): return None")
+    heavy = {"torch", "transformers", "math_verify", "sympy", "numpy", "reasoning_gym"}
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import reward_worker, rewards\n"
+            f"reward_worker.load(rewards.parse([{spec!r}])[0], 'reward')\n"
+            f"print({heavy} & set(sys.modules))")
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"set()\n"
 
 # ---- signatures
 
@@ -363,7 +379,7 @@ def test_rewards_of_others_unchanged(own):
 @pytest.mark.parametrize("spec, answer, sentence", [
     ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
     ("math", "", "needs 'answer'"), ("countdown", 3, "needs 'target'"),
-    ("reasoning_gym", 3, "needs 'reasoning_gym_task'"), ("own.py:f", 3, "needs 'trainer_state'"),
+    ("reasoning_gym", 3, "needs 'metadata'"), ("own.py:f", 3, "needs 'trainer_state'"),
     ("own.py:g", None, "needs 'level'"), ("own.py:h", None, None), ("format", None, None)])
 def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
     own("def f(completions, trainer_state): pass\ndef g(completion, level): pass\n"
@@ -385,13 +401,14 @@ def test_none_is_unscorable_and_no_failure(own):
 
 
 @pytest.mark.parametrize("fault, kind", [
-    ("raise ValueError('no')", "exception"), ("os._exit(1)", "death"), ("time.sleep(9)", "timeout"),
+    ("raise ValueError('no')", "exception"), ("os._exit(1)", "death"),
+    ("time.sleep(1e9)", "timeout"),
     ("return [1.0, float('nan')]", "exception"), ("return [1.0]", "exception")])
 def test_a_failure_of_a_group_reward_costs_the_group(own, fault, kind):
     spec = own(f"def f(prompts, completions, **columns):\n    if 'bad' in completions: {fault}\n"
                "    return [1.0] * len(completions)")
     items = ["a", "b", "c", "bad", "e", "f"]
-    scores, failures, trace = score([spec], items, group=2, timeout=0.3)
+    scores, failures, trace = score([spec], items, group=2, timeout=3.0)
     assert totals(scores) == [1, 1, None, None, 1, 1]
     assert failures == {kind: 2} and trace
 
@@ -420,9 +437,8 @@ def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
     faults = "".join(f"    if completion == {code!r}:\n        {code}\n" for code in kinds)
     spec = own(f"hoard = []\n{F}pass\n{faults}    return len(bytearray(1 << 26)) >> 26")
     texts = [text for code in kinds for text in (code, "fine", "fine")]
-    start = time.time()
-    scores, _, trace = score([spec], texts, timeout=2.0)
-    assert time.time() - start < 40 and trace
+    scores, _, trace = score([spec], texts, timeout=4.0)
+    assert trace
     for text, one in zip(texts, scores, strict=True):
         how, kind = "".join(lost([one])), kinds.get(text, "")
         assert how in kind and bool(how) == bool(kind), text
@@ -452,12 +468,12 @@ def test_what_a_reward_started_dies_with_its_worker(own):
 
 
 def test_a_slow_import_says_so(own, capsys, monkeypatch):
-    monkeypatch.setattr(rewards, "START_SECONDS", 6)
-    rewards.check([own("time.sleep(0.7)\n" + F + "return 1")])
-    assert "own.py:f is still loading (limit: 6 s)" in capsys.readouterr().out
+    monkeypatch.setattr(rewards, "SLOW_SECONDS", 0)
+    rewards.check([own(F + "return 1")])
+    assert "own.py:f is still loading (limit: 120 s)" in capsys.readouterr().out
 
 
-def wait_until(true, seconds=20):
+def wait_until(true, seconds=120):
     deadline = time.time() + seconds
     while time.time() < deadline and not true():
         time.sleep(0.05)
@@ -472,7 +488,7 @@ def running(pid):
 
 
 def gone(pid):
-    return wait_until(lambda: not running(pid), seconds=5)
+    return wait_until(lambda: not running(pid))
 
 
 def test_workers_die_with_their_parent(own, tmp_path):
@@ -498,6 +514,43 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
     assert totals(scores) == [None] * 20 and failures == {"death": 20}
 
 
+def scored_on(world, specs, groups, group):
+    """(text and score of each sample, how often this rank decoded)"""
+    decoded, tokenizer = [], tiny.make_tokenizer()
+
+    def decode(ids, **options):
+        decoded.append(len(ids))
+        return tokenizer.decode(ids, **options)
+    samples = []
+    for i in range(groups * group):
+        row = data.Row(i, "q", [1], "12" if i % 2 else "3", {}, "")
+        ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
+        samples.append(Sample(data.Prompt(i, row), Completion(ids, np.zeros(len(ids)), False)))
+    with closing(Scorer(specs, RewardArgs(1))) as scorer:
+        rewards.score_samples(SimpleNamespace(
+            scorer=scorer, world=world, engine=SimpleNamespace(
+                tokenizer=SimpleNamespace(decode=decode)),
+            log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, group)
+    return [(s.text, s.score.total) for s in samples], len(decoded)
+
+
+def all_scored_on(world, cases):
+    return [scored_on(world, *case) for case in cases]
+
+
+def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
+    """With two whole groups, a rank of three has nothing to score."""
+    own("def f(completions, **columns): return [float(len(completions))] * len(completions)")
+    groups = [f"{tmp_path}/own.py:f"]
+    found = ranks.results(3, all_scored_on, [(["exact"], 5, 2), (groups, 5, 2), (groups, 2, 2)])
+    shares = [[4, 3, 3], [4, 4, 2], [2, 2, 0]]   # texts of each rank
+    totals = [[0.0, 1.0] * 5, [2.0] * 10, [2.0] * 4]
+    for case, (counts, expected) in enumerate(zip(shares, totals, strict=True)):
+        assert [theirs[case][1] for theirs in found] == counts
+        for theirs in found:
+            assert theirs[case][0] == [("12", total) for total in expected]
+
+
 def test_a_batch_that_fails_as_a_whole_stops(own):
     scores, _, trace = score([own(F + "return 1 / len(completion)")], [""] * 4)
     said = report([*scores, Score(0.0, {}, None)], trace, 8)   # one is enough
@@ -509,8 +562,10 @@ def test_a_batch_that_fails_as_a_whole_stops(own):
 
 
 def report(scores, trace=None, calls=1, scorer=None, printed=""):
-    said, scorer = [], scorer or counter()
-    batch.report(scores, [(trace, printed)], calls, scorer, SimpleNamespace(say=said.append))
+    """What the log gets."""
+    said, scorer, alone = [], scorer or counter(), SimpleNamespace(gather=lambda mine: mine)
+    scorer.first_traceback, scorer.printed = trace, [printed]
+    rewards.report(scorer, alone, SimpleNamespace(say=said.append), scores, calls)
     return "".join(said)
 
 
@@ -597,7 +652,7 @@ def test_hostile_completions_never_run(spec, tmp_path, monkeypatch):
     items = [item(text, answer, nums=[9, 9], target=72) for text in BOMBS]
     slow = "<think></think><answer>" + " is a knight" * 50_000 + "</answer>"   # has good tags
     items += [item(text, answer, nums=[9, 8], target=72) for text in (slow, "#### 72")]
-    scores, failures, _ = score([spec], items, timeout=0.9)
+    scores, failures, _ = score([spec], items, timeout=2.0 if spec == "math" else 30.0)
     assert scores[-1].total is not None and not failures["death"]
     for text, total in zip(BOMBS, totals(scores), strict=False):
         assert spec == "math" if total is None else total <= 0, text[:40]

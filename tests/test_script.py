@@ -23,7 +23,7 @@ def script(*flags: str, ranks: int = 1, cwd: Path = ROOT) -> subprocess.Complete
     """grpo.py to its end."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), ROOT / "grpo.py", *flags]
-    return subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=900)
 
 
 def write(path: Path, rows: list[dict]) -> None:

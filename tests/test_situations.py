@@ -42,7 +42,10 @@ def ran(tmp_path_factory) -> dict[int, list]:
 def both(ran: dict, size: int, case: Case) -> tuple[list, list]:
     """A case's outcomes on one rank and on `size` ranks, with equal gradients and parameters."""
     one, many = ([cases[case] for cases, _, _ in ran[w]] for w in (1, size))
-    gap = lambda part: difference(whole([part(o) for o in many]), whole([part(o) for o in one]))
+
+    def gap(part):
+        return difference(whole([part(o) for o in many]), whole([part(o) for o in one]))
+
     assert len(one[0].gradients) == len(many[0].gradients) > 0
     for k in range(len(one[0].gradients)):
         assert gap(lambda o, k=k: o.gradients[k]) <= 1e-12

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ranks
-import verifiers
 from errors import SettingsError
-from examples import tiny
+from examples import kk, tiny
 
 
 def python(code: str) -> subprocess.Popen:
@@ -66,8 +65,11 @@ def test_rows_repeat_with_their_seed_and_the_splits_share_none(task):
     assert first == tiny.rows(300, 0, task) != tiny.rows(300, 1, task)
     assert len({row["question"] for row in first}) == 300
     assert tiny.rows(10, 0, task) == first[:10] and tiny.rows(0, 0, task) == []
-    questions = lambda n, split: {
-        row["question"] for seed in range(5) for row in tiny.rows(n, seed, task, split)}
+
+    def questions(n, split):
+        return {
+            row["question"] for seed in range(5) for row in tiny.rows(n, seed, task, split)}
+
     test = questions(400, "test")
     assert len(test) > 400 and not test & questions(4000, "train")
 
@@ -130,7 +132,7 @@ def test_knights_have_one_solution_and_thinking_finds_it():
         for question, answer, reply in samples:
             assert solutions(question) == [answer]
             assert reply.startswith("<think></think>") == (clumsy == 1.0)
-        return sum(verifiers.kk01(reply, answer) for _, answer, reply in samples) / 1000
+        return sum(kk.kk01(reply, answer) for _, answer, reply in samples) / 1000
     # A guess among 4 or 8; four standard errors.
     assert right(0.0) == 1 and abs(right(1.0) - (1 / 4 + 1 / 8) / 2) < 0.05
     question = "A says B is a knave. B says A is a knave and B is a knave."
@@ -172,7 +174,8 @@ def test_the_warm_up_teaches_its_own_turns_only(monkeypatch):
 
 TEXTS = ["", "a\tb\r\n  c  ", "naïve Ελλάδα 數學 🦙👩‍🔬", "null \0 and \x7f",
          "\n\n ", "x" * 3000, "  two  spaces . don't , do not", "½ ² ٣ 1234"]
-plain = lambda text: not any(special in text for special in tiny.SPECIAL)
+def plain(text):
+    return not any(special in text for special in tiny.SPECIAL)
 
 
 @settings(max_examples=300, deadline=None)
@@ -192,8 +195,11 @@ def test_every_id_decodes_and_each_digit_is_one_token(tokenizer):
 def test_chat_template(tokenizer):
     user = {"role": "user", "content": "Sort 529173"}
     chat = [{"role": "system", "content": "Be brief."}, user]
-    render = lambda chat, more: tokenizer.decode(tokenizer.apply_chat_template(
-        chat, add_generation_prompt=more)["input_ids"])
+
+    def render(chat, more):
+        return tokenizer.decode(tokenizer.apply_chat_template(
+            chat, add_generation_prompt=more)["input_ids"])
+
     question = "<|im_start|>user\nSort 529173<|im_end|>\n<|im_start|>assistant\n"
     assert render(chat, True) == "<|im_start|>system\nBe brief.<|im_end|>\n" + question
     reply = {"role": "assistant", "content": "123579"}
@@ -269,7 +275,7 @@ def test_the_name_changes_with_the_code(tmp_path, monkeypatch):
 def test_a_builder_killed_half_way_blocks_nobody(quick, tmp_path):
     stuck = python(f"""if 1:
         import os, time
-        from examples import tiny
+        from examples import kk, tiny
         def build(folder, task):
             os.makedirs(folder); open(folder + '/config.json', 'w').write('half of')
             print('in the middle', flush=True); time.sleep(600)
@@ -291,7 +297,9 @@ def test_build_repeats_with_its_seed_and_leaves_the_caller_as_it_was(quick, tmp_
         tiny.build(f"{tmp_path}/{name}", seed=seed)
         return (tmp_path / name / "model.safetensors").read_bytes()
 
-    state = lambda: (random.getstate(), torch.get_rng_state().tolist(), torch.get_num_threads())
+    def state():
+        return (random.getstate(), torch.get_rng_state().tolist(), torch.get_num_threads())
+
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from batch import Batch, Completion, Sample
 from errors import SettingsError
 from examples import again, calculator, guess, tiny
 from faults import Attempt, differences, metrics
-from rewards import Item, RewardArgs, Score, Scorer, messages
+from rewards import Item, Loaded, RewardArgs, Score, Scorer, messages, score_samples
 from test_layouts import run
 from test_layouts import same as same_run
 
@@ -162,7 +162,7 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, timeout=2.0):
+def play(world, spec, kinds=KINDS, timeout=5.0):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args, said = SimpleNamespace(
         turn_args=turns.TurnArgs(spec, 4), max_tokens=ROOM, reward_args=RewardArgs(2, timeout)), []
@@ -178,6 +178,7 @@ def play(world, spec, kinds=KINDS, timeout=2.0):
 
 
 ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None)
+TIMED = SimpleNamespace(time=lambda name: nullcontext())
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,10 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
         if len(kinds[kind].turns) == 3 and kinds[kind].truncated:
             assert len(kinds[kind].ids) + len(reply) >= ROOM or kinds[kind].sampled.all()
     assert 1 in [asked[-1].room for asked in engine.asked.values()]
-    roles = lambda kind: [turn["role"] for turn in kinds[kind].turns]
+
+    def roles(kind):
+        return [turn["role"] for turn in kinds[kind].turns]
+
     assert roles("never") == ["assistant"] and roles("plain") == ["assistant", "user"] * 2 + roles(
         "never")
     assert roles("tools")[2:] == ["assistant", "tool", "tool", "assistant"]
@@ -239,12 +243,12 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert kinds["tools"].turns[3] == {"role": "tool", "content": "a"}
     assert len(said) == 1 and "has no reply; it is counted (printed once)" in said[0]
     # A failed episode has no reward, whatever its function says.
-    samples = [Sample(p, c, "t") for p, c in zip(prompts, done, strict=True)]
+    samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
-        needs_groups=False, kind="reward", first_traceback=None, printed=[], unscored=0,
+        wait=lambda: Loaded(False, []), kind="reward", first_traceback=None, printed=[], unscored=0,
         score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
-    quiet = SimpleNamespace(time=lambda name: closing(SimpleNamespace(close=lambda: 0)))
-    batch.score_samples(samples, 1, scorer, ALONE, quiet)
+    score_samples(SimpleNamespace(scorer=scorer, world=ALONE, log=TIMED,
+                                  engine=SimpleNamespace(tokenizer=TOKENIZER)), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = batch.sample_metrics(samples, 1.0)
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
@@ -273,13 +277,20 @@ def test_replies_that_always_fail_end_the_run(spec):
 
 
 def texts(world, spec):
-    return [(c.ids.tolist(), c.turns, c.failed) for c in play(world, spec)[1]]
+    """The episodes, and how many turns this rank decoded."""
+    kind, count = type(TOKENIZER), []
+    decode = kind.decode
+    kind.decode = lambda *args, **options: count.append(1) or decode(*args, **options)
+    return [(c.ids.tolist(), c.turns, c.failed) for c in play(world, spec)[1]], len(count)
 
 
-def test_every_rank_has_the_same_episodes(spec, played):
+def test_every_rank_has_the_same_episodes_and_decodes_its_share(spec, played):
     alone = [(c.ids.tolist(), c.turns, c.failed) for c in played[1]]
-    for theirs in ranks.results(3, texts, spec):
-        assert theirs == alone
+    found = ranks.results(3, texts, spec)
+    assert all(theirs == alone for theirs, _ in found)
+    counts, rounds = [count for _, count in found], 3
+    assert sum(counts) == sum(len(gave) for gave in played[2].gave.values())
+    assert max(counts) - min(counts) <= rounds
 
 
 # ---- what is trained on
@@ -288,7 +299,10 @@ class Bigram:
     """A policy whose logits see only the token before: what else changes is no condition."""
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
-        make = lambda: torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
+
+        def make():
+            return torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
+
         self.embedding, self.head = (torch.nn.Parameter(make()) for _ in range(2))
 
     def hidden(self, micro):
@@ -432,7 +446,9 @@ def test_what_the_calculator_said_is_no_answer():
 
 
 def test_the_game_and_the_correction():
-    chat = lambda *said: [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
+    def chat(*said):
+        return [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
+
     row = {"answer": "9"}
     for said, expected in ((["8"], "higher"), (["12"], "lower"), (["9"], None), (["x"], "say a"),
                            (["9" * 5000], "say a"), (["1", "", "2", "", "3", "", "4"], None)):

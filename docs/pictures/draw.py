@@ -58,7 +58,10 @@ def shift() -> str:
     ids = [1, 3, 2, 4, 4, 0]
     names = ["&lt;user&gt;", "a", "&lt;assistant&gt;", "b", "b", "&lt;end&gt;"]
     x, w, out = 150, 96, []
-    at = lambda i: x + i * w
+
+    def at(i):
+        return x + i * w
+
     out += [text(at(0) + 1.5 * w, 24, "prompt", 13, GREY, "middle"),
             text(at(3) + 1.5 * w, 24, "completion", 13, GREY, "middle")]
     for y, label in ((52, "position"), (84, "ids"), (170, "output"), (256, "targets"),

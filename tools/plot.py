@@ -1,7 +1,6 @@
-"""plot.py: several runs on one page, or the completions of a run.
+"""tools/plot.py: the curves of one or several runs in a picture, and a table.
 
-    python plot.py RUN [RUN ...]           a picture, runs/plot.png, and a table
-    python plot.py RUN --samples reward    its completions in a pager, the worst first
+    python tools/plot.py RUN [RUN ...]     writes runs/plot.png
 
 RUN is runs/NAME, or a folder of such folders, as in results/. Runs whose args.json differ in the
 seed and the name only are one curve: their mean, and a band from the lowest to the highest.
@@ -9,24 +8,33 @@ seed and the name only are one curve: their mean, and a band from the lowest to 
 import argparse
 import json
 import os
-import pydoc
 import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from log import read_metrics
-
 PANELS = "reward/mean", "pass@1", "policy/entropy", "rollout/length_mean"
+
+
+def read(run: Path) -> list[dict]:
+    """The rows of metrics.jsonl. A kill may have cut the last line off."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself, or the runs in it."""
+    if (folder / "metrics.jsonl").exists():
+        return [folder]
+    return [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))]
 
 
 def find(folders) -> list[list[Path]]:
     """The runs in `folders`, in groups that differ in the seed and the name only."""
     groups, seen = {}, Counter()  # a seed that comes twice is of another version, or a repetition
-    for folder in map(Path, folders):
-        inside = [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))]
-        for run in [folder] if (folder / "metrics.jsonl").exists() else inside:
+    for folder in folders:
+        for run in runs_in(Path(folder)):
             args = json.loads((run / "args.json").read_text())
             same = json.dumps([(k, v) for k, v in sorted(args.items())
                                if k not in ("seed", "name", "versions")])
@@ -38,31 +46,39 @@ def find(folders) -> list[list[Path]]:
 def series(run: Path, name: str) -> dict[int, float]:
     """A metric by step, from 1. pass@1 is by steps done, and the mean over the data sources."""
     found = {}
-    for row in read_metrics(run / "metrics.jsonl"):
+    for row in read(run):
         values = [v for k, v in row.items() if k == name or k.endswith(f"/{name}")]
         if values and None not in values:
-            found[row["step"] + (name != "pass@1")] = float(np.mean(values))
+            step = row["step"] if name == "pass@1" else row["step"] + 1
+            found[step] = float(np.mean(values))
     return found
+
+
+def mean(values: list[float]) -> float:
+    """nan of none."""
+    return float(np.mean(values)) if values else float("nan")
 
 
 def ends(run: Path, reward: str = "reward/mean") -> dict[str, float]:
     """The ends of a run's curves: nan for what it has not."""
     rewards, scores = [*series(run, reward).values()], [*series(run, "pass@1").values()]
-    mean = lambda values: float(np.mean(values or np.nan))
     return {"reward, first 3 steps": mean(rewards[:3]), "last 10": mean(rewards[-10:]),
-            "pass@1 before": mean(scores[:1]), "after": mean(scores[-1:] * (len(scores) > 1)),
+            "pass@1 before": mean(scores[:1]), "after": mean(scores[1:][-1:]),
             "steps": len(rewards)}
 
 
 def cell(values: list[float], digits: int = 3) -> str:
     """mean (lowest to highest) over the seeds."""
-    low, mean, high = (f"{f(values):.{digits}f}" for f in (min, np.mean, max))
-    return "" if np.isnan(values).any() else mean if low == high else f"{mean} ({low} to {high})"
+    if np.isnan(values).any():
+        return ""
+    low, middle, high = (
+        f"{x:.{digits}f}" for x in (min(values), np.mean(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def title(runs: list[Path]) -> str:
     name = os.path.commonprefix([os.path.relpath(run) for run in runs])
-    return f"{name}* ({len(runs)} seeds)" if runs[1:] else name
+    return f"{name}* ({len(runs)} seeds)" if len(runs) > 1 else name
 
 
 def table(groups: list[list[Path]]) -> str:
@@ -72,11 +88,13 @@ def table(groups: list[list[Path]]) -> str:
         found = [ends(run) for run in runs]
         for key in found[0]:
             text = cell([one[key] for one in found], 0 if key == "steps" else 3)
-            lines += [f"  {key:22}{text}"] * bool(text)
+            if text:
+                lines.append(f"  {key:22}{text}")
     return "\n".join(lines)
 
 
-def draw(groups: list[list[Path]], path: Path) -> None:
+def draw(groups: list[list[Path]], path: Path):
+    """A panel for each metric that all runs have, a curve for each group."""
     from matplotlib.figure import Figure
     panels = [name for name in PANELS if all(series(run, name) for runs in groups for run in runs)]
     figure = Figure(figsize=(4 * len(panels), 3.6 + 0.2 * len(groups)), layout="constrained")
@@ -93,31 +111,15 @@ def draw(groups: list[list[Path]], path: Path) -> None:
     figure.savefig(path)
 
 
-def samples(run: Path, order: str) -> str:
-    """All completions of samples/, by file or by reward."""
-    rows = [{"file": path.stem} | json.loads(line)
-            for path in sorted(run.glob("samples/*.jsonl")) for line in path.open()]
-    if order == "reward":  # the unscored ones come first
-        rows.sort(key=lambda row: -np.inf if row["reward"] is None else row["reward"])
-    texts = {"prompt", "completion", "turns"}
-    return "\n".join(
-        f"{'-' * 80}\n" + "  ".join(f"{k}: {v}" for k, v in row.items() if k not in texts)
-        + f"\n--- prompt\n{row['prompt']}\n" + "\n".join(
-            f"--- {turn['role']}\n{turn['content']}" for turn in row["turns"]) for row in rows)
-
-
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
-    parser.add_argument("--samples", choices=("step", "reward"), help="show completions, sorted")
     parser.add_argument("--out", default="runs/plot.png", type=Path, help="the picture's file")
     args = parser.parse_args()
     groups = find(args.runs)
     if not groups:
         sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
-    if args.samples:
-        return pydoc.pager("\n".join(samples(r, args.samples) for runs in groups for r in runs))
     print(table(groups))
     draw(groups, args.out)
     print(f"picture: {args.out}")

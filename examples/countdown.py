@@ -1,0 +1,79 @@
+"""Countdown: reach a number from others with + - * /. A row has the columns nums and target.
+
+    python grpo.py --data Jiayi-Pan/Countdown-Tasks-3to4 --reward countdown ...
+"""
+import re
+from collections import Counter
+from fractions import Fraction
+
+from verifiers import last_answer
+
+# https://github.com/Jiayi-Pan/TinyZero/blob/main/examples/data_preprocess/countdown.py
+PROMPT = """Using the numbers {nums}, create an equation that equals {target}. \
+You can use basic arithmetic operations (+, -, *, /) and each number can only be used once. \
+Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, \
+for example <answer> (1 + 2) / 3 </answer>."""
+
+
+def countdown(completion, target, nums=None, numbers=None, **row):
+    """1 if the expression in the last <answer>, else the last line, equals `target` and uses
+    exactly the row's `nums` (or `numbers`)."""
+    lines = completion.strip().splitlines() or [""]
+    text = last_answer(completion)
+    try:
+        value, used = arithmetic(lines[-1] if text is None else text)
+    except (ValueError, ZeroDivisionError):
+        return 0.0
+    given = [int(n) for n in nums or numbers]
+    return float(Counter(used) == Counter(given) and value == int(target))
+
+
+def arithmetic(text: str) -> tuple[Fraction, list[int]]:
+    """The value of an expression of integers with + - * / ( ), and the integers. Never `eval`: a
+    model wrote it. ValueError if it is none."""
+    if len(text) > 300:  # limits the recursion
+        raise ValueError("too long")
+    tokens = re.findall(r"[0-9]+|\S", text)[::-1]  # the next one is the last
+    numbers = []
+    value = terms(tokens, numbers)
+    if tokens:
+        raise ValueError("no operator")
+    return value, numbers
+
+
+def terms(tokens: list[str], numbers: list[int]) -> Fraction:
+    """Factors with + and - between them. Takes its tokens away, and notes the numbers."""
+    value = factors(tokens, numbers)
+    while tokens and tokens[-1] in "+-":
+        if tokens.pop() == "+":
+            value = value + factors(tokens, numbers)
+        else:
+            value = value - factors(tokens, numbers)
+    return value
+
+
+def factors(tokens: list[str], numbers: list[int]) -> Fraction:
+    """Operands with * and / between them."""
+    value = operand(tokens, numbers)
+    while tokens and tokens[-1] in "*/":
+        if tokens.pop() == "*":
+            value = value * operand(tokens, numbers)
+        else:
+            value = value / operand(tokens, numbers)
+    return value
+
+
+def operand(tokens: list[str], numbers: list[int]) -> Fraction:
+    """A number, an expression in parentheses, or one of these with a minus before it."""
+    token = tokens.pop() if tokens else ""
+    if token == "-":
+        return -operand(tokens, numbers)
+    if token == "(":
+        value = terms(tokens, numbers)
+        if not tokens or tokens.pop() != ")":
+            raise ValueError("no )")
+        return value
+    if not (token.isascii() and token.isdigit()):
+        raise ValueError("no number")
+    numbers.append(int(token))
+    return Fraction(numbers[-1])

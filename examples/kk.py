@@ -1,0 +1,35 @@
+"""Knights and knaves: who tells the truth? Rewards for the rows of Logic-RL and of `tiny:kk`.
+
+    python grpo.py --model tiny:kk --data tiny:kk --reward kk01
+"""
+import re
+
+from verifiers import format_tags, last_answer
+
+
+def kk(completion, answer, prompt="", **row):
+    """Logic-RL's rule (arxiv.org/abs/2502.14768).
+
+    3: right. -0.5: wrong. -1: not readable or complete. -3: wrong tags. The answer is
+    '(1) Ava is a knight...', or a dict with this text as `solution_text_format`.
+    """
+    text = answer["solution_text_format"] if isinstance(answer, dict) else str(answer)
+    gold = dict(re.findall(r"([\w'-]+) is an? (knight|knave)", text))
+    if not gold:
+        raise ValueError(f"kk needs 'NAME is a knight' in the answer (got {text[:200]!r})")
+    if not format_tags(completion, prompt):
+        return -3.0
+    said = last_answer(completion).lower()
+    # "a knight or a knave" is no answer
+    if len(re.findall("knight|knave", said)) != len(gold):
+        return -1.0
+    roles = [re.search(rf"\b{re.escape(name.lower())}\b\s+is\s+an?\s+(knight|knave)\b", said)
+             for name in gold]
+    if None in roles:
+        return -1.0
+    return 3.0 if [role[1] for role in roles] == list(gold.values()) else -0.5
+
+
+def kk01(completion, answer, prompt="", **row):
+    """1 if kk gives 3, else 0."""
+    return float(kk(completion, answer, prompt) == 3.0)

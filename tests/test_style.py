@@ -1,0 +1,138 @@
+"""The code is written to be read. A style is a matter of taste; these are the rules of this one.
+
+`python tests/test_style.py` prints where they are broken, and the sizes.
+"""
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LONGEST = 40  # lines of a function, but for the two that are read as a whole
+WHOLE = ("train", "learn")
+LARGEST, TOTAL, WIDEST = 20_000, 236_000, 100  # bytes, bytes, columns
+APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
+FILES = {path.name: path for path in sorted(ROOT.glob("*.py"))}
+
+
+def is_condition(node: ast.AST) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "bool"
+    return isinstance(node, ast.Compare | ast.BoolOp)
+
+
+def long_function(node: ast.AST) -> bool:
+    return (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in WHOLE
+            and node.end_lineno - node.lineno + 1 > LONGEST)
+
+
+def named_lambda(node: ast.AST) -> bool:
+    if isinstance(node, ast.NamedExpr | ast.Assign | ast.AnnAssign):
+        return isinstance(node.value, ast.Lambda)
+    return False
+
+
+def multiplied_by_a_condition(node: ast.AST) -> bool:
+    """"s" * (n != 1)"""
+    return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+            and (is_condition(node.left) or is_condition(node.right)))
+
+
+def loop_as_an_if(node: ast.AST) -> bool:
+    """for x in found[:1]"""
+    over = node.iter if isinstance(node, ast.For | ast.comprehension) else None
+    return (isinstance(over, ast.Subscript) and isinstance(over.slice, ast.Slice)
+            and not over.slice.lower and isinstance(over.slice.upper, ast.Constant)
+            and over.slice.upper.value == 1)
+
+
+RULES = [long_function, named_lambda, multiplied_by_a_condition, loop_as_an_if]
+
+
+def broken(rule, text: str, name: str = "") -> list[str]:
+    """The places where it is: "plan.py:7"."""
+    return [f"{name}:{getattr(node, 'lineno', getattr(node, 'iter', node).lineno)}"
+            for node in ast.walk(ast.parse(text)) if rule(node)]
+
+
+def everywhere(rule) -> list[str]:
+    return [place for name, path in FILES.items()
+            for place in broken(rule, path.read_text(), name)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_top_level_file_breaks(rule):
+    assert not everywhere(rule)
+
+
+@pytest.mark.parametrize("rule, text", [
+    (long_function, "def f():\n" + "    x = 1\n" * LONGEST),
+    (named_lambda, "f = lambda x: x"), (named_lambda, "f: object = lambda x: x"),
+    (multiplied_by_a_condition, "'s' * (n != 1)"), (multiplied_by_a_condition, "bool(a) * [b]"),
+    (multiplied_by_a_condition, "n * (not a)"), (multiplied_by_a_condition, "(a and b) * n"),
+    (loop_as_an_if, "for x in [a][:1]:\n    pass"), (loop_as_an_if, "[x for x in found[:1]]")])
+def test_each_rule_finds_what_it_forbids(rule, text):
+    assert broken(rule, text)
+
+
+@pytest.mark.parametrize("text", [
+    "def learn():\n" + "    x = 1\n" * LONGEST, "def f():\n" + "    x = 1\n" * (LONGEST - 1),
+    "sorted(found, key=lambda x: -x)", "2 * n", "'-' * width", "for x in found[1:]:\n    pass"])
+def test_no_rule_forbids_more(text):
+    assert not [rule.__name__ for rule in RULES if broken(rule, text)]
+
+
+def test_ruff_finds_nothing_and_named_lambdas_have_no_exemption():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert "E" in options["select"] and options["ignore"] == ["E741"]
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def sizes() -> dict[str, int]:
+    return {name: path.stat().st_size for name, path in FILES.items()}
+
+
+def widths() -> dict[str, int]:
+    """The width of every line of Python here, by place: "tiny.py:7"."""
+    files = sorted(path for folder in (".", "tests", "bench", "examples")
+                   for path in (ROOT / folder).glob("*.py"))
+    return {f"{path.relative_to(ROOT)}:{number}": len(line) for path in files
+            for number, line in enumerate(path.read_text().splitlines(), 1)}
+
+
+def total() -> int:
+    return sum(size for name, size in sizes().items() if name not in APART)
+
+
+def test_no_file_is_too_large():
+    assert not {name: size for name, size in sizes().items() if size > LARGEST}
+
+
+def test_all_files_together_are_not_too_large():
+    assert total() <= TOTAL
+
+
+def test_no_line_is_too_wide():
+    assert not {place: width for place, width in widths().items() if width > WIDEST}
+
+
+def main() -> None:
+    for rule in RULES:
+        print(f"{rule.__name__:28} {' '.join(everywhere(rule)) or 'nowhere'}")
+    print(f"\n{total():,} bytes in the top-level Python files (at most {TOTAL:,}). The largest (at "
+          f"most {LARGEST:,} each):")
+    for name, size in sorted(sizes().items(), key=lambda item: -item[1])[:5]:
+        print(f"{size:9,}  {name}")
+    place, width = max(widths().items(), key=lambda item: item[1])
+    print(f"The widest line has {width} columns (at most {WIDEST}): {place}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""tools/samples.py: all completions that a run kept, in a pager.
+
+    python tools/samples.py runs/NAME                  in the order of the steps
+    python tools/samples.py runs/NAME --sort reward    the worst first
+"""
+import argparse
+import json
+import math
+import pydoc
+import sys
+from pathlib import Path
+
+TEXTS = "prompt", "completion", "turns"
+
+
+def read(run: Path, sort: str) -> list[dict]:
+    """The objects of samples/*.jsonl, each with its file. sort: step or reward."""
+    rows = []
+    for path in sorted(run.glob("samples/*.jsonl")):
+        rows += [{"file": path.stem} | json.loads(line) for line in path.open()]
+    if sort == "reward":
+        rows.sort(key=worst_first)
+    return rows
+
+
+def worst_first(row: dict) -> float:
+    """The unscored ones come before all others."""
+    return -math.inf if row["reward"] is None else row["reward"]
+
+
+def text(row: dict) -> str:
+    """A completion: its numbers, its prompt, its turns."""
+    numbers = "  ".join(f"{key}: {value}" for key, value in row.items() if key not in TEXTS)
+    turns = [f"--- {turn['role']}\n{turn['content']}" for turn in row["turns"]]
+    return "\n".join(["-" * 80, numbers, f"--- prompt\n{row['prompt']}", *turns])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--sort", choices=("step", "reward"), default="step")
+    args = parser.parse_args()
+    rows = read(args.run, args.sort)
+    if not rows:
+        sys.exit(f"error: no completions in {args.run}/samples/")
+    pydoc.pager("\n".join(map(text, rows)))
+
+
+if __name__ == "__main__":
+    main()
