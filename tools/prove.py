@@ -46,7 +46,7 @@ PROMISES = [
             "a mean over a micro-batch: weights must be fixed before `micros` splits the rows"),
     Promise("prompts shared by their completions or not", SHARED, UPDATE,
             "packing.py, and Batch.sizes"),
-    Promise("groups in another order (minibatches follow the order: here there is one)", ORDER,
+    Promise("groups in another order (which defines minibatches, so here there is one)", ORDER,
             UPDATE, "an (N, T) tensor whose rows have another order; a loss that reads neighbours"),
     Promise("nan wherever there is no number", [("base", "nan")], ("metrics", *UPDATE),
             "a sum over padding, over replies or over unscored rewards: use torch.where(mask, …)"),
@@ -58,9 +58,9 @@ PROMISES = [
             ("metrics",), "what Meter.add gets: per-token values, the loss's mask and weights"),
     Promise("a step resumed from a checkpoint, on 3 ranks", [("two steps", "resumed")], UPDATE,
             "state that is neither in a model nor in its optimizer"),
-    Promise("a group's gradient, with other tokens and rewards in the other groups",
+    Promise("a group's gradient, whatever the other groups' tokens and rewards",
             [("group 0", "group 0, others altered")], ("gradients",),
-            "a baseline of other groups' rewards. Is it a whitening by design? Call losses.whiten")]
+            "a baseline of other groups' rewards. Is it a whitening by design? Use losses.whiten")]
 
 
 # ---- the trials ----
@@ -159,8 +159,10 @@ def judge(promise: Promise, outcomes: dict[str, Outcome]) -> Result:
 def prove(file, args, promises=PROMISES) -> list[Result]:
     """Which of the promises the file's `learn` keeps, with these flags."""
     was, args = plan.flags(args), shrunk(args)
-    print("Here " + ", ".join(f"{name} is {value} (not {was[name]})"
-                              for name, value in plan.flags(args).items() if value != was[name]))
+    smaller = {name: value for name, value in plan.flags(args).items()
+               if value != was[name] and name not in plan.BUDGETS}
+    print("made small:", ", ".join(f"--{name} {value} (was {was[name]})"
+                                   for name, value in smaller.items()), flush=True)
     names = {name for promise in promises for pair in promise.pairs for name in pair}
     if "resumed" in names:
         names.add("saved")
@@ -172,13 +174,13 @@ def prove(file, args, promises=PROMISES) -> list[Result]:
 
 
 def show(results: list[Result]) -> None:
-    print(f"\n{'':78} {'figure':>8} {'limit':>6}")
+    print(f"\n{'relative difference':>99} limit")
     for number, result in enumerate(results, 1):
         text = result.promise.text
         if result.whitened:
-            text += "; before losses.whiten, which mixes them"
+            text += ", before losses.whiten"
         verdict = "holds" if result.holds else f"falls short: {result.what}"
-        print(f"{number:2} {text:<75} {result.figure:>8.0e} {LIMIT:>6.0e} {verdict}")
+        print(f"{number:2} {text:<88} {result.figure:>7.0e} {LIMIT:.0e} {verdict}")
     broken = [(number, r) for number, r in enumerate(results, 1) if not r.holds]
     for number, result in broken:
         print(f"Look at (line {number}): {result.promise.advice}.")
