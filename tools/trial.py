@@ -5,7 +5,7 @@ import pickle
 import socket
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed.fsdp  # noqa: F401  (before the ranks are forked)
 from torch.distributed.tensor import distribute_tensor
-from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 import checkpoint
 import dist
@@ -234,8 +234,8 @@ def run_trials(wanted: dict[str, Trial], file, folder: str) -> dict[str, Outcome
             port = free.getsockname()[1]
         try:  # forked: torch is imported once
             start_processes(rank, (size, port, these, file, folder), size, start_method="fork")
-        except ProcessExitedException:
-            print(f"  {plan.count(size, 'rank')}: failed; the cause is above", flush=True)
+        except ProcessException as error:
+            print(f"  {plan.count(size, 'rank')}: {error}; the cause is above", flush=True)
         path = Path(folder, f"outcomes-{size}")
         if path.exists():
             outcomes |= pickle.loads(path.read_bytes())
@@ -248,7 +248,7 @@ def rank(number: int, size: int, port: int, wanted: dict[str, Trial], file, fold
                    "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}
     outcomes, models, status = {}, None, 0
-    world = dist.join(timeout=30)
+    world = dist.join(timeout=60)
     for name, trial in wanted.items():
         if number == 0:
             print(f"  {plan.count(size, 'rank')}: {name}", flush=True)
@@ -262,5 +262,9 @@ def rank(number: int, size: int, port: int, wanted: dict[str, Trial], file, fold
                 break
     if number == 0:
         Path(folder, f"outcomes-{size}").write_bytes(pickle.dumps(outcomes))
+    if status == 0:
+        with suppress(RuntimeError):  # another rank has failed
+            world.barrier()  # all end together
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # FSDP's threads may hang a normal exit
