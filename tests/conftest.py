@@ -16,7 +16,8 @@ settings.load_profile("any speed")
 
 # Fast files come first, then the longest: ./run.sh test runs two files at a time.
 ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "engine", "layouts",
-         "situations", "nano", "ppo", "checkpoint", "dist", "packing", "families", "turns", "lora")
+         "situations", "prove", "nano", "ppo", "checkpoint", "dist", "packing", "families",
+         "turns", "lora")
 
 
 def pytest_collection_modifyitems(items):

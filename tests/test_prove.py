@@ -70,6 +70,10 @@ MISTAKES = {
     "old log-probs in another order": Mistake(
         ORDER, "old = micro.slice(old_logprobs)", "old = micro.slice(old_logprobs.flip(0))",
         "--minibatches 2"),
+    "advantages of the next completion": Mistake(
+        ORDER, "    advantages = advantages.view(-1, 1).expand(mask.shape)\n",
+        "    advantages = advantages.view(-1, args.group).roll(1, 1).reshape(-1, 1)\n"
+        "    advantages = advantages.expand(mask.shape)\n"),
     "state outside the checkpoint": Mistake(
         RESUMED, "    note_advantages(samples, advantages, mask)  # for samples/\n",
         "    policy.calls = getattr(policy, 'calls', 0) + 1\n"

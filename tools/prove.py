@@ -46,7 +46,7 @@ PROMISES = [
             "a mean over a micro-batch: weights must be fixed before `micros` splits the rows"),
     Promise("prompts shared by their completions or not", SHARED, UPDATE,
             "packing.py, and Batch.sizes"),
-    Promise("groups in another order (which defines minibatches, so here there is one)", ORDER,
+    Promise("groups and their rows in another order (it defines minibatches: here one)", ORDER,
             UPDATE, "an (N, T) tensor whose rows have another order; a loss that reads neighbours"),
     Promise("nan wherever there is no number", [("base", "nan")], ("metrics", *UPDATE),
             "a sum over padding, over replies or over unscored rewards: use torch.where(mask, …)"),
@@ -84,7 +84,8 @@ def trials(args) -> dict[str, Trial]:
     size, longest = args.group, PROMPT + LONGEST
     rows, later = fabricate(args, seed=0), fabricate(args, seed=1)
     groups = [rows[i:i + size] for i in range(0, len(rows), size)]
-    mixed = random.Random(2).sample(groups, len(groups))
+    rng = random.Random(2)
+    mixed = [rng.sample(group, size) for group in rng.sample(groups, len(groups))]
     more = [unscored(sample) for sample in fabricate(args, seed=3)]
     more = rows[:size] + more[:size] + rows[size:] + more[size:2 * size]
     others = rows[:size] + altered(rows[size:], seed=4)
