@@ -51,6 +51,7 @@ def check(args, ranks: int, machine: int) -> Checked:
     if found.source is None:  # to make or fetch it takes time: all else was looked at first
         found = check_files(args, ranks, machine, make=True)
     check_memory(found, gpu_bytes(), machine)
+    found.notes += [f"note: {line}" for line in plan.warnings(args)]
     if not eos_ids(found.source, found.tokenizer):
         found.notes.append("note: the model has no end-of-sequence token: only --stop and "
                            "--max_tokens end completions.")

@@ -334,3 +334,13 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
                     rule.fixes += ((flag, value),)
                     break
     return found
+
+
+def warnings(args) -> list[str]:
+    """Notes on settings that are allowed, and rarely meant."""
+    found, loss = [], flags(args).get("loss")
+    if loss == "gspo" and max(args.clip_low, args.clip_high) >= 0.05:
+        found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
+    if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
+        found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
+    return found

