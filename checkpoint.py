@@ -4,7 +4,7 @@
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
         state.json                  step, position in the data, settings, sizes of these files
 
-Each completion has its own seed: no generator is saved. torch unpickles .metadata: load only
+No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
 what you wrote.
 """
 import json
@@ -41,12 +41,8 @@ def write(world: World, act, *args):
     result, failed = None, []
     try:
         result = act(*args)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         failed = [str(error)]
-    except OSError as error:
-        failed = [str(error)]
-        if error.strerror:
-            failed = [f"{error.filename or 'state.json'}: {error.strerror}"]
     except CheckpointException as error:  # it has the failures of all ranks
         rank, (cause, *_) = next(iter(error.failures.items()))
         failed = [f"__{rank}_0.distcp: {str(cause).splitlines()[0]}"]
@@ -71,12 +67,10 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
     except NotWritten as error:
         if world.rank != 0:
             return str(error)
-        newest = "there is no other"
-        if steps(folder):
-            newest = f"the newest checkpoint is step_{steps(folder)[-1]}"
+        there = ", ".join(f"step_{n}" for n in steps(folder)) or "none"
         free = shutil.disk_usage(folder.parent).free / 2**30
         shutil.rmtree(partial, ignore_errors=True)
-        return f"{error}; {free:.1f} GiB are free there; {newest}"
+        return f"{error}; {free:.1f} GiB are free there; checkpoints there: {there}"
     return None
 
 
@@ -164,8 +158,7 @@ def read(path: Path) -> tuple[dict, list[str]]:
 def compare(saved: Saved, settings: dict) -> list[str]:
     """A line for each setting that changed. SettingsError if one of FIXED did."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
-    changed = [name for name in was | now
-               if was.get(name) != now.get(name) and name not in ("resume", "strict")]
+    changed = [name for name in was | now if was.get(name) != now.get(name)]
     wrong = [f"{name} was {was[name]} and is now {now.get(name)}"
              for name in changed if name in FIXED and name in was]
     if wrong:

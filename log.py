@@ -10,7 +10,6 @@ import platform
 import reprlib
 import resource
 import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -41,8 +40,6 @@ def choose_folder(args) -> Path:
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
     default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
     folder = Path("runs", args.name or time.strftime(default))
-    if not args.run_args.resume and (folder / "args.json").exists():
-        raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
     done = finished_steps(folder)
     if done and args.steps <= done:
         raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
@@ -88,7 +85,7 @@ def sample_row(s) -> dict:
 
 
 class Log:
-    """A run's folder and output. project: of Weights & Biases. max_gap: see --max_gap."""
+    """A run's folder and output. project: of Weights & Biases."""
 
     def __init__(self, folder: Path, world: World, steps: int, project: str | None = None,
                  max_gap: float = 1e-3, max_bad_steps: int = 3):
@@ -106,7 +103,6 @@ class Log:
     def say(self, text: str):
         if self.writing:
             tqdm.write(text)  # above the bar
-            sys.stdout.flush()
 
     # ---- start and end ----
 
@@ -249,8 +245,7 @@ class Log:
             self.file.write(json.dumps(row) + "\n")
         if self.wandb:
             with self.wandb_may_fail():
-                finite = {key: value for key, value in row.items() if value is not None}
-                self.wandb.log(finite, step=row["step"])
+                self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if not shown:  # it is the last evaluation's
             return
@@ -288,9 +283,8 @@ class Log:
             path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
         for row in rows[::max(1, len(rows) // max(1, show))][:show]:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
-            said = " -> ".join(turn["content"] for turn in row["turns"])
-            prompt, text = (SHORT.repr(whole)[1:-1] for whole in (row["prompt"], said))
-            self.say(f"    [{reward}] {prompt} -> {text}")
+            prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
+            self.say(f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}")
 
     def hold(self, metrics: dict, step: int):
         """Prints an evaluation. It goes into the next row."""
@@ -303,24 +297,20 @@ class Log:
 
 @contextmanager
 def peak_memory(device):
-    """Yields a dict. After the block it has the most memory in use inside, in bytes.
-
-    CPU, "gb": resident in this process. GPU, by anyone, "gb": of PyTorch only its tensors;
-    "reserved_gb": also what its allocator keeps for later.
-    """
-    peak, gpu = {}, device.type == "cuda"
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-        others = gpu_in_use() - torch.cuda.memory_reserved()
-    else:
+    """Yields a dict. After the block it has the peak of memory inside, in bytes: on CPU of this
+    process, on GPU of all. "gb" leaves out what PyTorch's allocator keeps for later."""
+    peak = {}
+    if device.type == "cpu":
         with suppress(OSError):  # the kernel's peak starts again
             Path("/proc/self/clear_refs").write_text("5")
-    yield peak
-    if gpu:
-        peak["gb"] = others + torch.cuda.max_memory_allocated()
-        peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
-    else:
+        yield peak
         peak["gb"] = resident()
+        return
+    torch.cuda.reset_peak_memory_stats()
+    others = gpu_in_use() - torch.cuda.memory_reserved()
+    yield peak
+    peak["gb"] = others + torch.cuda.max_memory_allocated()
+    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
 
 
 def resident() -> int:

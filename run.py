@@ -1,9 +1,8 @@
-"""run.py: what grpo.py and ppo.py share around their loops: set-up, saving, evaluation, the end."""
+"""run.py: what grpo.py and ppo.py share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
 import os
 import sys
-import time
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +38,6 @@ from turns import Episodes, TurnArgs
 @dataclass
 class RunArgs:
     """The run's folder, checkpoints, and what is shown."""
-    resume: bool = True
-    """--no-resume: refuse if runs/NAME exists."""
     save_every: int = 0
     """Steps between checkpoints, and one after the last step. 0: only after SIGTERM."""
     keep: int = 2
@@ -67,7 +64,7 @@ class RunArgs:
 
 @dataclass
 class CommonArgs:
-    """Flags that several files read. The first twelve are the usual ones."""
+    """Flags that several files read. The usual ones come first."""
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
     data: str = "tiny"
@@ -119,15 +116,14 @@ class CommonArgs:
 def parse(kind: type, description: str):
     """The command line → Args, with learning rates that fit the model."""
     said = io.StringIO()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no é
+    # A file gets each line at once. A terminal may have no é.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         with redirect_stderr(said):
             args = tyro.cli(kind, description=description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
-        mistakes = Mistakes()
-        if end.code:  # else it was --help
-            mistakes.append(f"\n{said.getvalue()}")
+        mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
         dist.run(mistakes.stop)
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
@@ -189,10 +185,10 @@ def find_checkpoint(args, world, folder: Path, settings: dict):
         if changed:
             notes[-1] += f"; changed since: {', '.join(changed)}"
     elif log.finished_steps(folder):
-        raise SettingsError(f"{folder} is finished and has no checkpoint, so it cannot go on to "
-                            f"--steps {args.steps}; choose another --name.")
+        raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint to "
+                            f"go on from; choose another --name.")
     elif (folder / "metrics.jsonl").exists():
-        notes.append(f"{folder} has no checkpoint: the run starts again from the beginning")
+        notes.append(f"{folder} has no checkpoint: the run begins again")
     return saved, notes
 
 
@@ -202,8 +198,8 @@ def open_folder(run: "Run", args: dict):
     every, folder = run.args.run_args.save_every, run.log.folder
     if run.world.agree(every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(
-            f"--save_every {every} needs a folder that all machines share; {folder} is not there "
-            f"on every rank. Would work: --save_every 0.")
+            f"--save_every {every} needs a folder that all machines share; some have no {folder}. "
+            f"Would work: --save_every 0.")
 
 
 class Run:
@@ -299,7 +295,7 @@ class Run:
             self.kl_coef = state["kl_coef"]
         was = state["settings"]
         if all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_")):
-            self.best = state["best"]  # else the scores do not compare
+            self.best = state["best"]  # else its score does not compare
 
     # ---- between the steps ----
 
@@ -322,15 +318,14 @@ class Run:
 
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed. A collective."""
-        began, folder = time.perf_counter(), self.log.folder / "checkpoints"
+        folder = self.log.folder / "checkpoints"
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         if error:
             self.log.say(f"the checkpoint after {step} steps was not written ({error})")
         else:
-            seconds = time.perf_counter() - began
-            self.log.say(f"saved {folder}/step_{step} in {seconds:.1f} s")
+            self.log.say(f"saved {folder}/step_{step}")
         return error
 
     def export(self, name: str, notes: dict | None = None) -> bool:
@@ -367,7 +362,9 @@ class Run:
         if not self.args.eval_args.eval_only:
             if self.args.run_args.export:
                 failed = self.export("model")
-            missed = self.world.agree(self.world.rank == 0 and self.summary())
+            if self.world.rank == 0:
+                missed = self.summary()
+            missed = self.world.agree(missed)
             self.log.finish(self.args.steps)
         self.log.say(f"everything is in {self.log.folder}/")
         self.close()
