@@ -251,16 +251,14 @@ class Log:
             return
         if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
+        if (row.get("rollout/logprob_gap_mean") or 0.0) > self.max_gap:
+            shown.append("engine and trainer differ by more than --max_gap")
         count = f"{row['step'] + 1:>{len(str(self.steps))}}/{self.steps}"
         self.say("  ".join([f"step {count}", *shown]))
         self.bar.update()
 
     def watch(self, metrics: dict):
-        """Reports a gap above --max_gap, and gradients that are not finite. The row is written."""
-        gap = metrics.get("rollout/logprob_gap_mean", 0.0)
-        if gap > self.max_gap:
-            self.say(f"engine and trainer differ by {gap:.2g} nats a token, more than --max_gap "
-                     f"{self.max_gap:g}")
+        """Counts the steps in a row that had a gradient that is not finite."""
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
@@ -295,19 +293,27 @@ class Log:
 
 # ---- memory ----
 
-@contextmanager
 def peak_memory(device):
-    """Yields a dict. After the block it has the peak of memory inside, in bytes: on CPU of this
-    process, on GPU of all. "gb" leaves out what PyTorch's allocator keeps for later."""
+    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
+    return gpu_peak() if device.type == "cuda" else cpu_peak()
+
+
+@contextmanager
+def cpu_peak():
+    """gb: resident in this process."""
+    with suppress(OSError):  # the kernel's peak starts again
+        Path("/proc/self/clear_refs").write_text("5")
     peak = {}
-    if device.type == "cpu":
-        with suppress(OSError):  # the kernel's peak starts again
-            Path("/proc/self/clear_refs").write_text("5")
-        yield peak
-        peak["gb"] = resident()
-        return
+    yield peak
+    peak["gb"] = resident()
+
+
+@contextmanager
+def gpu_peak():
+    """Of all processes. gb: without what PyTorch's allocator keeps for later; reserved_gb: with."""
     torch.cuda.reset_peak_memory_stats()
     others = gpu_in_use() - torch.cuda.memory_reserved()
+    peak = {}
     yield peak
     peak["gb"] = others + torch.cuda.max_memory_allocated()
     peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
