@@ -62,8 +62,7 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
         write(world, make_room, world, partial)
         mine = write(world, write_tensors, world, partial, trained)
         sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
-        write(world, seal, world, partial, state, sizes)
-        write(world, forget, world, folder, state["step"], keep)
+        write(world, seal, world, partial, state, sizes, keep)
     except NotWritten as error:
         if world.rank != 0:
             return str(error)
@@ -89,8 +88,8 @@ def write_tensors(world: World, partial: Path, trained: dict[str, Trained]) -> d
     return written(*partial.glob(f"__{world.rank}_*"))
 
 
-def seal(world: World, partial: Path, state: dict, sizes: dict[str, int]):
-    """state.json, and the folder's final name: the checkpoint is whole."""
+def seal(world: World, partial: Path, state: dict, sizes: dict[str, int], keep: int):
+    """state.json, and the folder's final name: the checkpoint is whole. Older ones go."""
     if world.rank != 0:
         return
     for name in sizes:
@@ -103,14 +102,14 @@ def seal(world: World, partial: Path, state: dict, sizes: dict[str, int]):
     remove(path)  # a damaged one
     partial.rename(path)
     os.sync()
+    forget(path.parent, state["step"], keep)
 
 
-def forget(world: World, folder: Path, step: int, keep: int):
+def forget(folder: Path, step: int, keep: int):
     """Removes all but the newest `keep`. Those after `step` are damaged: they were passed over."""
-    if world.rank == 0:
-        kept = [n for n in steps(folder) if n <= step][-keep:]
-        for old in set(steps(folder)) - set(kept):
-            remove(folder / f"step_{old}")
+    kept = [n for n in steps(folder) if n <= step][-keep:]
+    for old in set(steps(folder)) - set(kept):
+        remove(folder / f"step_{old}")
 
 
 def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
