@@ -11,7 +11,7 @@ from batch import Batch, Completion, Micro, Sample
 from data import Prompt, Row
 from dist import cut
 from errors import SettingsError
-from log import peak_from_now
+from log import peak_memory
 from plan import Phase, Plan, ceil_div
 from rewards import Score
 
@@ -49,9 +49,8 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
 def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
-        peak = peak_from_now(world.device)
         try:
-            with torch.set_grad_enabled("update" in phase.name):
+            with peak_memory(world.device) as peak, torch.set_grad_enabled("update" in phase.name):
                 out = forward(
                     worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
                 trained.backward(out.sum())  # of a score pass: nothing
@@ -60,7 +59,7 @@ def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
                 raise
             end(world, phase, tokens)
         del out
-    return peak.read()["gb"]
+    return peak["gb"]
 
 
 def sample(prompt: list[int], completion: np.ndarray) -> Sample:

@@ -433,9 +433,9 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, whe
 
 def test_a_peak_is_of_its_own_phase():
     def rise(mebibytes: int) -> float:
-        before = log.peak_from_now(torch.device("cpu"))
-        torch.ones(mebibytes * 2**18)                          # gone again at the end
-        return before.read()["gb"]
+        with log.peak_memory(torch.device("cpu")) as peak:
+            torch.ones(mebibytes * 2**18)                      # gone again at the end
+        return peak["gb"]
     rise(512)
     assert rise(256) - rise(0) > 0.2 * GIB
 
