@@ -1,13 +1,14 @@
-"""docs/details.md: each detail is broken in a copy of the code. Its test must fail, and what the
-mistake changes is measured.
+"""Mistakes, one at a time in a copy of the code. The test that is named for each must fail.
 
-    python tests/mutations.py             # all rows, and compare the effects with the page
+    python tests/mutations.py             # the rows of docs/details.md, and what each changes
     python tests/mutations.py 3 17        # some rows
     python tests/mutations.py --write     # put the measured effects into the page
+    python tests/mutations.py --wirings   # the rows of wirings.py, or some
 
 The tests must pass in the copy before anything is broken.
 """
 import argparse
+import multiprocessing
 import os
 import pickle
 import re
@@ -17,15 +18,18 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "details.md"
 EFFECT = 2  # the cell
 PRELOADED = ("pytest", "hypothesis", "torch", "torch.distributed.fsdp", "torch.utils.checkpoint",
              "torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2",
+             "transformers.models.qwen3.modeling_qwen3",
              "transformers.models.llama.modeling_llama", "tyro")
 LIMIT = 400  # seconds of a test; one that hangs gets a limit of its own
 
@@ -58,16 +62,14 @@ ROWS = [
         "dist.py::test_collectives[3]",
         "len(dist.World(0, 3, 0, 3, None, None, 1.0).mine([0] * 8))",
         "8 completions on 3 ranks: rank 0 has {} → {}"),
-    Row("dist.py", "pad_to_multiple(sorted(micros, key=cost, reverse=True) or [[]], "
-        "rounds * ranks, [])", "sorted(micros, key=cost, reverse=True) or [[]]",
+    Row("dist.py", "pad_to_multiple(micros or [[]], rounds * ranks, [])", "micros or [[]]",
         "dist.py::test_balance_of_nothing_and_of_less_than_one_row_a_rank",
-        "[len(lane) for lane in balance([(i, 4, 4) for i in range(2)], 4, 99, False)]",
+        "[len(lane) for lane in balance([(i, 4, 4) for i in range(2)], 4, 99)]",
         "micro-batches of 4 ranks for 2 rows: {} → {}"),
-    Row("dist.py", "if new > room or p + c > keys or not micros:",
-        "if prompt != last or not micros:",
+    Row("dist.py", "if not micros or new > room or p + c > keys:", "if prompt != last:",
         "dist.py::test_cut_keeps_the_budget_and_every_row",
-        "[max(tokens(m, sizes, True) for m in cut(sizes, 4096, True)) for n in (32, 64) for sizes "
-        "in [[(p, 100, 200) for p in range(8) for _ in range(n)]]]",
+        "[max(tokens(m, sizes) for m in cut(sizes, 4096)) for n in (32, 64) for sizes in "
+        "[[(p, 100, 200) for p in range(8) for _ in range(n)]]]",
         "tokens of the largest micro-batch at 32 and 64 completions a prompt, budget 4,096: "
         "{} → {}"),
     Row("grpo.py", 'args.update_tokens, "update"', 'args.score_tokens, "update"',
@@ -98,11 +100,12 @@ ROWS = [
         "self.sampled = pad([torch.from_numpy(c.ids) for c in completions]) != 0",
         "details.py::test_a_token_with_the_id_of_padding_is_trained_on", "tokens_with_loss()",
         "{} → {} of 8 sampled tokens bear loss"),
-    Row("batch.py", "start.view(-1, 1) + at - 1)", "start.view(-1, 1) + at)",
-        "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient(packs=False)", OFF),
-    Row("packing.py", "start[of] + length[of] - 1, ", "start[len(prompts):] - 1, ",
+    Row("packing.py", "[start + p - 1, *range(size, size + n)]",
+        "[*range(size, size + n), size + n - 1]",
         "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
-    Row("packing.py", "torch.arange(n, n + m)", "torch.arange(m)",
+    Row("packing.py", "start + p - 1, ", "size - 1, ",
+        "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
+    Row("packing.py", "torch.arange(s.prefix, s.prefix + s.length)", "torch.arange(s.length)",
         "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
     Row("packing.py", ".tril(prefix)", "", "packing.py::test_a_packed_input_is_its_rows[qwen2]",
         "gradient()", OFF),
@@ -226,7 +229,7 @@ ROWS = [
     Row("rollout.py", "if not self.llm.reset_prefix_cache():", "if False:",
         "engine.py::test_logprobs_equal_after_every_sync_at_two_temperatures[tied]",
         "engine_gap()", "engine and trainer: {} → {} nats a token at most"),
-    Row("model.py", "in lm.state_dict().items()", "in lm.named_parameters()",
+    Row("model.py", "self.module.lm.state_dict().items()", "self.module.lm.named_parameters()",
         "engine.py::test_logprobs_equal_after_every_sync_at_two_temperatures[tied]",
         "engine_gap()", "engine and trainer: {} → {} nats a token at most"),
     Row("rollout.py", 'logprobs_mode="processed_logprobs"', 'logprobs_mode="raw_logprobs"',
@@ -299,6 +302,9 @@ def child(folder: Path, values: str, tests: list[str], probed: list[str], out: i
             os.dup2(out, stream)
         sys.path[:1] = [str(folder), str(folder / "tests")]
         import probes
+        if not probed:  # nothing was computed here: a rank can be a fork of this process
+            import ranks
+            ranks.context = multiprocessing.get_context("fork")
         status = probes.main(values, "\n".join(f"tests/test_{test}" for test in tests), *probed)
     except BaseException:
         traceback.print_exc()
@@ -326,17 +332,72 @@ def page_cells() -> dict[int, list[str]]:
             for number, rest in lines}
 
 
+@contextmanager
+def broken(path: Path, old: str, new: str):
+    """The file has the mistake for a while."""
+    whole = path.read_text()
+    assert whole.count(old) == 1, f"{old!r} is not in {path.name} once"
+    path.write_text(whole.replace(old, new))
+    yield
+    path.write_text(whole)
+
+
+def verdict_of(status: int | None, text: str) -> str:
+    """A test that cannot be collected proves nothing. A fixture may fail."""
+    if status is None:
+        return "hangs"
+    if status == 1 and re.search(r"\d+ (failed|error)", text):
+        return "fails"
+    print(text)
+    return "DOES NOT FAIL"
+
+
+def test_of(name: str) -> str:
+    """The test of a wiring, below tests/test_."""
+    return name if "::" in name else f"reference.py::test_learn_is_the_reference[{name}]"
+
+
+def wire(numbers: list[int]) -> int:
+    """The rows of wirings.py. Ends with 1 if a test of one does not fail."""
+    began, wrong = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as place:
+        copy, rows = copy_of_the_code(Path(place, "copy")), [WIRINGS[n - 1] for n in numbers]
+        status, _, text = run(copy, sorted({test_of(row[-1]) for row in rows}), [], LIMIT)
+        print(f"the tests {'pass' if status == 0 else 'DO NOT PASS'} as they are", flush=True)
+        if status != 0:
+            print(text)
+            return 1
+        for number, (file, old, new, test) in zip(numbers, rows, strict=True):
+            with broken(copy / file, old, new):
+                status, _, text = run(copy, [test_of(test)], [], LIMIT)
+            verdict = verdict_of(status, text)
+            wrong += [number] if verdict != "fails" else []
+            print(f"{number:>3}  {verdict}  {file}  {old!r}", flush=True)
+    print(f"{len(rows)} wirings in {(time.monotonic() - began) / 60:.0f} minutes; "
+          f"wrong: {wrong or 'none'}")
+    return int(bool(wrong))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=(
         argparse.RawDescriptionHelpFormatter))
-    parser.add_argument("rows", nargs="*", type=int, default=[*range(1, len(ROWS) + 1)])
+    parser.add_argument("rows", nargs="*", type=int)
     parser.add_argument("--write", action="store_true")
-    asked, began, wrong = parser.parse_args(), time.monotonic(), []
+    parser.add_argument("--wirings", action="store_true")
+    asked = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     for name in PRELOADED:
         __import__(name)
+    if asked.wirings:
+        return wire(asked.rows or [*range(1, len(WIRINGS) + 1)])
+    return measure(asked.rows or [*range(1, len(ROWS) + 1)], asked.write)
+
+
+def measure(numbers: list[int], write: bool) -> int:
+    """The rows of docs/details.md. Ends with 1 if a test does not fail or an effect is another."""
+    began, wrong = time.monotonic(), []
     with tempfile.TemporaryDirectory() as place:
-        copy, rows = copy_of_the_code(Path(place, "copy")), [ROWS[n - 1] for n in asked.rows]
+        copy, rows = copy_of_the_code(Path(place, "copy")), [ROWS[n - 1] for n in numbers]
         tests, probes = (list(dict.fromkeys(each)) for each in zip(
             *((row.test, row.probe) for row in rows), strict=True))
         status, values, text = run(copy, tests, probes, 10 * LIMIT)
@@ -348,22 +409,15 @@ def main() -> int:
         if status != 0:
             print(text)
             return 1
-        for number, row in zip(asked.rows, rows, strict=True):
-            path, start = copy / row.file, time.monotonic()
-            whole = path.read_text()
-            assert whole.count(row.old) == 1, f"row {number}: {row.old!r} is not in {row.file} once"
-            path.write_text(whole.replace(row.old, row.new))
-            status, (value,), text = run(copy, [row.test], [row.probe], row.limit)
-            path.write_text(whole)
+        for number, row in zip(numbers, rows, strict=True):
+            start = time.monotonic()
+            with broken(copy / row.file, row.old, row.new):
+                status, (value,), text = run(copy, [row.test], [row.probe], row.limit)
             effect, page = said(row.effect, right[row.probe], value), page_cells()
-            # A test that cannot be collected proves nothing. A fixture may fail.
-            failed = status == 1 and re.search(r"\d+ (failed|error)", text)
-            verdict = "hangs" if status is None else "fails" if failed else "DOES NOT FAIL"
-            if status is not None and not failed:
-                print(text)
+            verdict = verdict_of(status, text)
             if "0e+00" in effect or not hasattr(value, "norm") and value == right[row.probe]:
                 verdict += "; NO EFFECT"
-            if asked.write:
+            if write:
                 lines = PAGE.read_text().split("\n")
                 at = next(i for i, line in enumerate(lines) if line.startswith(f"| {number} |"))
                 lines[at] = lines[at].replace(f"| {page[number][EFFECT]} |", f"| {effect} |")

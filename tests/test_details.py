@@ -1,4 +1,5 @@
 """docs/details.md: its table is the list of mutations.py. And tests of details that had none."""
+import ast
 import itertools
 import re
 import subprocess
@@ -17,6 +18,7 @@ import model
 import mutations
 import probes
 import test_packing
+import test_reference
 from batch import Batch
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +39,29 @@ def test_every_row_of_the_page_has_a_mutation_of_its_line_and_its_test():
         assert f"\ndef {name[2]}(" in (ROOT / f"tests/test_{name[1]}").read_text(), number
         shape = re.escape(row.effect).replace(r"\{\}", ".+")
         assert re.fullmatch(f"{shape}|ends with \\w+", effect) and what, (number, effect)
+
+
+def test_every_wiring_is_found_once_and_has_a_fast_test():
+    settings = set(map(str, test_reference.SETTINGS))
+    assert len(mutations.WIRINGS) >= 60
+    for file, old, new, test in mutations.WIRINGS:
+        code = (ROOT / file).read_text()
+        assert code.count(old) == 1, (file, old)
+        ast.parse(code.replace(old, new))  # a file that cannot be read would prove nothing
+        if "::" not in test:
+            assert test in settings, test
+            continue
+        tests, name = re.match(r"(\w+\.py)::(\w+)", test).groups()
+        before, found, _ = (ROOT / f"tests/test_{tests}").read_text().partition(f"\ndef {name}(")
+        assert found and "mark.slow" not in before.rpartition("\n\n")[2], test
+
+
+@pytest.mark.slow
+def test_every_wiring_is_caught():
+    """Minutes."""
+    done = subprocess.run([sys.executable, "tests/mutations.py", "--wirings"], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 @pytest.mark.slow

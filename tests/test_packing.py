@@ -1,5 +1,6 @@
 """packing.py: a packed group is its rows, to the last digits."""
 import random
+from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,8 +63,9 @@ def samples_of(groups, seed: int = 0) -> list:
 def packed_logprobs(lm, samples: list) -> torch.Tensor:
     """(N, T) from one packed micro-batch, with gradient."""
     lm.set_attn_implementation("packed")
-    micro = Micro(batch := Batch(samples), list(range(len(samples))), torch.device("cpu"))
-    assert micro.tokens < batch.tokens
+    micro = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu"))
+    prompts = [prompt for prompt, _ in groupby(s.prompt.row.prompt_ids for s in samples)]
+    assert micro.tokens == sum(map(len, prompts)) + sum(len(s.completion.ids) - 1 for s in samples)
     module = model.LogprobModel(lm, 0)
     return micro.spread(module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0])
 

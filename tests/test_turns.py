@@ -162,13 +162,13 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, timeout=5.0):
+def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
-    args, said = SimpleNamespace(
-        turn_args=turns.TurnArgs(spec, 4), max_tokens=ROOM, reward_args=RewardArgs(2, timeout)), []
+    args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=ROOM,
+                           reward_args=RewardArgs(2, timeout))
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], "a", {"kind": kind}, ""))
                for i, kind in enumerate(kinds)]
-    engine, seed = FakeEngine(), lambda i, turn=0: 10 * i + turn
+    engine, said, seed = FakeEngine(), [], lambda i, turn=0: 10 * i + turn
     done = engine.complete([rollout.Request(p.row.prompt_ids, seed(i))
                             for i, p in enumerate(prompts)])
     episodes = turns.Episodes(args, bridge(), world, SimpleNamespace(say=said.append))
@@ -263,6 +263,14 @@ def test_one_token_must_have_room_after_a_reply():
         it = SimpleNamespace(max_tokens=10)
         assert turns.Episodes.goes_on(it, c, score, ids) == goes_on == (not c.truncated)
         assert (len(c.ids), c.tokens, len(c.turns)) == ((n, 4, 1) if goes_on else (4, 4, 0))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_episode_has_more_turns_than_allowed(spec, limit):
+    _, done, engine, _ = play(ALONE, spec, ["plain"] * 4, limit)
+    assert max(map(len, engine.gave.values())) == limit
+    for i, c in enumerate(done):
+        assert sum(turn["role"] == "assistant" for turn in c.turns) == len(engine.gave[i])
 
 
 def test_the_longest_reply():

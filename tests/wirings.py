@@ -1,0 +1,217 @@
+"""Lines that join the formulas, each broken on purpose: (file, text, mistake, test that fails).
+
+`python tests/mutations.py --wirings` takes the rows one by one, in a copy of the code. A test is
+fast and below tests/test_. One without "::" is a setting of test_reference.py.
+"""
+DEFAULT = "grpo group=3 steps=2"
+UPDATES = "grpo group=3 steps=3 minibatches=2 epochs=2"
+EPOCHS = "grpo group=3 steps=2 dual_clip=1.1 epochs=3"
+ONE_ROW = "grpo group=3 steps=1 minibatches=30"
+TIGHT = "clip_low=0.03 clip_high=0.05 minibatches=2 epochs=2"
+GRPO = f"grpo group=3 steps=1 advantage=grpo overlong_buffer=8 {TIGHT}"
+REINFORCE = f"grpo group=3 steps=1 advantage=reinforce++ overlong_buffer=8 {TIGHT}"
+BASELINE = f"grpo group=3 steps=1 advantage=reinforce++-baseline overlong_buffer=8 {TIGHT}"
+FILTER = ("grpo group=3 steps=2 kl_reward_coef=0.2 advantage=rloo overlong_filter=True "
+          "overlong_buffer=8")
+TOKEN = f"grpo group=3 steps=1 loss=clip aggregation=token {TIGHT}"
+SEQUENCE = f"grpo group=3 steps=1 loss=clip aggregation=sequence {TIGHT}"
+GSPO = f"grpo group=3 steps=1 loss=gspo aggregation=token {TIGHT}"
+KL = "grpo group=3 steps=1 kl_loss_coef=0.3 kl_estimator=k1 minibatches=2 epochs=2"
+COLD = "grpo group=3 steps=2 kl_loss_coef=0.3 temperature=0.6 aggregation=sequence"
+KL_REWARD = ("grpo group=3 steps=1 kl_reward_coef=0.2 advantage=dr_grpo temperature=0.8 "
+             "minibatches=2 epochs=2")
+KL_TOKENS = KL_REWARD.replace("dr_grpo", "reinforce++")
+BOUNDS = "entropy_coef=0.2 correction_low=0.7 correction_high=1.2"
+TRUNCATE = f"grpo group=3 steps=2 engine_correction=truncate kl_loss_coef=0.3 {BOUNDS}"
+MASK = TRUNCATE.replace("truncate", "mask")
+ENTROPY = "grpo group=3 steps=2 entropy_coef=0.3"
+ADAMW = "grpo group=3 steps=3 max_grad_norm=0.01 weight_decay=0.1 betas=(0.8, 0.95)"
+LORA = "grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 minibatches=2 epochs=2"
+TARGETS = ("grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') "
+           "kl_reward_coef=0.2")
+PPO = "ppo group=1 steps=2"
+PPO_MANY = f"ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}"
+PPO_KL = "ppo group=1 steps=1 gamma=0.95 lam=1.0 kl_reward_coef=0.2 minibatches=2 epochs=2"
+PPO_WARM = "ppo group=1 steps=2 overlong_buffer=8 temperature=1.4 kl_reward_coef=0.3"
+VALUE_CLIP = "ppo group=1 steps=1 value_clip=0.02 epochs=3 clip_low=0.03 clip_high=0.05"
+PPO_TRUNCATE = f"ppo group=1 steps=2 engine_correction=truncate {BOUNDS}"
+PPO_MASK = PPO_TRUNCATE.replace("truncate", "mask")
+
+REFILL = "reference.py::test_dynamic_sampling_trains_on_groups_whose_rewards_differ"
+RATES = "reference.py::test_ppo_passes_rates_and_the_adapted_coefficient"
+PACKED = "packing.py::test_a_packed_input_is_its_rows[qwen2]"
+APART = "packing.py::test_a_completion_sees_no_other"
+KERNEL = "packing.py::test_the_gpu_kernel_gets_the_same_attention"
+KERNEL_WINDOW = "packing.py::test_the_gpu_kernel_gets_the_same_window"
+WINDOW = "packing.py::test_windows_and_soft_caps_are_packed"
+START = "lora.py::test_adapters_start_alike_on_any_layout"
+SAMPLED = "turns.py::test_the_mask_is_true_for_exactly_the_ids_of_the_engine"
+BRIDGE = "turns.py::test_the_bridge_is_what_the_template_puts_between_turns"
+ASKED = "turns.py::test_a_turns_prompt_begins_with_all_ids_before_it"
+FAILS = "turns.py::test_a_reply_that_fails_or_does_not_fit_costs_its_episode"
+
+WIRINGS = [
+    # ---- grpo.py: which log-probs, at which temperature
+    ("grpo.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
+     "lambda m: reference.logprobs(m, 1.0)[0]", COLD),
+    ("grpo.py", "lambda m: policy.logprobs(m, args.temperature)[0]",
+     "lambda m: policy.logprobs(m, 1.0)[0]", KL_REWARD),
+    ("grpo.py", "policy.logprobs(micro, args.temperature, entropy_mode)",
+     "policy.logprobs(micro, 1.0, entropy_mode)", COLD),
+    ("grpo.py", "old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()",
+     "old = logprobs.detach()", UPDATES),
+    # ---- grpo.py: advantages and the mask
+    ("grpo.py", "rewards, args.group, kind=kind, eps=args.advantage_eps",
+     "rewards, args.group, kind=kind, eps=1e-6",
+     "grpo group=3 steps=2 advantage=grpo advantage_eps=0.3"),
+    ("grpo.py", "            batch.lengths, args.max_tokens, args.overlong_buffer)",
+     "            batch.sampled.sum(1), args.max_tokens, args.overlong_buffer)", GRPO),
+    ("grpo.py", "scored=batch.scored)  # (N,)", "scored=mask.any(1))  # (N,)", FILTER),
+    ("grpo.py", "1 if args.advantage == \"reinforce++\" else 2", "2", REINFORCE),
+    ("grpo.py", "batch.truncated & args.overlong_filter", "batch.truncated & False", FILTER),
+    ("grpo.py", "return batch.sampled & keep.view(-1, 1), {",
+     "return (torch.arange(batch.sampled.shape[1]) < batch.lengths.view(-1, 1)) "
+     "& keep.view(-1, 1), {", DEFAULT),
+    ("grpo.py", "losses.whiten(advantages, mask) if kind",
+     "losses.whiten(advantages, batch.sampled) if kind", BASELINE),
+    ("grpo.py", "return losses.whiten(losses.rewards_to_go(rewards, mask), mask)",
+     "return losses.rewards_to_go(rewards, mask)", REINFORCE),
+    # ---- grpo.py: the KL in the reward and in the loss, the entropy
+    ("grpo.py", "old_logprobs, ref_logprobs, batch.sampled, kind=\"k1\"",
+     "old_logprobs, ref_logprobs, mask, kind=\"k1\"", FILTER),
+    ("grpo.py", "old_logprobs, ref_logprobs, batch.sampled, kind=\"k1\"",
+     "ref_logprobs, old_logprobs, batch.sampled, kind=\"k1\"", KL_REWARD),
+    ("grpo.py", "rewards - beta * kl.sum(1)", "rewards - beta * kl.mean(1)", KL_REWARD),
+    ("grpo.py", "mask, kl_coef=beta)", "mask, kl_coef=-beta)", KL_TOKENS),
+    ("grpo.py", "loss + args.kl_loss_coef * kl", "loss - args.kl_loss_coef * kl", KL),
+    ("grpo.py", "loss + args.kl_loss_coef * kl", "loss + args.kl_loss_coef * kl * "
+     "(1 if correction is None else micro.slice(correction))", TRUNCATE),
+    ("grpo.py", "kind=args.kl_estimator", "kind=\"k3\"", KL),
+    ("grpo.py", "loss - args.entropy_coef * entropy", "loss + args.entropy_coef * entropy",
+     TRUNCATE),
+    ("grpo.py", "\"grad\" if args.entropy_coef else \"value\"", "\"value\"", TRUNCATE),
+    ("grpo.py", "bool(args.kl_loss_coef or args.entropy_coef)", "bool(args.kl_loss_coef)", ENTROPY),
+    ("grpo.py", ".any(1) | acts", ".any(1)", TRUNCATE),
+    # ---- grpo.py: the update
+    ("grpo.py", "clip_low=args.clip_low,\n                    clip_high=args.clip_high",
+     "clip_low=args.clip_high,\n                    clip_high=args.clip_low", GRPO),
+    ("grpo.py", "dual_clip=args.dual_clip", "dual_clip=None", EPOCHS),
+    ("grpo.py", "loss = loss * micro.slice(correction)", "pass", TRUNCATE),
+    ("grpo.py", "mask[rows], args.aggregation", "torch.ones_like(mask[rows]) & mask[rows].any("
+     "1, keepdim=True), args.aggregation", TOKEN),
+    ("grpo.py", "batch.minibatches(args.minibatches, args.epochs)",
+     "batch.minibatches(args.epochs, args.minibatches)", EPOCHS),
+    ("grpo.py", "batch.minibatches(args.minibatches, args.epochs)",
+     "batch.minibatches(args.minibatches, 1)", EPOCHS),
+    ("grpo.py", "if not mask[rows].any():", "if False:", ONE_ROW),
+    ("grpo.py", "meter.add_gap(micro, m, old)", "meter.add_gap(micro, m, logprobs)", UPDATES),
+    # ---- grpo.py: --dynamic_sampling
+    ("grpo.py", "kept, refused = refill(run, args, samples)",
+     "_, refused = refill(run, args, samples)", REFILL),
+    ("grpo.py", "start = looked_at + g * args.group", "start = g * args.group", REFILL),
+    ("grpo.py", "metrics[\"batch/dropped\"] += sum(refused.values())", "pass", REFILL),
+    # ---- ppo.py: log-probs, rewards, advantages
+    ("ppo.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
+     "lambda m: reference.logprobs(m, 1.0)[0]", PPO_WARM),
+    ("ppo.py", "lambda m: policy.logprobs(m, args.temperature)[0]",
+     "lambda m: policy.logprobs(m, 1.0)[0]", PPO_MANY),
+    ("ppo.py", "mask = batch.sampled & batch.scored.view(-1, 1)", "mask = batch.sampled", PPO),
+    ("ppo.py", "if args.overlong_buffer:", "if False:", PPO_WARM),
+    ("ppo.py", "mask, kl_coef=kl_coef)", "mask, kl_coef=args.kl_reward_coef)",
+     "ppo group=1 steps=3 kl_reward_coef=0.3 kl_target=0.01 kl_horizon=20"),
+    ("ppo.py", "gamma=args.gamma, lam=args.lam", "gamma=args.lam, lam=args.gamma",
+     "ppo group=2 steps=2 gamma=0.9 lam=0.8"),
+    ("ppo.py", "advantages = losses.whiten(advantages, mask)", "pass", PPO),
+    ("ppo.py", "advantages = losses.whiten(advantages, mask)",
+     "advantages = losses.whiten(advantages, mask); returns = advantages + values", PPO),
+    ("ppo.py", "kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind=\"k1\")",
+     "kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind=\"k3\")", PPO_KL),
+    # ---- ppo.py: the updates
+    ("ppo.py", "micro.slice(values), micro.slice(returns)",
+     "micro.slice(returns), micro.slice(values)", "ppo group=1 steps=2 lam=0.0 value_clip=None"),
+    ("ppo.py", "clip=args.value_clip", "clip=None", VALUE_CLIP),
+    ("ppo.py", "clip=args.value_clip", "clip=0.2", VALUE_CLIP),
+    ("ppo.py", "dual_clip=args.dual_clip", "dual_clip=None",
+     "ppo group=1 steps=1 dual_clip=1.1 epochs=3"),
+    ("ppo.py", "critic.step(critic_lr)", "critic.step(lr)", PPO),
+    ("ppo.py", "mask[rows], args.aggregation", "mask[rows], \"token\"", PPO_MANY),
+    ("ppo.py", "rows = [r for r in rows if mask[r].any()]", "pass", PPO),
+    ("ppo.py", "loss = loss * micro.slice(correction)", "pass", PPO_TRUNCATE),
+    ("ppo.py", "loss - args.entropy_coef * entropy", "loss + args.entropy_coef * entropy",
+     PPO_MANY),
+    ("ppo.py", "loss - args.entropy_coef * entropy", "loss - args.entropy_coef * entropy * "
+     "(1 if correction is None else micro.slice(correction))", PPO_TRUNCATE),
+    ("ppo.py", "\"grad\" if args.entropy_coef else \"value\"", "\"value\"", PPO_MANY),
+    ("ppo.py", "        if lr == 0:\n            continue\n", "",
+     "ppo group=1 steps=2 critic_warmup_steps=1"),
+    ("ppo.py", "step >= args.critic_args.critic_warmup_steps",
+     "step > args.critic_args.critic_warmup_steps", RATES),
+    ("ppo.py", "n=len(samples)", "n=args.batch", RATES),
+    # ---- losses.py, model.py: what both scripts call
+    ("losses.py", "low=args.correction_low, high=args.correction_high",
+     "low=args.correction_high, high=args.correction_low", MASK),
+    ("losses.py", "low=args.correction_low, high=args.correction_high", "low=0.5, high=2.0",
+     PPO_MASK),
+    ("losses.py", "old_logprobs, engine_logprobs, mask, kind=args",
+     "engine_logprobs, old_logprobs, mask, kind=args", TRUNCATE),
+    ("losses.py", "length = mask.sum(1, keepdim=True).clamp(min=1)",
+     "length = torch.full_like(mask[:, :1], mask.shape[1], dtype=torch.long)", GSPO),
+    ("model.py", "weight_decay=args.weight_decay", "weight_decay=0.0", ADAMW),
+    ("model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
+    # ---- batch.py
+    ("batch.py", "if i == 0 or prompt != self.prompts[i - 1]:", "if i == 0:", DEFAULT),
+    ("batch.py", "if i == 0 or prompt != self.prompts[i - 1]:", "if True:", PACKED),
+    ("batch.py", "micros = self.cut(world, learning,",
+     "learning, others = others, learning\n        micros = self.cut(world, learning,", DEFAULT),
+    ("batch.py", "micros += self.cut(world, others, budget, work, learns=False)", "pass", DEFAULT),
+    ("batch.py", "return torch.zeros((1, 1)", "return torch.ones((1, 1)", ONE_ROW),
+    ("batch.py", "len(batch.ids[r])] for r", "len(batch.ids[r])] | True for r",
+     "turns.py::test_only_sampled_tokens_are_targets"),
+    ("batch.py", "gap.abs()", "gap", DEFAULT),
+    ("batch.py", "(weights * values).sum()", "values.sum()", SEQUENCE),
+    ("batch.py", "self.weight + weights.sum()", "self.weight + mask.sum()", SEQUENCE),
+    ("batch.py", "sum(1 + (c.sampled[1:]", "sum((c.sampled[1:]", FAILS),
+    # ---- packing.py
+    ("packing.py", "Segment(size, n, start, p)", "Segment(size, n, size - p, p)", APART),
+    ("packing.py", "Segment(size, n, start, p)", "Segment(size, n, start, p - 1)", PACKED),
+    ("packing.py", "prefix_start + torch.arange(prefix)", "prefix_start + 1 + torch.arange(prefix)",
+     PACKED),
+    ("packing.py", "torch.arange(s.prefix, s.prefix + s.length)",
+     "torch.arange(s.start, s.start + s.length)", DEFAULT),
+    ("packing.py", "done + real.flatten().nonzero().flatten()",
+     "done + torch.arange(int(real.sum()))", PACKED),
+    ("packing.py", ".tril(prefix)", ".tril(prefix - 1)", PACKED),
+    ("packing.py", "is_causal=mask is None", "is_causal=False", PACKED),
+    ("packing.py", "mask.triu(prefix - window + 1)", "mask.triu(prefix - window)", WINDOW),
+    ("packing.py", "window - 1\n", "window\n", KERNEL_WINDOW),
+    ("packing.py", "torch.arange(s.prefix_start, s.prefix_start + s.prefix)",
+     "torch.arange(s.start - s.prefix, s.start)", KERNEL),
+    ("packing.py", "cap * torch.tanh(", "torch.tanh(", WINDOW),
+    # ---- lora.py
+    ("lora.py", "self.lora_alpha / self.lora_rank", "2.0", TARGETS),
+    ("lora.py", "bool({name, \"all-linear\"} & {*self.lora_targets})", "True", TARGETS),
+    ("lora.py", "layer.scale = 0", "pass", LORA),
+    ("lora.py", "layer.scale = scale", "pass", LORA),
+    ("lora.py", "F.linear(x, self.lora_A) * self.scale", "F.linear(x, self.lora_A)", LORA),
+    ("lora.py", "lm.requires_grad_(False)", "pass", LORA),
+    ("lora.py", "f\"{seed} {name}\"", "f\"{seed}\"", START),
+    ("lora.py", "if name.endswith(\"A\"):", "if True:", START),
+    ("lora.py", "full.shape[1] ** 0.5", "full.shape[0] ** 0.5", START),
+    # ---- turns.py
+    ("turns.py", "np.zeros(len(ids)), False)", "np.zeros(len(ids)), True)", SAMPLED),
+    ("turns.py", "c.logprobs, True)", "c.logprobs, False)", SAMPLED),
+    ("turns.py", "found[ends.index(last) + 1:]", "found", BRIDGE),
+    ("turns.py", "found[:self.closing]", "found",
+     "turns.py::test_an_end_inside_the_reply_is_not_the_turns_end"),
+    ("turns.py", "prompt_ids + completions[i].ids.tolist()", "prompt_ids", ASKED),
+    ("turns.py", "seed(i, turn),", "seed(i, 0),", ASKED),
+    ("turns.py", "self.max_tokens - len(completions[i].ids)", "self.max_tokens", ASKED),
+    ("turns.py", "completions[i].truncated = c.truncated", "pass", FAILS),
+    ("turns.py", "if not completions[i].truncated]", "]", FAILS),
+    ("turns.py", ">= self.max_tokens", "> self.max_tokens",
+     "turns.py::test_one_token_must_have_room_after_a_reply"),
+    ("turns.py", "c.failed, messages = score.total is None,", "c.failed, messages = False,", FAILS),
+    ("turns.py", "c.turns += messages", "pass", FAILS),
+    ("turns.py", "turn == self.max_turns", "turn > self.max_turns",
+     "turns.py::test_no_episode_has_more_turns_than_allowed"),
+]
