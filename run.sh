@@ -57,6 +57,7 @@ train() {  # SCRIPT STEPS TARGET FLAGS...: one rank for each GPU, or two ranks o
   shift 3
   # A grade needs the rewards of at least 13 steps, so a run with its own --steps gets none.
   case " $*" in *" --steps"*) ;; *) grade=(--target_reward "$target") ;; esac
+  export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # a line of vLLM about memory nodes
   if [ "$gpus" -gt 0 ]; then
     ranks=$gpus
   else
