@@ -11,9 +11,8 @@ from batch import Batch, Completion, Micro, Sample
 from data import Prompt, Row
 from dist import cut
 from errors import SettingsError
-from log import peak_from_now
-from packing import KEYS
-from plan import Phase, Plan
+from log import peak_memory
+from plan import Phase, Plan, ceil_div
 from rewards import Score
 
 LAST = 64  # tokens that `compare` looks at
@@ -21,18 +20,25 @@ LAST = 64  # tokens that `compare` looks at
 
 def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
     """{phase: its peak in bytes}. Changes no weights and no optimizer state."""
-    a, peaks, entropy = plan.args, {}, "grad" if plan.args.entropy_coef else "value"
-    forwards = {
-        "update": lambda micro: sum(policy.logprobs(micro, a.temperature, entropy)),
-        "score": lambda micro: [model.logprobs(micro, a.temperature)[0]
-                                for model in (policy, reference) if model][-1]}
+    a, peaks = plan.args, {}
+
+    def update(micro):
+        return sum(policy.logprobs(micro, a.temperature, "grad" if a.entropy_coef else "value"))
+
+    def score(micro):
+        if reference:
+            reference.logprobs(micro, a.temperature)
+        return policy.logprobs(micro, a.temperature)[0]
+
+    passes = {"update": (update, policy), "score": (score, policy)}
+    if critic:
+        passes |= dict.fromkeys(["critic update", "critic score"], (critic.values, critic))
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
                for trained in (policy, critic) if trained and not trained.optimizer.state
                for p in trained.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
-        if phase.name not in peaks:
-            trained = critic if phase.name.startswith("critic") else policy
-            forward = forwards.get(phase.name) or critic.values
+        if phase.name not in peaks:  # of several sizes, the largest comes first
+            forward, trained = passes[phase.name]
             peaks[phase.name] = measure(phase, world, vocab, forward, trained)
             trained.optimizer.zero_grad()
     del moments
@@ -41,20 +47,19 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
 
 
 def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
-    """The peak of a phase. Half of the tokens come first: they may fit."""
+    """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
-        peak = peak_from_now(world.device)
         try:
-            with torch.set_grad_enabled("update" in phase.name):
-                out = forward(worst_micro(tokens, phase.longest, vocab, world.device))
-                if out.requires_grad:
-                    trained.backward(out.sum())
+            with peak_memory(world.device) as peak, torch.set_grad_enabled("update" in phase.name):
+                out = forward(
+                    worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
+                trained.backward(out.sum())  # of a score pass: nothing
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
             end(world, phase, tokens)
         del out
-    return peak.read()["gb"]
+    return peak["gb"]
 
 
 def sample(prompt: list[int], completion: np.ndarray) -> Sample:
@@ -63,13 +68,13 @@ def sample(prompt: list[int], completion: np.ndarray) -> Sample:
         Score(0.0, {}, None))
 
 
-def worst_micro(tokens: int, longest: int, vocab: int, device):
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers as many keys as it may."""
-    rows = -(-tokens // longest)
+    long that attention gathers `keys` keys for each token (see plan.Phase)."""
+    rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
-    p = max(1, n - 1 - -(-n // KEYS))  # of its prompt
-    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * (rows * KEYS))
+    p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
+    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 
@@ -88,9 +93,9 @@ def end(world, phase: Phase, failed: int):
 def compare(run, samples: list[Sample]):
     """SettingsError if transformers, trainer and engine are not one policy. A collective.
 
-    It compares the mean over the last tokens of one completion of each rank's engine: rounding
-    moves it little, and single tokens much. The trainer computes the completion twice in one packed
-    input, and the second one counts: a model that looks at its neighbour is found.
+    It compares the mean over the last tokens of one completion of each engine: rounding moves
+    single tokens much, and their mean little. The trainer computes the completion twice in one
+    packed input, and the second one counts: it may not look at its neighbour.
     """
     world, policy = run.world, run.policy
     mine = world.mine(samples) or samples
@@ -105,10 +110,10 @@ def compare(run, samples: list[Sample]):
             for other in (plain_logprobs(run, sample)[-LAST:], engine)]
     gaps = world.max(torch.stack(gaps).nan_to_num(torch.inf)).tolist()
     causes = [
-        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py misses "
-         "what this family does to its logits or scores"),
-        ("engine and trainer", "the engine did not take all weights, kept a prefix cache of old "
-         "ones, or samples otherwise")]
+        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py lacks "
+         "what this family does to logits or scores"),
+        ("engine and trainer", "the engine did not take all weights, has an old prefix cache, or "
+         "samples otherwise")]
     for gap, (who, cause) in zip(gaps, causes, strict=True):
         if gap > run.max_gap:
             raise SettingsError(

@@ -18,16 +18,15 @@ from errors import Mistakes, SettingsError
 
 @dataclass
 class Checked:
-    """What a run works with. Of a model that is not here, the first three are None."""
-    source: str | None  # its folder
-    config: object
+    """What a run works with."""
+    source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
     tokenizer: object
-    shape: memory.Shape | None  # its sizes; None: not known
+    shape: memory.Shape
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
     bridge: turns.Bridge | None  # None: one turn
-    plan: plan.Plan | None  # None: there are mistakes
+    plan: plan.Plan
     kv_cache: float = 0.0  # bytes; 0: the engine finds out
 
 
@@ -41,70 +40,56 @@ class NoTokenizer:
 
 def show_plan(args) -> None:
     """--plan, without torchrun, GPU or weights. It fetches no model."""
-    mistakes = Mistakes()
-    source = mistakes.attempt(find_model, args.model)
-    needs = mistakes.attempt(rewards.check, list(args.reward))
-    found = check_files(args, args.plan_args.ranks, None, source, needs, mistakes)
-    mistakes.stop()
+    found = check_files(args, args.plan_args.ranks)
     card = args.plan_args.gpu_gb * memory.GIB
     print(memory.planned(found.plan, found.shape, card).text())
 
 
 def check(args, ranks: int, machine: int) -> Checked:
-    """All that a run needs, but no weights. SettingsError with all mistakes.
-
-    machine: the ranks of one machine.
-    """
-    mistakes = Mistakes()
-    source = mistakes.attempt(find_model, args.model)
-    needs = mistakes.attempt(rewards.check, list(args.reward))
-    if source is None:  # to make or fetch it takes time: first look at all else
-        check_files(args, ranks, machine, None, needs, mistakes)
-        mistakes.stop()
-        source = find_model(args.model, make=True)
-    found = check_files(args, ranks, machine, source, needs, mistakes)
-    mistakes.stop()
+    """All that a run needs, but no weights. machine: the ranks of one machine."""
+    found = check_files(args, ranks, machine)
+    if found.source is None:  # to make or fetch it takes time: all else was looked at first
+        found = check_files(args, ranks, machine, make=True)
     check_memory(found, gpu_bytes(), machine)
     found.notes += [f"note: {line}" for line in plan.warnings(args)]
-    if not eos_ids(source, found.tokenizer):
+    if not eos_ids(found.source, found.tokenizer):
         found.notes.append("note: the model has no end-of-sequence token: only --stop and "
                            "--max_tokens end completions.")
     return found
 
 
-def check_files(args, ranks: int, machine: int | None, source: str | None, needs: list | None,
-                mistakes: Mistakes) -> Checked:
-    """The model's files, the rows, the reply and the flags; mistakes go to `mistakes`.
+def check_files(args, ranks: int, machine: int | None = None, make: bool = False) -> Checked:
+    """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
 
-    source: the model's folder; None: it is not here. needs: of the rewards; None: a mistake.
+    machine: the ranks of one machine; None: not known. make: see find_model.
     """
+    mistakes, notes = Mistakes(), []
+    source = mistakes.attempt(find_model, args.model, make)
+    needs = mistakes.attempt(rewards.check, list(args.reward))
     lm = tokenizer = bridge = None
     if source:
         lm = mistakes.attempt(model.skeleton, source)
         tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
     shape = mistakes.attempt(find_shape, args, lm)
 
-    rows, note = load_rows(args, args.data, args.seed, tokenizer, mistakes)
-    eval_rows, eval_note = load_rows(  # they do not depend on --seed
-        args, args.eval_data, 0, tokenizer, mistakes)
+    rows = load_rows(args, args.data, args.seed, tokenizer, mistakes, notes)
+    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, mistakes, notes)  # for any --seed
     everything = rows + eval_rows
     mistakes.attempt(rewards.check_rows, needs or [], everything)
-
     if args.turn_args.reply:
         template = None, [], 0
         if lm and tokenizer:
-            template = tokenizer, eos_ids(source, tokenizer), lm.config.vocab_size
+            template = tokenizer, eos_ids(source, tokenizer), shape.vocab
         bridge = mistakes.attempt(turns.check, args, *template, everything)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
-        mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
-    sizes = None if mistakes else plan.Plan(args, args.script, ranks, n_rows, n_eval)
-    notes = [line for line in (note, eval_note) if line]
-    config = lm.config if lm else None
-    return Checked(source, config, tokenizer, shape, rows, eval_rows, notes, bridge, sizes)
+        mistakes += model_limits(args, lm.config, everything if tokenizer else [])
+    mistakes.stop()
+    sizes = plan.Plan(args, ranks, n_rows, n_eval)
+    return Checked(source, tokenizer, shape, rows, eval_rows, notes, bridge, sizes)
 
 
 # ---- the model ----
@@ -152,20 +137,16 @@ def eos_ids(source: str, tokenizer) -> list[int]:
 
 
 def find_shape(args, lm) -> memory.Shape | None:
-    """The model's sizes. A plan for a model that is not here has other ways to know them."""
-    p = args.plan_args
-    if p.plan and p.sizes:
-        return memory.shape_of(args.model, p.sizes)
+    """The model's sizes. Those of a model that is not here are known, or on the hub."""
     if lm:
         return memory.shape_from(lm)
-    if not p.plan or Path(args.model).is_dir():  # a folder with a mistake
+    if not args.plan_args.plan or Path(args.model).is_dir():  # a folder with a mistake
         return None
-    known = memory.shape_of(args.model)
-    return known or memory.shape_from(model.skeleton(args.model))  # config.json, from the hub
+    return memory.shape_of(args.model) or memory.shape_from(model.skeleton(args.model))
 
 
-def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
-    """Sentences for what the model cannot take."""
+def model_limits(args, config, rows: list[data.Row]) -> list[str]:
+    """Sentences for what the model or its engine cannot take."""
     found, name, vocab = [], f"--model {args.model}", config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
@@ -178,14 +159,10 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     if head not in served and not torch.cuda.is_available():
         found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
-    gpu = args.plan_args.plan or torch.cuda.is_available()
-    dtype = model.compute_dtype(args.model_args, torch.device("cuda" if gpu else "cpu"))
-    if args.lora_args.in_engine(dtype == torch.bfloat16) and config.model_type == "stablelm":
+    lora = args.lora_args
+    if lora.lora_rank and lora.lora_sync != "merged" and config.model_type == "stablelm":
         found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
-                     f"--lora_sync merged.")
-    if tokenizer and tokenizer.vocab_size > vocab:  # but for added tokens
-        found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
-                     f"{vocab:,}.")
+                     "--lora_sync merged.")
     for row in rows:
         largest = max(row.prompt_ids, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
@@ -197,13 +174,18 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
 
 # ---- rows and memory ----
 
-def load_rows(args, spec: str | None, seed: int, tokenizer, mistakes: Mistakes):
-    """Rows, and a sentence with their counts. ([], None) without data, or with a mistake in it."""
+def load_rows(args, spec: str | None, seed: int, tokenizer, mistakes: Mistakes,
+              notes: list[str]) -> list[data.Row]:
+    """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it."""
     if not spec:
-        return [], None
+        return []
     tokenizer = tokenizer or NoTokenizer()
     found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
-    return found or ([], None)
+    if found is None:
+        return []
+    rows, note = found
+    notes.append(note)
+    return rows
 
 
 def check_memory(found: Checked, card: float | None, machine: int) -> None:
@@ -211,18 +193,16 @@ def check_memory(found: Checked, card: float | None, machine: int) -> None:
 
     card: bytes of this rank's GPU; None: it has none.
     """
-    asked, shape = found.plan.args.engine_args.kv_cache_gb * memory.GIB, found.shape
+    asked = found.plan.args.engine_args.kv_cache_gb > 0
     if not card:
         found.plan.free = free_bytes() / machine
-    found.plan = memory.planned(found.plan, shape, card)
-    if not shape.fused:
-        found.kv_cache = asked or (0.0 if card else memory.CPU_CACHE)
-        return
-    engine = memory.EngineMemory(found.plan, shape, card)
-    found.kv_cache = asked if card else engine.cache
+    found.plan = memory.planned(found.plan, found.shape, card)
+    engine = memory.EngineMemory(found.plan, found.shape, card)
+    if asked or not card:
+        found.kv_cache = engine.cache
     # On a GPU all but the engine's weights and a given cache is an estimate.
-    certain = not card or asked and (not engine.holds or engine.weights + engine.cache > card)
-    if certain and not memory.fits(found.plan, shape, card):
+    certain = not card or (asked and (engine.holds == 0 or engine.weights + engine.cache > card))
+    if certain and found.shape.fused and not memory.fits(found.plan, found.shape, card):
         words = found.plan.memory.splitlines()[0].removeprefix("  memory     ")
         raise SettingsError(f"this run {words}.")
 

@@ -4,7 +4,7 @@
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
         state.json                  step, position in the data, settings, sizes of these files
 
-Each completion has its own seed: no generator is saved. torch unpickles .metadata: load only
+No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
 what you wrote.
 """
 import json
@@ -41,12 +41,8 @@ def write(world: World, act, *args):
     result, failed = None, []
     try:
         result = act(*args)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         failed = [str(error)]
-    except OSError as error:
-        failed = [str(error)]
-        if error.strerror:
-            failed = [f"{error.filename or 'state.json'}: {error.strerror}"]
     except CheckpointException as error:  # it has the failures of all ranks
         rank, (cause, *_) = next(iter(error.failures.items()))
         failed = [f"__{rank}_0.distcp: {str(cause).splitlines()[0]}"]
@@ -66,17 +62,14 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
         write(world, make_room, world, partial)
         mine = write(world, write_tensors, world, partial, trained)
         sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
-        write(world, seal, world, partial, state, sizes)
-        write(world, forget, world, folder, state["step"], keep)
+        write(world, seal, world, partial, state, sizes, keep)
     except NotWritten as error:
         if world.rank != 0:
             return str(error)
-        newest = "there is no other"
-        if steps(folder):
-            newest = f"the newest checkpoint is step_{steps(folder)[-1]}"
+        there = ", ".join(f"step_{n}" for n in steps(folder)) or "none"
         free = shutil.disk_usage(folder.parent).free / 2**30
         shutil.rmtree(partial, ignore_errors=True)
-        return f"{error}; {free:.1f} GiB are free there; {newest}"
+        return f"{error}; {free:.1f} GiB are free there; checkpoints there: {there}"
     return None
 
 
@@ -95,8 +88,8 @@ def write_tensors(world: World, partial: Path, trained: dict[str, Trained]) -> d
     return written(*partial.glob(f"__{world.rank}_*"))
 
 
-def seal(world: World, partial: Path, state: dict, sizes: dict[str, int]):
-    """state.json, and the folder's final name: the checkpoint is whole."""
+def seal(world: World, partial: Path, state: dict, sizes: dict[str, int], keep: int):
+    """state.json, and the folder's final name: the checkpoint is whole. Older ones go."""
     if world.rank != 0:
         return
     for name in sizes:
@@ -109,14 +102,14 @@ def seal(world: World, partial: Path, state: dict, sizes: dict[str, int]):
     remove(path)  # a damaged one
     partial.rename(path)
     os.sync()
+    forget(path.parent, state["step"], keep)
 
 
-def forget(world: World, folder: Path, step: int, keep: int):
+def forget(folder: Path, step: int, keep: int):
     """Removes all but the newest `keep`. Those after `step` are damaged: they were passed over."""
-    if world.rank == 0:
-        kept = [n for n in steps(folder) if n <= step][-keep:]
-        for old in set(steps(folder)) - set(kept):
-            remove(folder / f"step_{old}")
+    kept = [n for n in steps(folder) if n <= step][-keep:]
+    for old in set(steps(folder)) - set(kept):
+        remove(folder / f"step_{old}")
 
 
 def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
@@ -164,8 +157,7 @@ def read(path: Path) -> tuple[dict, list[str]]:
 def compare(saved: Saved, settings: dict) -> list[str]:
     """A line for each setting that changed. SettingsError if one of FIXED did."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
-    changed = [name for name in was | now
-               if was.get(name) != now.get(name) and name not in ("resume", "strict")]
+    changed = [name for name in was | now if was.get(name) != now.get(name)]
     wrong = [f"{name} was {was[name]} and is now {now.get(name)}"
              for name in changed if name in FIXED and name in was]
     if wrong:

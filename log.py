@@ -10,7 +10,6 @@ import platform
 import reprlib
 import resource
 import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -24,26 +23,27 @@ from tqdm import tqdm
 from dist import World
 from errors import SettingsError
 
-GAP = "rollout/logprob_gap_mean"
 LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
+STEPS = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"
+COMPLETIONS = "{n_fmt} of {total_fmt} in {elapsed}, {remaining} left{postfix}"
 SHORT = reprlib.Repr()
 SHORT.maxstring = 140  # characters
 
 
-# ---- the run's folder ----
+# ---- files ----
 
-def open_folder(args) -> Path:
+def choose_folder(args) -> Path:
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
     default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
     folder = Path("runs", args.name or time.strftime(default))
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
     done = finished_steps(folder)
-    if args.steps <= done:
+    if done and args.steps <= done:
         raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
                             f"another --name or more --steps.")
     return folder
@@ -87,7 +87,7 @@ def sample_row(s) -> dict:
 
 
 class Log:
-    """A run's folder and output. project: of Weights & Biases. max_gap: see --max_gap."""
+    """A run's folder and output. project: of Weights & Biases."""
 
     def __init__(self, folder: Path, world: World, steps: int, project: str | None = None,
                  max_gap: float = 1e-3, max_bad_steps: int = 3):
@@ -98,41 +98,40 @@ class Log:
         self.held: dict[str, float] = {}  # of an evaluation, for the next row
         self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
         self.doing: tuple[str, float] | None = None  # what is timed, and since when
-        self.counter: tqdm | None = None  # of vLLM
-        self.nowhere, self.shown = open(os.devnull, "w"), 0.0  # when `show` last printed a line
+        self.counter: tqdm | None = None  # of the completions that vLLM has made
+        self.nowhere = open(os.devnull, "w")
         self.file = self.wandb = self.bar = None
 
     def say(self, text: str):
         if self.writing:
             tqdm.write(text)  # above the bar
-            sys.stdout.flush()
 
-    # ---- the start ----
-
-    def lock(self):
-        """Makes the folder and keeps other runs out of it."""
-        if not self.writing:
-            return
-        with self.required():
-            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-            self.lock_file = open(self.folder / ".lock", "w")
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+    # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Lines from step `start` on go: a killed run wrote them."""
+        """Makes the folder and keeps other runs out. Rows from step `start` on go: a killed run
+        wrote them."""
         if not self.writing:
             return
-        path, args = self.folder / "metrics.jsonl", args | {"versions": versions()}
-        self.rows = [row for row in read_metrics(path) if row["step"] < start]
-        with self.required():
+        path = self.folder / "metrics.jsonl"
+        try:  # before the run a disk that fails is a mistake
+            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            self.rows = [row for row in read_metrics(path) if row["step"] < start]
             write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
             write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
             write_whole(self.folder / "plan.txt", plan_text)
-        (self.folder / "done.json").unlink(missing_ok=True)
-        self.file = open(path, "a", buffering=1)
-        self.bar = tqdm(total=self.steps, initial=start, leave=False,
-                        disable=None,  # where the output is a file
-                        bar_format="step {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}")
+            (self.folder / "done.json").unlink(missing_ok=True)
+            self.file = open(path, "a", buffering=1)
+        except BlockingIOError:
+            raise SettingsError(
+                f"another run is writing {self.folder}; choose another --name.") from None
+        except OSError as error:
+            raise SettingsError(
+                f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
+        self.bar = tqdm(total=self.steps, initial=start, leave=False, bar_format=STEPS,
+                        disable=None)  # None: where the output is a file
         threading.Thread(target=self.beat, daemon=True).start()
         if self.project:
             self.open_wandb(args)
@@ -147,19 +146,24 @@ class Log:
                 dir=self.folder, config=args, resume="allow", mode=None if key else "offline",
                 settings={"init_timeout": 30, "silent": True})
 
-    # ---- what can fail ----
+    def finish(self, steps: int):
+        if self.writing:
+            with self.disk("done.json") as path:
+                write_whole(path, json.dumps({"steps": steps}))
 
-    @contextmanager
-    def required(self):
-        """Before the run a disk that fails is a mistake."""
-        try:
-            yield
-        except BlockingIOError:
-            raise SettingsError(
-                f"another run is writing {self.folder}; choose another --name.") from None
-        except OSError as error:
-            raise SettingsError(
-                f"the run's folder {self.folder} cannot be written ({error.strerror}).") from None
+    def close(self):
+        """W&B's teardown waits for its writes."""
+        if self.wandb:
+            with self.wandb_may_fail():
+                import wandb
+                wandb.teardown()
+        if self.file:
+            with self.disk("metrics.jsonl"):
+                self.file.close()
+            self.bar.close()
+        self.file = None
+
+    # ---- what can fail ----
 
     @contextmanager
     def disk(self, file: str):
@@ -192,79 +196,71 @@ class Log:
     @contextmanager
     def phase(self, name: str):
         """The same, and the peak of memory inside to memory/NAME_gb."""
-        with self.time(name):
-            memory = peak_from_now(self.world.device)
+        with self.time(name), peak_memory(self.world.device) as peak:
             yield
-            for unit, peak in memory.read().items():
-                for key in f"memory/{name}_{unit}", f"memory/peak_{unit}":
-                    self.peaks[key] = max(self.peaks[key], peak / 2**30)
+        for unit, size in peak.items():
+            for key in f"memory/{name}_{unit}", f"memory/peak_{unit}":
+                self.peaks[key] = max(self.peaks[key], size / 2**30)
 
     def count(self, *items, **options) -> tqdm:
-        """For vLLM, which counts completions in it. It draws nothing: `show` reads it. vLLM divides
-        by its seconds, so it is on for all ranks."""
-        self.counter = tqdm(*items, **options, file=self.nowhere, disable=False)
+        """vLLM's bar. `show` reads it. It is on for all ranks: vLLM divides by its seconds."""
+        self.counter = tqdm(*items, **options, bar_format=COMPLETIONS, file=self.nowhere)
         return self.counter
 
     def beat(self):
-        """A thread: shows each second what is being done."""
+        """A thread: shows what is being done each second, in a file each half minute."""
         while self.file:
-            time.sleep(1)
             self.show()
+            time.sleep(30 if self.bar.disable else 1)
 
     def show(self):
         """On a terminal in the bar; in a file a line, if it has taken half a minute."""
-        doing, counter, now = self.doing, self.counter, time.monotonic()
-        if not doing:
-            self.bar.set_postfix_str("")
-            return
-        name, began = doing
-        clock, seconds = tqdm.format_interval, now - began
-        text = f"{name}: {clock(seconds)}"
-        if counter and counter.n and counter.total:
-            left = seconds * (counter.total - counter.n) / counter.n
-            text = (f"{name}: {counter.n} of {counter.total} in {clock(seconds)}, {clock(left)} "
-                    f"left, {counter.postfix}")
+        doing, counter, text = self.doing, self.counter, ""
+        if doing:
+            name, began = doing
+            seconds = time.monotonic() - began
+            text = f"{name}: {tqdm.format_interval(seconds)}"
+            if counter and counter.n and counter.total:
+                text = f"{name}: {counter}"
+            if self.bar.disable and seconds >= 30:
+                self.say(f"  {text}")
         self.bar.set_postfix_str(text)
-        if self.bar.disable and now - max(began, self.shown) >= 30:
-            self.shown = now
-            self.say(f"  {text}")
 
     # ---- what is kept ----
 
     def step(self, step: int, metrics: dict):
-        """Writes a step's metrics, null if not finite. A collective."""
+        """Writes a row of metrics, null if not finite. A collective."""
         peaks = self.world.max(torch.tensor([*self.peaks.values()], dtype=torch.float64)).tolist()
         row = {"step": step} | self.held | metrics | self.times
         row |= zip(self.peaks, peaks, strict=True)
-        self.held, self.times, self.peaks = {}, defaultdict(float), defaultdict(float)
+        for written in self.held, self.times, self.peaks:
+            written.clear()
         for key, value in row.items():
             if not isinstance(value, int):
                 row[key] = round(float(value), 10) if math.isfinite(value) else None
-        if not self.writing:
-            return
+        if self.writing:
+            self.write(row)
+
+    def write(self, row: dict):
         self.rows.append(row)
         with self.disk("metrics.jsonl"):  # what is left is in its buffer, for the next time
             self.file.write(json.dumps(row) + "\n")
         if self.wandb:
             with self.wandb_may_fail():
-                self.wandb.log({k: v for k, v in row.items() if v is not None}, step=step)
-        if row.keys() & LINE.keys():  # else it is the last evaluation's
-            self.say_step(row)
-
-    def say_step(self, row: dict):
+                self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
+        if not shown:  # it is the last evaluation's
+            return
         if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
+        if (row.get("rollout/logprob_gap_mean") or 0.0) > self.max_gap:
+            shown.append("engine and trainer differ by more than --max_gap")
         count = f"{row['step'] + 1:>{len(str(self.steps))}}/{self.steps}"
         self.say("  ".join([f"step {count}", *shown]))
         self.bar.update()
 
     def watch(self, metrics: dict):
-        """Reports a gap that jumps, and gradients that are not finite. The row is written."""
-        most = max((row.get(GAP) or 0.0 for row in self.rows[:-1]), default=math.inf)
-        if metrics.get(GAP, 0.0) > max(10 * most, self.max_gap / 10):
-            self.say(f"engine and trainer differ by {metrics[GAP]:.2g} nats a token; it was at "
-                     f"most {most:.2g}")
+        """Counts the steps in a row that had a gradient that is not finite."""
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
@@ -287,9 +283,8 @@ class Log:
             path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
         for row in rows[::max(1, len(rows) // max(1, show))][:show]:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
-            said = " -> ".join(turn["content"] for turn in row["turns"])
-            prompt, text = (SHORT.repr(whole)[1:-1] for whole in (row["prompt"], said))
-            self.say(f"    [{reward}] {prompt} -> {text}")
+            prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
+            self.say(f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}")
 
     def hold(self, metrics: dict, step: int):
         """Prints an evaluation. It goes into the next row."""
@@ -297,56 +292,33 @@ class Log:
         shown = [f"{k.removeprefix('eval/')} {v:.3f}" for k, v in metrics.items() if "pass@" in k]
         self.say(f"evaluation after {step} steps: {'  '.join(shown)}")
 
-    # ---- the end ----
-
-    def finish(self, steps: int):
-        if self.writing:
-            with self.disk("done.json") as path:
-                write_whole(path, json.dumps({"steps": steps}))
-        self.close()
-
-    def close(self):
-        """W&B's teardown waits for its writes."""
-        if self.wandb:
-            with self.wandb_may_fail():
-                import wandb
-                wandb.teardown()
-        if self.file:
-            with self.disk("metrics.jsonl"):
-                self.file.close()
-            self.bar.close()
-        self.file = self.wandb = None
-
 
 # ---- memory ----
 
-def peak_from_now(device):
-    return GpuPeak() if device.type == "cuda" else CpuPeak()
+def peak_memory(device):
+    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
+    return gpu_peak() if device.type == "cuda" else cpu_peak()
 
 
-class CpuPeak:
-    """The most resident memory of this process from now on, in bytes."""
+@contextmanager
+def cpu_peak():
+    """gb: resident in this process."""
+    with suppress(OSError):  # the kernel's peak starts again
+        Path("/proc/self/clear_refs").write_text("5")
+    peak = {}
+    yield peak
+    peak["gb"] = resident()
 
-    def __init__(self):
-        with suppress(OSError):  # the kernel's peak starts again
-            Path("/proc/self/clear_refs").write_text("5")
 
-    def read(self) -> dict[str, int]:
-        return {"gb": resident()}
-
-
-class GpuPeak:
-    """The most memory in use on this GPU from now on, by anyone, in bytes."""
-
-    def __init__(self):
-        torch.cuda.reset_peak_memory_stats()
-        # Not PyTorch's. Only a sum with PyTorch's memory is true.
-        self.others = gpu_in_use() - torch.cuda.memory_reserved()
-
-    def read(self) -> dict[str, int]:
-        """gb: PyTorch's tensors alone; reserved_gb: with what its allocator keeps for later."""
-        reserved = max(gpu_in_use(), self.others + torch.cuda.max_memory_reserved())
-        return {"gb": self.others + torch.cuda.max_memory_allocated(), "reserved_gb": reserved}
+@contextmanager
+def gpu_peak():
+    """Of all processes. gb: without what PyTorch's allocator keeps for later; reserved_gb: with."""
+    torch.cuda.reset_peak_memory_stats()
+    others = gpu_in_use() - torch.cuda.memory_reserved()
+    peak = {}
+    yield peak
+    peak["gb"] = others + torch.cuda.max_memory_allocated()
+    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
 
 
 def resident() -> int:

@@ -5,9 +5,9 @@ Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: t
 from collections import namedtuple
 from dataclasses import dataclass, replace
 
-from errors import SettingsError
-from lora import LORA_RANKS
-from packing import EVEN, KEYS
+import torch
+
+from packing import EVEN
 from plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
 
 GIB = 2**30
@@ -25,39 +25,26 @@ LADDER = [  # the cheapest first
 
 @dataclass
 class Shape:
+    """The sizes of a model. Its parameters are counted on the model itself."""
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int
+    head_dim: int
     vocab: int
-    tied: bool = False  # the head is the embedding
-    bias: bool = False  # on q, k and v
-    head_dim: int = 0  # 0: hidden / heads
-    qk_norm: bool = False  # q and k are normalized
-    layer: int = 0  # parameters of a layer; 0: attention, norms, MLP
-    root: int = 0  # of the rest; 0: embedding, head, last norm
-    linears: dict | None = None  # {name: in + out} of a layer; None: a plain decoder's
-    fused: bool = True  # attention; else its memory grows with length²
+    layer: int  # parameters of a layer
+    root: int  # of the rest: embedding, head, last norm
+    tied: bool  # the head is the embedding
+    qk_norm: bool  # q and k are normalized
+    fused: bool  # attention; else its memory grows with length²
+    linears: dict  # {name: in + out} of the linear layers of a layer
 
     def __post_init__(self):
-        h, i, head = self.hidden, self.intermediate, self.head_dim or self.hidden // self.heads
-        self.q, self.kv = self.heads * head, self.kv_heads * head
-        self.embedding = self.vocab * h
-        if not self.layer:
-            self.layer = 2 * h * (self.q + self.kv) + 2 * h + 3 * h * i
-            if self.bias:
-                self.layer += self.q + 2 * self.kv
-            if self.qk_norm:
-                self.layer += 2 * head
-        if not self.root:
-            self.root = h + (self.embedding if self.tied else 2 * self.embedding)
+        self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.embedding = self.vocab * self.hidden
         self.params = self.layers * self.layer + self.root
         self.critic = self.params if self.tied else self.params - self.embedding  # no head
-        if self.linears is None:
-            self.linears = dict(
-                q_proj=h + self.q, k_proj=h + self.kv, v_proj=h + self.kv, o_proj=self.q + h,
-                gate_proj=h + i, up_proj=h + i, down_proj=i + h)
 
     def adapter(self, lora) -> int:
         """Parameters of LoRA's adapters. 0: all weights are trained."""
@@ -67,7 +54,7 @@ class Shape:
     def saved(self, c: int, keys: float) -> float:
         """Bytes that a layer keeps for backward, per token.
 
-        c: bytes of a computed number. keys: that attention gathers, per token (packing.py).
+        c: bytes of a computed number. keys: see plan.Phase.
         """
         norms = 8 * self.hidden + 8 + 4 * c * self.hidden
         if self.qk_norm:
@@ -79,52 +66,56 @@ class Shape:
         return norms + attention + 4 * c * self.intermediate
 
 
-SHAPES = {name: Shape(*map(int, sizes)) for name, *sizes in map(str.split, """\
-tiny 128 256 2 4 4 320 1 1
-Qwen2.5-0.5B 896 4864 24 14 2 151936 1 1
-Qwen2.5-1.5B 1536 8960 28 12 2 151936 1 1
-Qwen2.5-3B 2048 11008 36 16 2 151936 1 1
-Qwen2.5-7B 3584 18944 28 28 4 152064 0 1
-Qwen2.5-14B 5120 13824 48 40 8 152064 0 1
-Qwen2.5-32B 5120 27648 64 40 8 152064 0 1
-Qwen3-0.6B 1024 3072 28 16 8 151936 1 0 128 1
-Qwen3-1.7B 2048 6144 28 16 8 151936 1 0 128 1
-Qwen3-4B 2560 9728 36 32 8 151936 1 0 128 1
-Qwen3-8B 4096 12288 36 32 8 151936 0 0 128 1
-Llama-3.2-1B 2048 8192 16 32 8 128256 1
-Llama-3.2-3B 3072 8192 28 24 8 128256 1
-Llama-3.1-8B 4096 14336 32 32 8 128256""".splitlines())}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size")
+KNOWN = """\
+tiny qwen2 128 256 2 4 4 320 tied
+Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 tied
+Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 tied
+Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
+Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
+Qwen2.5-14B qwen2 5120 13824 48 40 8 152064 untied
+Qwen2.5-32B qwen2 5120 27648 64 40 8 152064 untied
+Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
+Qwen3-1.7B qwen3 2048 6144 28 16 8 151936 tied
+Qwen3-4B qwen3 2560 9728 36 32 8 151936 tied
+Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
+Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied
+Llama-3.2-3B llama 3072 8192 28 24 8 128256 tied
+Llama-3.1-8B llama 4096 14336 32 32 8 128256 untied"""
 
 
-def shape_of(model: str, sizes: tuple[str, ...] = ()) -> Shape | None:
-    """From --sizes, or of a model whose name is known here. None: another name."""
-    if sizes:
-        try:
-            return Shape(**{name: int(value) for name, value in (s.split("=") for s in sizes)})
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise SettingsError(
-                "--sizes must be hidden=… intermediate=… layers=… heads=… kv_heads=… vocab=… "
-                f"({type(error).__name__}).") from None
-    if model.startswith("tiny"):
-        return SHAPES["tiny"]
-    name = model.rpartition("/")[2]
-    return SHAPES.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+def shape_of(model: str) -> Shape | None:
+    """Of a model whose name is KNOWN: no file is read. None: another name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    name = model.rpartition("/")[2].partition(":")[0]
+    name = name.removesuffix("-Instruct").removesuffix("-Base")
+    for line in KNOWN.splitlines():
+        known, family, *sizes, head = line.split()
+        if known == name:
+            sizes = dict(zip(SIZES, map(int, sizes), strict=True))
+            with torch.device("meta"):
+                config = AutoConfig.for_model(
+                    family, tie_word_embeddings=head == "tied", **sizes)
+                return shape_from(AutoModelForCausalLM.from_config(config))
+    return None
 
 
 def shape_from(lm) -> Shape:
-    """Of a model that is loaded, with or without its weights."""
+    """Of a model, with or without its weights."""
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
     layer = sum(n for name, n in sizes.items() if ".0." in name)
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features
                for name, m in lm.named_modules() if ".0." in name and hasattr(m, "in_features")}
+    heads = c.num_attention_heads
     return Shape(
-        c.hidden_size, getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-        c.num_hidden_layers, c.num_attention_heads,
-        getattr(c, "num_key_value_heads", None) or c.num_attention_heads, c.vocab_size,
-        tied="lm_head.weight" not in sizes, head_dim=getattr(c, "head_dim", None) or 0,
-        qk_norm="q_norm" in str(sizes), layer=layer,
-        root=sum(sizes.values()) - c.num_hidden_layers * layer, linears=linears,
-        fused=c.model_type != "gemma2")
+        hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
+        intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        layer=layer, root=sum(sizes.values()) - c.num_hidden_layers * layer,
+        tied="lm_head.weight" not in sizes, qk_norm="q_norm" in str(sizes),
+        fused=c.model_type != "gemma2", linears=linears)
 
 
 def number_bytes(dtype: str, card) -> int:
@@ -134,12 +125,12 @@ def number_bytes(dtype: str, card) -> int:
     return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
-def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float = KEYS,
+def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float,
            checkpointing: bool = False, head_chunk: int = 0, critic: bool = False,
            frozen: bool = False) -> dict[str, float]:
     """The bytes of each part in the fullest moment of a micro-batch of `tokens`.
 
-    c, m: bytes of a computed number, of a master weight. keys: see Shape.saved. frozen: only
+    c, m: bytes of a computed number, of a master weight. keys: see plan.Phase. frozen: only
     adapters have a gradient.
     """
     h, i, embedding = tokens * shape.hidden * c, tokens * shape.intermediate * c, shape.embedding
@@ -178,11 +169,9 @@ class EngineMemory:
     def __init__(self, plan, shape, card):
         e, lora = plan.args.engine_args, plan.args.lora_args
         c = number_bytes(plan.args.model_args.dtype, card)
-        self.adapter = lora.in_engine(c == 2)  # else it takes weights with adapters merged
         self.weights = c * shape.params / e.tp
-        if self.adapter:
-            room = next(rank for rank in LORA_RANKS if rank >= lora.lora_rank)
-            self.weights += c * shape.adapter(lora) * room / lora.lora_rank
+        if lora.in_engine(c == 2):  # else it takes weights with adapters merged
+            self.weights += c * shape.adapter(lora)
 
         graphs = ENGINE_GRAPHS if card and not e.eager else 0
         activations = c * ENGINE_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
@@ -190,8 +179,8 @@ class EngineMemory:
         self.workspace = graphs + activations + logits
 
         tokens = 16 if card else 128  # of a block of the cache
-        head = shape.kv / shape.kv_heads
-        block = 2 * c * tokens * shape.layers * max(shape.kv / e.tp, head)  # at least one head
+        kv = max(shape.kv / e.tp, shape.head_dim)  # at least one head
+        block = 2 * c * tokens * shape.layers * kv
         sequence = block * ceil_div(plan.longest, tokens)  # the longest
         if e.kv_cache_gb:
             self.cache = e.kv_cache_gb * GIB
@@ -215,23 +204,22 @@ class TrainerMemory:
 
     def __init__(self, plan, shape, card):
         a, w = plan.args, plan.args.model_args
-        self.args, self.shape = a, shape
+        self.shape, self.model_args = shape, w
         self.c = number_bytes(w.dtype, card)
         self.m = max(4, self.c)  # of a master weight
-        adapter = shape.adapter(a.lora_args)
-        self.policy, self.critic, self.frozen = shape.params, 0, 0  # parameters; frozen: of both
+        self.trained, self.frozen = {"policy": shape.params}, 0  # parameters
         if a.critic_args:
-            self.critic = shape.critic
+            self.trained["critic"] = shape.critic
+        adapter = shape.adapter(a.lora_args)
         if adapter:
-            self.frozen, self.policy = self.policy + self.critic, adapter
-            if a.critic_args:
-                self.critic = adapter
-        offload = w.offload if card else ()  # without a GPU there is one memory
+            self.frozen = sum(self.trained.values())
+            self.trained = dict.fromkeys(self.trained, adapter)
         self.ranks = w.shard_size or plan.ranks  # they share all this
         if card and w.cpu_offload:  # nothing is on the GPU
             self.ranks = float("inf")
 
-        trained = self.m * (self.policy + self.critic)
+        offload = w.offload if card else ()  # without a GPU there is one memory
+        trained = self.m * sum(self.trained.values())
         weights = trained + self.c * self.frozen
         if a.needs_reference and not adapter and "reference" not in offload:
             weights += self.c * shape.params
@@ -245,15 +233,15 @@ class TrainerMemory:
 
     def micro_batch(self, phase: Phase) -> dict[str, float]:
         """What a phase adds to the state."""
-        w, grad = self.args.model_args, phase.name.endswith("update")
-        critic = phase.name.startswith("critic")
-        trained = self.critic if critic else self.policy
-        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens.
-        keys = min(KEYS, self.args.group + 1)
+        w, grad = self.model_args, phase.name.endswith("update")
+        who = "critic" if phase.name.startswith("critic") else "policy"
         parts = widest(
-            self.shape, phase.tokens, grad=grad, c=self.c, m=self.m, keys=keys, critic=critic,
-            checkpointing=w.checkpointing, head_chunk=w.head_chunk, frozen=self.frozen > 0)
-        return parts | {"gradients": self.m * trained / self.ranks if grad else 0}
+            self.shape, phase.tokens, grad=grad, c=self.c, m=self.m, keys=phase.keys,
+            critic=who == "critic", checkpointing=w.checkpointing, head_chunk=w.head_chunk,
+            frozen=self.frozen > 0)
+        if grad:
+            parts["gradients"] = self.m * self.trained[who] / self.ranks
+        return parts
 
 
 Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
@@ -276,12 +264,14 @@ def loads(plan, shape, card) -> list[Load]:
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
-def fits(plan, shape, card, spare: float = 0.0) -> bool:
-    """Every phase leaves `spare` bytes, and the cache holds a sequence."""
-    limit = (card or plan.free) - spare
+def fits(plan, shape, card) -> bool:
+    """Every phase leaves 3 % of the memory, and the cache holds a sequence."""
+    limit = card or plan.free
     return EngineMemory(plan, shape, card).holds > 0 and all(
-        load.total <= limit for load in loads(plan, shape, card))
+        load.total <= 0.97 * limit for load in loads(plan, shape, card))
 
+
+# ---- the search for flags with which it fits ----
 
 SHARE = "gpu_memory_utilization"
 
@@ -299,28 +289,28 @@ def ladder(plan, shape) -> list[tuple[str, object]]:
 
 
 def fitting(plan, shape, card, values: dict) -> dict | None:
-    """The values, if it fits with them and 3 % to spare, or them and the nearest share for the
-    engine with which it does. None: there is none."""
-    limit, tries = card or plan.free, [values]
+    """The values, if it fits with them, or them and the nearest share for the engine with which it
+    does. None: there is none."""
+    tries = [values]
     if card:
         given = flags(plan.args)[SHARE]
         shares = sorted((n / 20 for n in range(2, 19)), key=lambda share: abs(share - given))
         tries += [values | {SHARE: share} for share in shares]
     for more in tries:
-        if fits(replace(plan, args=changed(plan.args, **more)), shape, card, 0.03 * limit):
+        if fits(replace(plan, args=changed(plan.args, **more)), shape, card):
             return more
     return None
 
 
 def fewest(plan, shape, card) -> dict | None:
-    """{flag: value} with which it fits, none too many. None: no flags are enough."""
-    steps = ladder(plan, shape)
+    """{flag: value} with which it fits, none too many: {} if it does. None: no flags are enough."""
+    steps, chosen = ladder(plan, shape), None
     # Walk down the ladder until it fits.
     for n in range(len(steps) + 1):
         chosen = fitting(plan, shape, card, dict(steps[:n]))
         if chosen is not None:
             break
-    else:
+    if chosen is None:
         return None
     # Leave out each flag that is not needed, or take the first of its values that is enough.
     for flag in list(chosen):
@@ -338,45 +328,36 @@ def spell(values: dict) -> str:
     return " ".join(typed(flag, value) for flag, value in values.items())
 
 
+def verdict(plan, shape, card) -> tuple[str, Plan]:
+    """Whether it fits, and if not, with which flags; and the plan that fits, else this one."""
+    for doubled in range(8 if card else 1):
+        wider = replace(plan, ranks=plan.ranks * 2**doubled)
+        more = fewest(wider, shape, card)
+        if more is not None:
+            if doubled:
+                more["ranks"] = wider.ranks
+            words = f"does not fit; would with {spell(more)}" if more else "fits"
+            return words, replace(wider, args=changed(plan.args, **more))
+    return "does not fit; no flag helps", plan
+
+
+# ---- what is printed ----
+
 def planned(plan, shape, card) -> Plan:
     """The plan with its memory, for a GPU of `card` bytes or, without one, for plan.free."""
     if not shape.fused:
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
     words, best = verdict(plan, shape, card)
-    top, limit = max(loads(best, shape, card), key=lambda load: load.total), card or plan.free
-    of = f"of {limit / GIB:.3g} GiB" if limit else "GiB"
-    of += " per GPU" if card else " free per rank"
-    a, engine = plan.args, EngineMemory(plan, shape, card)
-    asked = ceil_div(max(plan.batches) * a.group * a.engine_args.tp, plan.ranks)
-    lines = [f"  memory     {words}{top.total / GIB:.1f} {of} at most, in {top.phase}",
+    top = max(loads(best, shape, card), key=lambda load: load.total)
+    limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
+    a, holds = plan.args, EngineMemory(plan, shape, card).holds
+    lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
              *table(loads(plan, shape, card)),
-             f"    {shape.params:,} parameters; the engine's cache holds {engine.holds:,} of the "
-             f"longest sequences ({plan.longest:,} tokens), and a step asks it for {asked:,}"]
+             f"    {shape.params:,} parameters; the engine's cache holds {holds:,} of the longest "
+             f"sequences ({plan.longest:,} tokens), and one call asks for {plan.requests:,}"]
     if a.lora_args.lora_rank:
-        takes = "them alone" if engine.adapter else "weights with them merged"
-        if engine.adapter and card and a.engine_args.sleep_level:
-            takes += (f", and keeps {engine.weights / GIB:.3g} GiB of weights on the host of each "
-                      f"rank (sleep level 1)")
-        lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained; the "
-                     f"engine takes {takes}")
+        lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained")
     return replace(plan, memory="\n".join(lines))
-
-
-def verdict(plan, shape, card) -> tuple[str, Plan]:
-    """Whether it fits, and if not, with which flags; and the plan that fits, else this one."""
-    if not (card or plan.free):
-        return "", plan
-    if fits(plan, shape, card):
-        return "fits: ", plan
-    for doubled in range(8 if card else 1):
-        wider = replace(plan, ranks=plan.ranks * 2**doubled)
-        more = fewest(wider, shape, card)
-        if more is not None:
-            best = replace(wider, args=changed(plan.args, **more))
-            if doubled:
-                more["ranks"] = wider.ranks
-            return f"does not fit; would with {spell(more)}: ", best
-    return "does not fit; no flag helps: ", plan
 
 
 def table(found: list[Load]) -> list[str]:

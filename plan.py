@@ -1,10 +1,9 @@
 """plan.py: the sizes of a run, and the rules for its settings, before anything loads."""
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import NamedTuple
 
 from lora import LORA_RANKS
+from packing import KEYS
 
 
 @dataclass
@@ -16,9 +15,6 @@ class PlanArgs:
     """Ranks to plan for."""
     gpu_gb: float = 80.0
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
-    sizes: tuple[str, ...] = ()
-    """Sizes of the model to plan for:
-    hidden=… intermediate=… layers=… heads=… kv_heads=… vocab=…"""
     strict: bool = False
     """Padding rows are an error. It names the nearest sizes without."""
 
@@ -69,6 +65,7 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
+    keys: int  # that attention gathers for each token of a micro-batch, at most: see packing.py
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
@@ -87,7 +84,6 @@ class Phase:
 class Plan:
     """The sizes of every part of a step."""
     args: object
-    script: str
     ranks: int
     n_rows: int | None  # prompts in --data, if known
     n_eval: int
@@ -114,41 +110,35 @@ class Plan:
             passes.append(("score", rows, a.score_tokens))
         if critic:
             passes.append(("critic score", rows, critic.critic_score_tokens))
-        return [Phase(*each, self.longest, self.ranks) for each in passes]
+        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens.
+        keys = min(KEYS, self.args.group + 1)
+        return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
     def text(self, short: bool = False) -> str:
         """What --plan prints. short: without details, which are indented by four."""
-        a = self.args
+        a, prompts, tp = self.args, self.batches[0], self.args.engine_args.tp
+        n, engines = prompts * a.group, self.ranks // tp
         steps = count(a.minibatches * a.epochs, "optimizer step")
-        lines = [f"plan for {self.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
+        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
                  f"{a.group:,} completions = {a.batch * a.group:,} completions and {steps} a step"]
         if self.n_rows:
             lines.append(f"  data       {self.n_rows:,} prompts, "
                          f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
                          f"{self.batches[-1]:,} prompts in the last")
-        first, *rest = self.batches
-        lines += self.batch_lines("rollout", first, "  ")
-        for prompts in rest:
-            lines += self.batch_lines("last batch", prompts, "    ")
+        lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
+                     f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
+                     f"{spread(n, self.ranks)} a rank for its "
+                     f"{a.reward_args.reward_workers} reward workers")
+        lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(prompts)]
         if self.n_eval:
             samples = a.eval_args.eval_samples
-            m, engines = self.n_eval * samples, self.ranks // a.engine_args.tp
+            m = self.n_eval * samples
             lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
                          f"{spread(m, engines)} an engine")
         lines += self.memory.splitlines()
         if short:
             lines = [line for line in lines if not line.startswith("    ")]
         return "\n".join(lines)
-
-    def batch_lines(self, name: str, prompts: int, indent: str) -> list[str]:
-        """A line for the rollout of a batch, and one for each phase that follows it."""
-        n, tp = prompts * self.args.group, self.args.engine_args.tp
-        engines = self.ranks // tp
-        rollout = (f"  {name:<10} {n:,} completions: {count(engines, 'engine')} of "
-                   f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
-                   f"{spread(n, self.ranks)} a rank for its "
-                   f"{self.args.reward_args.reward_workers} reward workers")
-        return [rollout, *(f"{indent}{phase.name:<10} {phase}" for phase in self.phases(prompts))]
 
 
 # ---- rules ----
@@ -180,38 +170,25 @@ def typed(flag: str, value: object) -> str:
 
 
 INF = float("inf")
-
-
-class Range(NamedTuple):
-    """The values that a flag takes."""
-    words: str  # after "must be"
-    holds: Callable[[object], bool]
-    first: int | None = None  # its smallest whole number, where such numbers are offered
-
-
-def at_least(first: int) -> Range:
-    return Range(f"at least {first}", lambda x: first <= x < INF, first)
-
-
-RANGES = {name: values for names, values in {  # a number that is not here: at least 0
-    """batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks
-       steps keep samples_every max_bad_steps""": at_least(1),
-    "max_num_seqs reward_workers": Range("from 1 to 4,096", lambda x: 1 <= x <= 4096),
-    "seed": Range("at least 0 and below 2^63", lambda x: 0 <= x < 2**63, first=0),
-    "lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha": Range(
-        "more than 0", lambda x: 0 < x < INF),
-    "temperature": Range("from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
-    "eval_temperature": Range("0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
-    "timeout reward_timeout stop_seconds": Range("from 1 to 1e6", lambda x: 1 <= x <= 1e6),
-    "gpu_memory_utilization": Range("more than 0 and at most 1", lambda x: 0 < x <= 1),
-    "dual_clip": Range("more than 1", lambda x: x > 1),
-    "target_reward eval_pass": Range("a number", lambda x: -INF < x < INF),
-    "gamma lam": Range("between 0 and 1", lambda x: 0 <= x <= 1),
-    "top_p": Range("1 in training", lambda x: x == 1),
-    "model data name eval_data wandb reply prompt_template": Range("some text", bool),
-    "betas": Range("two numbers in [0, 1)",
-                   lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
-}.items() for name in names.split()}
+RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other number: at least 0
+    ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
+     "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
+    ("max_num_seqs reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
+    ("lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha", "more than 0",
+     lambda x: 0 < x < INF),
+    ("temperature", "from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
+    ("eval_temperature", "0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
+    ("timeout reward_timeout stop_seconds", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
+    ("gpu_memory_utilization", "more than 0 and at most 1", lambda x: 0 < x <= 1),
+    ("dual_clip", "more than 1", lambda x: x > 1),
+    ("target_reward eval_pass", "a number", lambda x: -INF < x < INF),
+    ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
+    ("top_p", "1 in training", lambda x: x == 1),
+    ("model data name eval_data wandb reply prompt_template", "some text", bool),
+    ("betas", "two numbers in [0, 1)",
+     lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
+] for flag in flags.split()}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -220,11 +197,12 @@ def outside(args, ranks: int) -> dict[str, Rule]:
     for name, value in (flags(args) | {"ranks": ranks}).items():
         if value is None or not (name in RANGES or isinstance(value, int | float)):
             continue
-        words, holds, first = RANGES.get(name, at_least(0))
+        words, holds = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
         if not holds(value):
-            tries = [] if first is None else [*range(first, first + 99)]
-            found[name] = Rule(f"--{name} must be {words} (got {value}).",
-                               [(name, [*tries, default[name]])])
+            tries = [default[name]]
+            if isinstance(default[name], int):  # rather its smallest value
+                tries = [0, 1, default[name]]
+            found[name] = Rule(f"--{name} must be {words} (got {value}).", [(name, tries)])
     return found
 
 
@@ -236,10 +214,9 @@ def run_rules(plan: Plan):
     name = str(args.name)
     own = re.fullmatch(r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
-        yield Rule(
-            f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin with "
-            f"a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
-            [("name", ["my-run"])])
+        yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
+                   f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
+                   [("name", ["my-run"])])
     if not given.plan and given.ranks not in (1, plan.ranks):
         yield Rule(f"--ranks {given.ranks} needs --plan: a run has the ranks of torchrun "
                    f"--nproc_per_node.", [("plan", [True])])
@@ -266,22 +243,19 @@ def limit_rules(plan: Plan):
     least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
     if given["target_reward"] is not None:
         least.append(("steps", 13, "for --target_reward"))
-    for name, limit, why in most:
-        if given[name] > limit:
-            yield Rule(f"--{name} must be at most {limit:,} (got {given[name]:,}): {why}.",
-                       [(name, [limit])])
-    for name, limit, why in least:
-        if given[name] < limit:
-            yield Rule(f"--{name} must be at least {limit:,} (got {given[name]:,}): {why}.",
-                       [(name, [limit])])
+    wrong = [(name, f"at most {limit:,}", limit, why)
+             for name, limit, why in most if given[name] > limit]
+    wrong += [(name, f"at least {limit:,}", limit, why)
+              for name, limit, why in least if given[name] < limit]
+    for name, words, limit, why in wrong:
+        yield Rule(f"--{name} must be {words} (got {given[name]:,}): {why}.", [(name, [limit])])
 
 
 def lora_rules(lora, shape):
-    """Of adapters. shape: memory.Shape; None: not known."""
+    """Of adapters. shape: see broken."""
     most, off = LORA_RANKS[-1], ("lora_rank", [0])
     if lora.lora_rank > most and lora.lora_sync != "merged":
-        yield Rule(f"--lora_rank must be at most {most}, which the engine has room for, or "
-                   f"--lora_sync merged (got {lora.lora_rank:,}).",
+        yield Rule(f"--lora_rank must be at most {most} for the engine (got {lora.lora_rank:,}).",
                    [("lora_rank", [most]), ("lora_sync", ["merged"])])
     if not lora.lora_rank or shape is None:
         return
@@ -294,7 +268,7 @@ def lora_rules(lora, shape):
 
 
 def divisor_rules(plan: Plan, shape, machine: int | None):
-    """Of numbers that must divide others. machine: ranks of one machine; None: not known."""
+    """Of numbers that must divide others. shape, machine: see broken."""
     tp, shard_size = plan.args.engine_args.tp, plan.args.model_args.shard_size
     wholes = [(plan.ranks, "ranks")]
     if machine:
@@ -333,14 +307,13 @@ def nearest(n: int) -> list[int]:
 
 def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
            machine: int | None = None) -> list[Rule]:
-    """The rules that the settings break.
+    """The rules that the settings break. None: not known.
 
-    n_rows, n_eval: rows of the data and of the evaluation. shape: memory.Shape. machine: ranks of
-    one machine. None: not known.
+    n_rows, n_eval: rows to train and to evaluate on. shape: memory.Shape. machine: its ranks.
     """
     wrong, default = outside(args, ranks), flags(type(args)())
     usable = changed(args, **{name: default[name] for name in wrong})
-    plan = Plan(usable, "", max(1, ranks), n_rows, n_eval)
+    plan = Plan(usable, max(1, ranks), n_rows, n_eval)
     found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
              *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, machine)]
     if usable.plan_args.strict:
@@ -364,6 +337,7 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
 
 
 def warnings(args) -> list[str]:
+    """Notes on settings that are allowed, and rarely meant."""
     found, loss = [], flags(args).get("loss")
     if loss == "gspo" and max(args.clip_low, args.clip_high) >= 0.05:
         found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")

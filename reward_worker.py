@@ -96,23 +96,22 @@ def shut_eval():
     sympy_parser.stringify_expr = arithmetic_only
 
 
-def answer(rewards: list[Reward], items: list[Item]) -> tuple:
-    """(parts of each item, errors, first traceback, is this process usable)"""
-    columns, errors, trace, usable = [], [None] * len(items), None, True
+def answer(rewards: list[Reward], items: list[Item]) -> tuple[list, list]:
+    """The values of each item, and its error."""
+    columns, errors = [], [None] * len(items)
     for reward in rewards:
         size = len(items) if reward.kind == "trl" else 1
         values = []
         for i in range(0, len(items), size):
             try:
                 values += call(reward, items[i:i + size])
-            except Exception as error:
+            except MemoryError:  # it ends this process: what holds the memory may stay
+                raise
+            except Exception:
                 values += [None] * size
-                errors[i:i + size] = [f"{type(error).__name__}: {error}"[:1000]] * size
-                trace = trace or traceback.format_exc()[-4000:]
-                if isinstance(error, MemoryError):
-                    usable = False
+                errors[i:i + size] = [traceback.format_exc()[-2000:]] * size
         columns.append(values)
-    return list(zip(*columns, strict=True)), errors, trace, usable
+    return list(zip(*columns, strict=True)), errors
 
 
 def call(reward: Reward, items: list[Item]) -> list:

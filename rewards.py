@@ -23,10 +23,10 @@ from errors import SettingsError
 from verifiers import REWARDS
 
 WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
-START_SECONDS, SLOW_SECONDS = 120, 10  # a worker's start: the limit, and when a line is printed
+START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
 LONGEST_REPLY = 1_000_000  # characters
-FAILED_CALLS = 8  # in a row end the run: fewer may be an accident
+FAILED_CALLS = 8  # in a row end the run; fewer may be an accident
 
 
 @dataclass
@@ -39,7 +39,7 @@ class RewardArgs:
 
 
 class Item(NamedTuple):
-    """What a worker gets of one completion."""
+    """A completion, as a worker gets it."""
     prompt: str
     completion: str
     answer: object
@@ -52,9 +52,11 @@ class Item(NamedTuple):
 
 @dataclass
 class Score:
+    """What a completion got. Of a reply: total 0, and its messages as the part."""
     total: float | None  # sum of weight * part; None if a part is None
     parts: dict[str, float | None]
     error: str | None  # None if the reward returned None
+    printed: str = ""  # by the call
 
 
 class Part(NamedTuple):
@@ -64,62 +66,49 @@ class Part(NamedTuple):
     path: str | None  # of your own function
 
 
-class Loaded(NamedTuple):
-    """What a worker found in its rewards."""
-    groups: bool  # one takes all completions of a prompt together
-    needs: list  # [(reward, column that it needs), …]
-
-
 def score_samples(run, samples: list, group: int) -> None:
-    """Give each sample its text and its score. `group` samples in a row share a prompt.
-
-    Each rank decodes and scores its share. A collective.
-    """
+    """Give samples their texts and scores. `group` in a row share a prompt. A collective."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
-        size = group if run.scorer.wait().groups else 1
-        units = [samples[i:i + size] for i in range(0, len(samples), size)]
-        mine = [sample for unit in run.world.mine(units) for sample in unit]
-        items = [item_of(sample, run.engine.tokenizer) for sample in mine]
+        size = group if run.scorer.groups else 1  # completions of a call
+        calls = [samples[i:i + size] for i in range(0, len(samples), size)]
+        items = [item_of(sample, run.engine.tokenizer)
+                 for call in run.world.mine(calls) for sample in call]
         scores = run.scorer.score(items, size)
-        scored = run.world.gather([(item.completion, score)
-                                   for item, score in zip(items, scores, strict=True)])
+        texts = [item.completion for item in items]
+        scored = run.world.gather(list(zip(texts, scores, strict=True)))
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
             sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
-    report(run.scorer, run.world, run.log, [score for _, score in scored], len(units))
+    report(run.scorer, run.log, [score for _, score in scored], len(calls))
 
 
 def item_of(sample, tokenizer) -> Item:
-    """Its completion, decoded, and the row."""
     row, completion = sample.prompt.row, sample.completion
     text = tokenizer.decode(completion.ids, skip_special_tokens=True)
     return Item(row.prompt, text, row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.turns)
 
 
-def report(scorer, world, log, scores: list[Score], calls: int) -> None:
-    """Print what rewards (or replies) printed, and what failed. A collective.
-
-    calls: of the reward, on all ranks.
-    """
-    told = world.gather([(scorer.first_traceback, "".join(scorer.printed)[-1000:])])
-    printed = "".join(text for _, text in told)
+def report(scorer, log, scores: list[Score], calls: int) -> None:
+    """Print what the calls printed, and what failed."""
+    printed = "".join(score.printed for score in scores)[-1000:]
     if printed:
-        log.say(f"{scorer.kind}s printed (the last 1,000 characters):\n{printed[-1000:]}")
-    failure = next((trace for trace, _ in told if trace), None)
-    scored = sum(score.total is not None for score in scores)
-    scorer.unscored = 0 if scored else scorer.unscored + calls
-    if failure or not scored:
-        report_failure(scorer, log, len(scores), failure or "every reward returned None")
+        log.say(f"a {scorer.kind} printed (the last 1,000 characters):\n{printed}")
+    scorer.unscored += calls
+    if any(score.total is not None for score in scores):
+        scorer.unscored = 0
+    if scorer.unscored or any(score.error for score in scores):
+        report_failure(scorer, log, scores)
 
 
-def report_failure(scorer, log, count: int, failure: str) -> None:
+def report_failure(scorer, log, scores: list[Score]) -> None:
     """A run's first one is printed. SettingsError after FAILED_CALLS in a row without a score."""
+    failure = next((s.error for s in scores if s.error), "every reward returned None")
     if scorer.unscored >= FAILED_CALLS:
         raise SettingsError(
-            f"None of this batch's {count} completions has a {scorer.kind}:\n{failure}")
+            f"None of this batch's {len(scores)} completions has a {scorer.kind}:\n{failure}")
     if not scorer.warned:
         log.say(f"a completion has no {scorer.kind}; it is counted (printed once):\n{failure}")
         scorer.warned = True
@@ -151,16 +140,16 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
 def check(specs: list[str]) -> list:
     """[(reward, column that it needs), …]. SettingsError if one cannot load."""
     with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
-        return scorer.wait().needs
+        scorer.wait()
+        return scorer.needs
 
 
 def check_rows(needs: list, rows: list, kind: str = "reward"):
     """SettingsError if a row lacks what a reward needs."""
     for name, column in needs:
+        lack = [row for row in rows if column not in row.columns]
         if column == "answer":
             lack = [row for row in rows if row.answer in (None, "")]
-        else:
-            lack = [row for row in rows if column not in row.columns]
         if lack:
             raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
@@ -196,8 +185,8 @@ def is_message(value) -> bool:
 class Worker:
     """A process that kills all that its rewards started when it ends."""
 
-    def __init__(self, specs: list[str], kind: str, closed: threading.Event):
-        self.closed, self.received, self.printed = closed, b"", b""
+    def __init__(self, specs: list[str], kind: str):
+        self.received, self.printed = b"", b""
         self.socket, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0"}  # order of sets
@@ -219,11 +208,15 @@ class Worker:
             self.printed = (self.printed + printed)[-4000:]
             if ready and not sent and not printed:  # all processes that held the pipes are gone
                 raise OSError(f"the worker ended with code {self.process.wait()}; it printed: "
-                              f"{self.printed.decode(errors='replace').strip()}")
-            if self.closed.is_set() or time.monotonic() > deadline:
+                              f"{self.take_printed().strip()}")
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
         line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
+
+    def take_printed(self) -> str:
+        printed, self.printed = self.printed.decode(errors="replace"), b""
+        return printed
 
     def kill(self):
         self.process.terminate()
@@ -241,74 +234,64 @@ class Scorer:
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.specs, self.kind, self.timeout = specs, kind, args.reward_timeout
         self.parts = parse(specs, kind)
-        self.tried, self.closed = threading.Event(), threading.Event()
-        self.loaded: Loaded | None = None
+        self.tried = threading.Event()  # was a worker started, or refused?
+        self.groups = False  # does a reward take all completions of a prompt in one call?
+        self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
-        self.units = queue.Queue()  # slices of a batch's items; None ends a thread
-        self.first_traceback, self.printed = None, []  # of a batch
-        self.unscored, self.warned = 0, False  # for `report`
+        self.calls = queue.Queue()  # slices of a batch's items; None ends a thread
+        self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
         self.threads = [threading.Thread(target=self._serve, daemon=True)
                         for _ in range(args.reward_workers)]
         for thread in self.threads:
             thread.start()
 
-    def wait(self) -> Loaded:
-        """What the workers have loaded. SettingsError if they cannot load it."""
-        if not self.loaded:
-            self._wait()
-        return self.loaded
-
-    def _wait(self):
-        if not self.tried.wait(SLOW_SECONDS) and os.environ.get("RANK", "0") == "0":
-            print(f"--{self.kind} {' '.join(self.specs)} is still loading (limit: "
-                  f"{START_SECONDS} s)", flush=True)
+    def wait(self) -> None:
+        """Until a worker has loaded the rewards. SettingsError if none can."""
         self.tried.wait()
-        if not self.loaded:
+        if self.needs is None:
             error = SettingsError(self.refused)
             error.alone = True  # the workers of another rank may have loaded
             raise error
 
-    def score(self, items: list[Item], group: int = 1) -> list[Score]:
-        """A score for each item. Each `group` items in a row share a prompt."""
-        size = group if self.wait().groups else 1
-        self.items, self.scores = items, [None] * len(items)
-        self.first_traceback, self.failed_starts, self.printed = None, 0, []
+    def score(self, items: list[Item], size: int = 1) -> list[Score]:
+        """A score for each item. Each `size` items in a row are one call."""
+        self.items, self.scores, self.failed_starts = items, [None] * len(items), 0
         for start in range(0, len(items), size):
-            self.units.put(slice(start, start + size))
-        self.units.join()
+            self.calls.put(slice(start, start + size))
+        self.calls.join()
         return self.scores
 
     def close(self):
-        self.closed.set()
         for _ in self.threads:
-            self.units.put(None)
+            self.calls.put(None)
         for thread in self.threads:
             thread.join(5)
 
     def _serve(self):
         """A thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
         worker = self._replace(None)
-        while unit := self.units.get():
+        while call := self.calls.get():
             if not worker or worker.process.poll() is not None:  # it died idle
                 worker = self._replace(worker)
-            usable = self._score_unit(worker, unit)
-            self.units.task_done()
-            if not usable:
+            answered = self._score_call(worker, call)
+            self.calls.task_done()
+            if not answered:
                 worker = self._replace(worker)
-        self._replace(worker)  # closed: this only kills
+        if worker:
+            worker.kill()
 
     def _replace(self, worker: Worker | None) -> Worker | None:
         """A new worker that has loaded the rewards. None after too many failed starts."""
         while True:
             if worker:
                 worker.kill()
-            tries = 3 * len(self.threads) if self.loaded else 1
-            if self.closed.is_set() or self.failed_starts >= tries:
+            tries = 1 if self.needs is None else 3 * len(self.threads)
+            if self.failed_starts >= tries:
                 return None
             worker = None
             try:
-                worker = Worker(self.specs, self.kind, self.closed)
-                self.loaded = Loaded(*worker.receive(START_SECONDS))
+                worker = Worker(self.specs, self.kind)
+                self.groups, self.needs = worker.receive(START_SECONDS)
                 self.failed_starts = 0
                 return worker
             except Exception as error:
@@ -318,32 +301,30 @@ class Scorer:
             finally:
                 self.tried.set()
 
-    def _score_unit(self, worker: Worker | None, unit: slice) -> bool:
-        """False: the worker must be replaced."""
-        items = self.items[unit]
+    def _score_call(self, worker: Worker | None, call: slice) -> bool:
+        """False: the worker gave no valid answer."""
+        items = self.items[call]
         try:
             if not worker:
                 raise OSError(f"no worker starts: {self.refused}")
             worker.socket.settimeout(self.timeout)
-            worker.socket.sendall(pickle.dumps((unit.start, items)))
-            start, values, errors, trace, usable = worker.receive(self.timeout * len(items))
-            if start != unit.start:
+            worker.socket.sendall(pickle.dumps((call.start, items)))
+            start, values, errors = worker.receive(self.timeout * len(items))
+            if start != call.start:
                 raise ValueError(start)
             scores = [self._sum(*one) for _, *one in zip(items, values, errors, strict=True)]
+            answered = True
         except Exception as error:  # a reward can write into the socket
             why = str(error) if isinstance(error, OSError) else f"no valid answer ({error!r})"
+            why += f"\nThe completion: {items[0].completion[:300]!r}"
             scores = [self._sum([None] * len(self.parts), why) for _ in items]
-            trace, usable = f"{why}\nThe completion: {items[0].completion[:300]!r}", False
-        self.scores[unit] = scores
-        self.first_traceback = self.first_traceback or trace
+            answered = False
         if worker:
-            self.printed.append(worker.printed.decode(errors="replace"))
-            worker.printed = b""
-        return usable
+            scores[0].printed = worker.take_printed()[-1000:]
+        self.scores[call] = scores
+        return answered
 
     def _sum(self, values: list, error: str | None) -> Score:
-        """The score of a completion. A reply has the total 0, and its messages as the part."""
-        error = None if error is None else str(error)
         if self.kind == "reply":
             reply, = values
             return Score(None if error else 0.0, {"reply": messages(reply)}, error)

@@ -1,9 +1,8 @@
-"""run.py: what grpo.py and ppo.py share around their loops: set-up, saving, evaluation, the end."""
+"""run.py: what grpo.py and ppo.py share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
 import os
 import sys
-import time
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +66,7 @@ class RunArgs:
 
 @dataclass
 class CommonArgs:
-    """Flags that several files read. The first twelve are the usual ones."""
+    """Flags that several files read. The usual ones come first."""
     model: str = "tiny"
     """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
     data: str = "tiny"
@@ -119,15 +118,14 @@ class CommonArgs:
 def parse(kind: type, description: str):
     """The command line → Args, with learning rates that fit the model."""
     said = io.StringIO()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no é
+    # A file gets each line at once. A terminal may have no é.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         with redirect_stderr(said):
             args = tyro.cli(kind, description=description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
-        mistakes = Mistakes()
-        if end.code:  # else it was --help
-            mistakes.append(f"\n{said.getvalue()}")
+        mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
         dist.run(mistakes.stop)
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
@@ -147,6 +145,7 @@ def set_up(args) -> "Run":
     ranks, of_machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
     checked = mistakes.attempt(check, args, ranks, of_machine)
+    folder = mistakes.attempt(log.choose_folder, args)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
     together(world, mistakes.stop)
@@ -155,19 +154,19 @@ def set_up(args) -> "Run":
         "eval_rows": len(checked.eval_rows)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
-    stop = dist.Stop(world, args.run_args.stop_seconds)
-    # 3. Open the run's folder.
-    run_log = open_log(args, world)
-    # 4. Resume from the newest checkpoint, if this run has one.
-    settings = flags | facts | {"ranks": world.size} | log.versions()
-    saved, notes = find_checkpoint(args, world, run_log.folder, settings)
-    # 5. Build the models, the engine, the reward workers.
-    run = Run(args, world, stop, run_log, checked, saved, settings)
-    together(world, run_log.open, flags | {"ranks": world.size}, checked.plan.text(), run.start)
-    run_log.say(checked.plan.text(short=True))
+    folder = world.gather([folder])[0]  # rank 0's clock may have named it
+    # 3. Find the newest checkpoint, if this run has one.
+    versions = log.versions()
+    settings = flags | facts | {"ranks": ranks} | versions
+    saved, notes = find_checkpoint(args, world, folder, settings)
+    # 4. Open the run's folder.
+    run = Run(args, world, folder, checked, saved, settings)
+    open_folder(run, flags | {"ranks": ranks, "versions": versions})
+    run.log.say(checked.plan.text(short=True))
     for note in checked.notes + notes:
-        run_log.say(f"  {note}")
-    with run_log.time("loading"):
+        run.log.say(f"  {note}")
+    # 5. Build the models, the engine, the reward workers.
+    with run.log.time("loading"):
         run.build()
     return run
 
@@ -175,25 +174,8 @@ def set_up(args) -> "Run":
 def together(world, act, *args):
     """act(*args). A SettingsError of one rank is raised on all. A collective."""
     mistakes = Mistakes()
-    result = mistakes.attempt(act, *args)
+    mistakes.attempt(act, *args)
     Mistakes(world.gather(mistakes)[:1]).stop()
-    return result
-
-
-def open_log(args, world) -> log.Log:
-    """The Log of a folder that only this run writes. Rank 0's clock names it. A collective."""
-    folder = world.gather([together(world, log.open_folder, args)])[0]
-    bfloat16 = model.compute_dtype(args.model_args, world.device) == torch.bfloat16
-    max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
-    run_log = log.Log(folder, world, args.steps, args.run_args.wandb, max_gap,
-                      args.optimizer_args.max_bad_steps)
-    together(world, run_log.lock)
-    every = args.run_args.save_every
-    if world.agree(every > 0 and not (folder / ".lock").exists()):
-        raise SettingsError(
-            f"--save_every {every} needs a folder that all machines share; {folder} is not there "
-            f"on every rank. Would work: --save_every 0.")
-    return run_log
 
 
 def find_checkpoint(args, world, folder: Path, settings: dict):
@@ -205,22 +187,36 @@ def find_checkpoint(args, world, folder: Path, settings: dict):
         if changed:
             notes[-1] += f"; changed since: {', '.join(changed)}"
     elif log.finished_steps(folder):
-        raise SettingsError(f"{folder} is finished and has no checkpoint, so it cannot go on to "
-                            f"--steps {args.steps}; choose another --name.")
+        raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint to "
+                            f"go on from; choose another --name.")
     elif (folder / "metrics.jsonl").exists():
-        notes.append(f"{folder} has no checkpoint: the run starts again from the beginning")
+        notes.append(f"{folder} has no checkpoint: the run begins again")
     return saved, notes
+
+
+def open_folder(run: "Run", args: dict):
+    """From here on only this run writes its folder. args: what args.json gets. A collective."""
+    together(run.world, run.log.open, args, run.checked.plan.text(), run.start)
+    every, folder = run.args.run_args.save_every, run.log.folder
+    if run.world.agree(every > 0 and not (folder / ".lock").exists()):
+        raise SettingsError(
+            f"--save_every {every} needs a folder that all machines share; some have no {folder}. "
+            f"Would work: --save_every 0.")
 
 
 class Run:
     """What a loop works with, and what stands between its steps."""
 
-    def __init__(self, args, world, stop, run_log, checked, saved, settings):
-        self.args, self.world, self.stop, self.log = args, world, stop, run_log
-        self.checked, self.saved, self.settings = checked, saved, settings
+    def __init__(self, args, world, folder, checked, saved, settings):
+        self.args, self.world, self.checked = args, world, checked
+        self.saved, self.settings = saved, settings
+        self.stop = dist.Stop(world, args.run_args.stop_seconds)
         self.stream = data.Stream(checked.rows, args.seed)
         self.dtype = model.compute_dtype(args.model_args, world.device)
-        self.max_gap = run_log.max_gap  # for canary.compare
+        bfloat16 = self.dtype == torch.bfloat16
+        self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
+        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap,
+                           args.optimizer_args.max_bad_steps)
         self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
@@ -237,6 +233,7 @@ class Run:
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
         self.build_engine()
+        self.scorer.wait()
         if not self.args.eval_args.eval_only:
             self.try_worst_case()
         if self.saved:
@@ -250,19 +247,18 @@ class Run:
         adapters = args.lora_args if args.lora_args.lora_rank else None
         self.critic = self.reference = self.adapter = None
 
-        module = model.build(model.LogprobModel, source, world, args.model_args,
-                             adapters=adapters, seed=args.seed)
-        self.policy = model.Policy(module, *groups)
+        def build(kind, **options):
+            return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
+
+        self.policy = model.Policy(build(model.LogprobModel, adapters=adapters), *groups)
         self.trained = {"policy": self.policy}
         if args.critic_args:
-            module = model.build(model.ValueModel, source, world, args.model_args,
-                                 adapters=adapters, seed=args.seed)
-            self.critic = self.trained["critic"] = model.Critic(module, *groups)
+            self.critic = model.Critic(build(model.ValueModel, adapters=adapters), *groups)
+            self.trained["critic"] = self.critic
         if args.needs_reference and adapters:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
-            module = model.build(model.LogprobModel, source, world, args.model_args, trained=False)
-            self.reference = model.Policy(module, *groups)
+            self.reference = model.Policy(build(model.LogprobModel, trained=False), *groups)
         if adapters:
             base = source if is_tiny(args.model) else args.model
             self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)
@@ -289,7 +285,7 @@ class Run:
         wanted = self.args.run_args.canary
         if wanted == "off" or (wanted == "auto" and self.world.device.type != "cuda"):
             return
-        peaks = canary.canary(self.checked.plan, self.world, self.checked.config.vocab_size,
+        peaks = canary.canary(self.checked.plan, self.world, self.checked.shape.vocab,
                               self.policy, self.reference, self.critic)
         peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
         self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
@@ -302,7 +298,7 @@ class Run:
             self.kl_coef = state["kl_coef"]
         was = state["settings"]
         if all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_")):
-            self.best = state["best"]  # else the scores do not compare
+            self.best = state["best"]  # else its score does not compare
 
     # ---- between the steps ----
 
@@ -325,15 +321,14 @@ class Run:
 
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed. A collective."""
-        began, folder = time.perf_counter(), self.log.folder / "checkpoints"
+        folder = self.log.folder / "checkpoints"
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         if error:
             self.log.say(f"the checkpoint after {step} steps was not written ({error})")
         else:
-            seconds = time.perf_counter() - began
-            self.log.say(f"saved {folder}/step_{step} in {seconds:.1f} s")
+            self.log.say(f"saved {folder}/step_{step}")
         return error
 
     def export(self, name: str, notes: dict | None = None) -> bool:
@@ -367,33 +362,30 @@ class Run:
         if self.checked.eval_rows:
             self.evaluate(self.end)
             self.log.step(self.end, {})
-        if self.args.eval_args.eval_only:
-            self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, samples/")
-        else:
+        if not self.args.eval_args.eval_only:
             if self.args.run_args.export:
                 failed = self.export("model")
-            missed = self.world.agree(self.world.rank == 0 and self.summary())
+            if self.world.rank == 0:
+                missed = self.summary()
+            missed = self.world.agree(missed)
             self.log.finish(self.args.steps)
+        self.log.say(f"everything is in {self.log.folder}/")
         self.close()
         return int(failed or missed)
 
     def summary(self) -> bool:
         """Prints what came of the run → whether it missed --target_reward. On rank 0."""
-        rows, target, files = self.log.rows, self.args.run_args.target_reward, ["samples/"]
+        rows, target = self.log.rows, self.args.run_args.target_reward
         means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
         before = after = float("nan")
         if means:
             before, after = np.mean(means[:3]), np.mean(means[-10:])
+            draw_curve(self.log)
         seconds = sum(row.get("time/step", 0) for row in rows)
         tokens = sum(row.get("rollout/tokens", 0) for row in rows)
         self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
                      f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
                      f"{tokens / seconds:,.0f} tokens/s, all phases")
-        if self.args.run_args.export:
-            files.append("model/")
-        if draw_curve(self.log):
-            files.append("curve.png")
-        self.log.say(f"everything is in {self.log.folder}/: metrics.jsonl, {', '.join(files)}")
         missed = target is not None and not (before <= 0.4 and after >= target)
         if missed:
             self.log.say(f"missed --target_reward: the mean of the first 3 steps must be at most "
@@ -408,12 +400,7 @@ class Run:
         self.engine.close()
 
 
-def draw_curve(run_log: log.Log) -> bool:
-    """curve.png → whether it is there."""
-    if not any("reward/mean" in row for row in run_log.rows):
-        return False
+def draw_curve(run_log: log.Log):
     from tools import plot
     with run_log.disk("curve.png") as path:
         plot.draw([[run_log.folder]], path)
-        return True
-    return False

@@ -7,6 +7,8 @@
 # ./run.sh game [FLAGS]  grpo.py on a guessing game of several turns: about 2 minutes
 # ./run.sh real [FLAGS]  grpo.py on short instructions with SmolLM2-135M-Instruct, which it gets from
 #                        the hub or from a package, with an evaluation on held-out ones
+# ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and your own
+#                        file? About a minute, without an engine
 # ./run.sh test [ARGS]   sets up on first use, then runs ruff and the tests, and prints the sizes.
 #                        ARGS go to pytest: -m slow runs the slow tests
 # ./run.sh setup         only sets up
@@ -55,6 +57,7 @@ train() {  # SCRIPT STEPS TARGET FLAGS...: one rank for each GPU, or two ranks o
   shift 3
   # A grade needs the rewards of at least 13 steps, so a run with its own --steps gets none.
   case " $*" in *" --steps"*) ;; *) grade=(--target_reward "$target") ;; esac
+  export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # a line of vLLM about memory nodes
   if [ "$gpus" -gt 0 ]; then
     ranks=$gpus
   else
@@ -75,6 +78,7 @@ run_tests() {
 
 case "${1:-}" in
   setup) setup ;;
+  prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py 60 0.9 "$@" ;;
   kk)    shift; setup; train grpo.py 40 0.5 --model tiny:kk --data tiny:kk --reward kk01 \

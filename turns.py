@@ -67,7 +67,7 @@ class Bridge:
 
     def text(self, messages: list[dict]) -> str:
         """From the end of the model's words to its next ones. SettingsError if the template refuses
-        the messages, or writes the turn before them in another way because of them."""
+        the messages, or rewrites the turn before them."""
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
@@ -95,8 +95,7 @@ class Bridge:
 
 
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
-    """SettingsError if the function or the chat template cannot be used. No tokenizer: of a model
-    that is not here."""
+    """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
     if not re.fullmatch(r".+\.py:\w+", spec) or not isfile(spec.rpartition(":")[0]):
         raise SettingsError(f"--reply {spec} is no FILE.py:FUNCTION of a file that is here.")
@@ -117,13 +116,13 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
 def first_reply(spec: str, args, rows: list[Row]) -> list[dict] | None:
     """Messages for the first row and an empty turn. SettingsError if the function fails."""
     with closing(Scorer([spec], args, "reply")) as scorer:
-        check_rows(scorer.wait().needs, rows, "reply")
+        scorer.wait()
+        check_rows(scorer.needs, rows, "reply")
         if not rows:
             return None
         score, = scorer.score([item(rows[0], [said("")])])
         if score.error:
-            raise SettingsError(
-                f"--reply {spec} must answer an empty turn too:\n{scorer.first_traceback}")
+            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{score.error}")
         return score.parts["reply"]
 
 
@@ -142,6 +141,7 @@ class Episodes:
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
         self.workers = Scorer([args.turn_args.reply], args.reward_args, "reply")
+        self.workers.wait()
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -185,11 +185,9 @@ class Episodes:
                     ids = self.bridge.ids(int(c.ids[-1]), messages)
             except SettingsError as error:
                 score = Score(None, {"reply": None}, str(error))
-                self.workers.first_traceback = self.workers.first_traceback or str(error)
             made.append((score, ids))
         made = self.world.gather(made)
-        scores = [score for score, _ in made]
-        report(self.workers, self.world, self.log, scores, len(scores))
+        report(self.workers, self.log, [score for score, _ in made], len(made))
         return made
 
     def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:

@@ -80,7 +80,7 @@ class Bench:
     """What the parts share: a shape, its folder, the GPU's bytes (None on CPU), the sizes."""
 
     def __init__(self, name: str, folder: Path, card: float | None):
-        self.folder, self.card, self.shape = folder, card, memory.SHAPES[NAMES[name]]
+        self.folder, self.card, self.shape = folder, card, memory.shape_of(NAMES[name])
         # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
         self.prompt, self.completion, self.prompts, self.times = (
             (256, 768, 64, 5) if card else (64, 64, 2, 2))
@@ -110,7 +110,7 @@ class Bench:
             model=str(self.folder), batch=8, minibatches=2, lr=1e-6, max_tokens=self.completion,
             update_tokens=budget, score_tokens=budget,
             data_args=DataArgs(max_prompt_tokens=self.prompt))
-        return plan.Plan(plan.changed(args, **flags), "grpo.py", 1, None, 0)
+        return plan.Plan(plan.changed(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False) -> model.Policy:
         self.world = dist.join()

@@ -245,10 +245,10 @@ def growth(run: Run, times: int, only: list[str]) -> None:
 
 def flops_growth(run: Run, values: tuple[int, ...]) -> None:
     """The factors that the work of the update alone would have."""
-    config = run.checked.config
+    shape = run.checked.shape
     parameters = sum(p.numel() for p in run.policy.module.parameters())
     prompt = statistics.mean(len(p.row.prompt_ids) for p in run.stream.next(100))
-    work = [n * 6 * (parameters + config.num_hidden_layers * config.hidden_size * n)
+    work = [n * 6 * (parameters + shape.layers * shape.hidden * n)
             for n in (prompt + v for v in values)]
     factors = " ".join(f"×{b / a:.2f}" for a, b in pairwise(work))
     print(f"| growth | the same by FLOPs | {factors} | |", flush=True)

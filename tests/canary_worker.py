@@ -45,7 +45,7 @@ def main(folder: str, where: str, rank: str, call: str) -> None:
             return Fails.apply(shipped(*a, **k))
         return shipped(*a, **k)
     layer.forward = forward
-    canary.canary(plan.Plan(args, "grpo.py", world.size, 64, 0), world, learning.VOCAB, policy)
+    canary.canary(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
     print("the canary lives")
 
 

@@ -16,7 +16,7 @@ settings.load_profile("any speed")
 
 # Fast files come first, then the longest: ./run.sh test runs two files at a time.
 ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "reference",
-         "engine", "layouts", "situations", "nano", "ppo", "checkpoint", "dist", "packing",
+         "engine", "layouts", "situations", "prove", "nano", "ppo", "checkpoint", "dist", "packing",
          "families", "float64", "turns", "lora")
 
 

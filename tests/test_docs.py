@@ -121,7 +121,7 @@ def test_the_pasted_plan_for_64_gpus():
     command, pasted = blocks("docs/machines.md")
     args = parsed(command)
     assert not plan.problems(args, 64, 7473)
-    made, shape = plan.Plan(args, "grpo.py", 64, 7473, 0), memory.shape_of(args.model, ())
+    made, shape = plan.Plan(args, 64, 7473, 0), memory.shape_of(args.model)
     check_pasted(pasted, memory.planned(made, shape, 80 * memory.GIB).text())
 
 

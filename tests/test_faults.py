@@ -108,7 +108,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert "a completion has no reward" in text
     # A full disk costs the checkpoint, and the older one stays.
     assert re.search(r"the checkpoint after 4 steps was not written \(__1_0.distcp: .*; "
-                     r".*GiB are free there; the newest checkpoint is step_2\)", text), text
+                     r".*GiB are free there; checkpoints there: step_2\)", text), text
     assert os.listdir(tmp_path / "runs/x/checkpoints") == ["step_2"]
     # One rank raises: all end, and the cause is the last thing on the screen.
     assert status == 1, text

@@ -17,7 +17,6 @@ import lora
 import memory
 import model
 import packing
-from memory import SHAPES
 from packing import KEYS
 
 LENGTH = 1024
@@ -25,7 +24,7 @@ FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
 
 
 def config_of(name: str, layers: int):
-    s = SHAPES[name]
+    s = memory.shape_of(name)
     return AutoConfig.for_model(
         FAMILIES[name.partition("-")[0]], vocab_size=s.vocab, hidden_size=s.hidden,
         intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,

@@ -102,7 +102,7 @@ def spoil(folder, flaw: str) -> None:
     ("cut", "model.safetensors is no whole safetensors file"),
     ("garbled", "model.safetensors is no whole safetensors file"),
     ("no tokenizer", "has no tokenizer that transformers can load"),
-    ("many ids", "has a tokenizer of 320 ids and weights for 50")])
+    ("many ids", "must have tokens with ids below 50 (the largest is ")])
 def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path, flaw, said):
     make(tmp_path, torch.float32, True)
     tiny.make_tokenizer().save_pretrained(tmp_path)            # 320 ids, for a model of 50

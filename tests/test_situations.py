@@ -166,4 +166,4 @@ def test_5_as_a_plan_for_512_prompts_on_6_ranks():
     assert not plan.problems(args, 6, 7473, 7)
     shares = [share(4096, 6, rank) for rank in range(6)]
     assert [s.stop - s.start for s in shares] == [683, 683, 683, 683, 682, 682]
-    assert "682 or 683 requests each" in plan.Plan(args, "grpo.py", 6, 7473, 7).text()
+    assert "682 or 683 requests each" in plan.Plan(args, 6, 7473, 7).text()

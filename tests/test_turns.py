@@ -27,7 +27,7 @@ from batch import Batch, Completion, Sample
 from errors import SettingsError
 from examples import again, calculator, guess, tiny
 from faults import Attempt, differences, metrics
-from rewards import Item, Loaded, RewardArgs, Score, Scorer, messages, score_samples
+from rewards import Item, RewardArgs, Score, Scorer, messages, score_samples
 from test_layouts import run
 from test_layouts import same as same_run
 
@@ -245,7 +245,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
-        wait=lambda: Loaded(False, []), kind="reward", first_traceback=None, printed=[], unscored=0,
+        groups=False, kind="reward", unscored=0,
         score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
     score_samples(SimpleNamespace(scorer=scorer, world=ALONE, log=TIMED,
                                   engine=SimpleNamespace(tokenizer=TOKENIZER)), samples, 1)
@@ -423,8 +423,9 @@ def test_every_kind_of_reward_sees_the_turns(tmp_path, monkeypatch, prompt):
              for text, chat in (("a z b", episode), ("b", None))]
     names = ("ours", "alone", "compute_score", "queries", "trl")
     with closing(Scorer([f"own.py:{n}" for n in names], RewardArgs(1))) as scorer:
+        scorer.wait()
         scores = scorer.score(items, 2)
-    assert not scorer.first_traceback, scorer.first_traceback
+    assert not any(s.error for s in scores), scores
     assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3, 3), (1, 1, 1, 1, 1)]
 
 

@@ -156,7 +156,7 @@ def memory_phases() -> str:
     import plan
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096, kl_loss_coef=0.001), checkpointing=True)
-    made = plan.Plan(args, "grpo.py", 4, None, 0)
+    made = plan.Plan(args, 4, None, 0)
     loads = memory.loads(made, memory.shape_of(args.model), 80 * memory.GIB)
     names = list(dict.fromkeys(name for load in loads for name, value in load.parts.items()
                                if value > 0))
