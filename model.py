@@ -360,7 +360,7 @@ class Policy(Trained):
         self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
                         if isinstance(layer, lora.Lora)}
         self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
-        if lm.config.model_type == "gemma2":  # vLLM refuses its tied head
+        if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
             self.left_out.add("lm_head.weight")
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
