@@ -5,9 +5,9 @@
 
 One step: a vLLM engine samples G completions of each of P prompts. A function gives each of these
 N = P·G completions a reward. Its advantage is its reward minus the mean reward of its prompt's
-completions. The policy takes one gradient step that makes better completions more likely. This is
-Dr. GRPO (https://arxiv.org/abs/2503.20783). grpo.py is the same loop, with flags and checks.
-Each rank has an engine with all weights, a part of the policy's weights, and a share of the work.
+completions, as in Dr. GRPO (https://arxiv.org/abs/2503.20783). The policy takes one gradient step
+on a mean over all tokens: better completions become more likely. grpo.py is the same loop, with
+flags and checks. Each rank has an engine with all weights, and a part of the policy's weights.
 """
 import hashlib
 import os
