@@ -63,7 +63,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
 
     machine: the ranks of one machine; None: not known. make: see find_model.
     """
-    mistakes, notes = Mistakes(), []
+    mistakes, notes = Mistakes(), []  # `attempt` returns None where it finds a mistake
     source = mistakes.attempt(find_model, args.model, make)
     needs = mistakes.attempt(rewards.check, list(args.reward))
     lm = tokenizer = bridge = None
@@ -77,10 +77,10 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     everything = rows + eval_rows
     mistakes.attempt(rewards.check_rows, needs or [], everything)
     if args.turn_args.reply:
-        template = None, [], 0
+        chat, ends, vocab = None, [], 0  # of a model that is not here: the function alone is tried
         if lm and tokenizer:
-            template = tokenizer, eos_ids(source, tokenizer), shape.vocab
-        bridge = mistakes.attempt(turns.check, args, *template, everything)
+            chat, ends, vocab = tokenizer, eos_ids(source, tokenizer), lm.config.vocab_size
+        bridge = mistakes.attempt(turns.check, args, chat, ends, vocab, everything)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
@@ -140,7 +140,7 @@ def find_shape(args, lm) -> memory.Shape | None:
     """The model's sizes. Those of a model that is not here are known, or on the hub."""
     if lm:
         return memory.shape_from(lm)
-    if not args.plan_args.plan or Path(args.model).is_dir():  # a folder with a mistake
+    if not args.plan_args.plan or Path(args.model).is_dir():  # its mistake is in the list already
         return None
     return memory.shape_of(args.model) or memory.shape_from(model.skeleton(args.model))
 
@@ -200,7 +200,8 @@ def check_memory(found: Checked, card: float | None, machine: int) -> None:
     engine = memory.EngineMemory(found.plan, found.shape, card)
     if asked or not card:
         found.kv_cache = engine.cache
-    # On a GPU all but the engine's weights and a given cache is an estimate.
+    # Without a GPU the plan is exact enough to refuse a run. On a GPU it is an estimate, but for
+    # the engine's weights and a cache that the user asks for.
     certain = not card or (asked and (engine.holds == 0 or engine.weights + engine.cache > card))
     if certain and found.shape.fused and not memory.fits(found.plan, found.shape, card):
         words = found.plan.memory.splitlines()[0].removeprefix("  memory     ")

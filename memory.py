@@ -119,7 +119,7 @@ def shape_from(lm) -> Shape:
 
 
 def number_bytes(dtype: str, card) -> int:
-    """Of a computed number."""
+    """The bytes of a number in the trainer's computation. card: see planned."""
     if dtype == "auto":
         return 2 if card else 4
     return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
@@ -175,13 +175,13 @@ class EngineMemory:
 
         graphs = ENGINE_GRAPHS if card and not e.eager else 0
         activations = c * ENGINE_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
-        logits = 3 * 4 * e.max_num_seqs * shape.vocab
+        logits = 3 * 4 * e.max_num_seqs * shape.vocab  # three float32 copies
         self.workspace = graphs + activations + logits
 
-        tokens = 16 if card else 128  # of a block of the cache
+        block_tokens = 16 if card else 128
         kv = max(shape.kv / e.tp, shape.head_dim)  # at least one head
-        block = 2 * c * tokens * shape.layers * kv
-        sequence = block * ceil_div(plan.longest, tokens)  # the longest
+        block = 2 * c * block_tokens * shape.layers * kv  # keys and values
+        sequence = block * ceil_div(plan.longest, block_tokens)  # the longest
         if e.kv_cache_gb:
             self.cache = e.kv_cache_gb * GIB
         elif card:
@@ -193,10 +193,11 @@ class EngineMemory:
         free = self.cache - block  # vLLM keeps a block to itself
         self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))  # longest sequences
 
-        self.awake, self.asleep = self.weights + self.workspace, graphs  # in a sync; in training
-        if not (card and e.sleep_level):
-            self.awake += self.cache
-            self.asleep = self.awake
+        if card and e.sleep_level:
+            self.awake = self.weights + self.workspace  # in a sync
+            self.asleep = graphs  # in training
+        else:
+            self.awake = self.asleep = self.weights + self.workspace + self.cache
 
 
 class TrainerMemory:
@@ -214,8 +215,8 @@ class TrainerMemory:
         if adapter:
             self.frozen = sum(self.trained.values())
             self.trained = dict.fromkeys(self.trained, adapter)
-        self.ranks = w.shard_size or plan.ranks  # they share all this
-        if card and w.cpu_offload:  # nothing is on the GPU
+        self.ranks = w.shard_size or plan.ranks  # that share parameters, gradients, moments
+        if card and w.cpu_offload:  # a GPU's share of them is 0
             self.ranks = float("inf")
 
         offload = w.offload if card else ()  # without a GPU there is one memory
@@ -277,7 +278,8 @@ SHARE = "gpu_memory_utilization"
 
 
 def ladder(plan, shape) -> list[tuple[str, object]]:
-    """(flag, value), the cheapest first: smaller budgets, then LADDER. None breaks a rule."""
+    """(flag, value), the cheapest first: smaller budgets, then LADDER. Values that break a rule are
+    left out."""
     given, steps = flags(plan.args), []
     for name in BUDGETS:
         budget = given.get(name, 0) // 2
@@ -289,8 +291,8 @@ def ladder(plan, shape) -> list[tuple[str, object]]:
 
 
 def fitting(plan, shape, card, values: dict) -> dict | None:
-    """The values, if it fits with them, or them and the nearest share for the engine with which it
-    does. None: there is none."""
+    """The values, if it fits with them. Else the values and the engine's share with which it fits,
+    the nearest to the given one. Else None."""
     tries = [values]
     if card:
         given = flags(plan.args)[SHARE]
@@ -303,11 +305,11 @@ def fitting(plan, shape, card, values: dict) -> dict | None:
 
 
 def fewest(plan, shape, card) -> dict | None:
-    """{flag: value} with which it fits, none too many: {} if it does. None: no flags are enough."""
+    """The flags to change so that it fits: {} if it fits already. None: no flags are enough."""
     steps, chosen = ladder(plan, shape), None
     # Walk down the ladder until it fits.
     for n in range(len(steps) + 1):
-        chosen = fitting(plan, shape, card, dict(steps[:n]))
+        chosen = fitting(plan, shape, card, dict(steps[:n]))  # of a flag's values, the last one
         if chosen is not None:
             break
     if chosen is None:
@@ -347,7 +349,7 @@ def planned(plan, shape, card) -> Plan:
     """The plan with its memory, for a GPU of `card` bytes or, without one, for plan.free."""
     if not shape.fused:
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
-    words, best = verdict(plan, shape, card)
+    words, best = verdict(plan, shape, card)  # its total is of the plan that fits
     top = max(loads(best, shape, card), key=lambda load: load.total)
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
     a, holds = plan.args, EngineMemory(plan, shape, card).holds

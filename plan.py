@@ -71,7 +71,8 @@ class Phase:
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        self.padding = max(0, self.micros * self.ranks - self.rows)  # empty micro-batches
+        # Micro-batches without a row. Each of the others has at least one row.
+        self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
         idle = self.padding / (self.micros * self.ranks)
@@ -110,7 +111,8 @@ class Plan:
             passes.append(("score", rows, a.score_tokens))
         if critic:
             passes.append(("critic score", rows, critic.critic_score_tokens))
-        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens.
+        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens. That
+        # is at most n + 1 a token, where t is small. packing.py allows no more than KEYS.
         keys = min(KEYS, self.args.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -200,7 +202,7 @@ def outside(args, ranks: int) -> dict[str, Rule]:
         words, holds = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
         if not holds(value):
             tries = [default[name]]
-            if isinstance(default[name], int):  # rather its smallest value
+            if isinstance(default[name], int):  # the smallest number that is allowed, if it is 0, 1
                 tries = [0, 1, default[name]]
             found[name] = Rule(f"--{name} must be {words} (got {value}).", [(name, tries)])
     return found
@@ -212,6 +214,7 @@ def run_rules(plan: Plan):
     """Of --name, which becomes a folder, and of flags that need another flag."""
     args, given = plan.args, plan.args.plan_args
     name = str(args.name)
+    # The folders runs/tiny-… hold the tiny models.
     own = re.fullmatch(r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
@@ -242,7 +245,7 @@ def limit_rules(plan: Plan):
     tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {a.max_tokens}"
     least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
     if given["target_reward"] is not None:
-        least.append(("steps", 13, "for --target_reward"))
+        least.append(("steps", 13, "for --target_reward"))  # its first 3 and last 10
     wrong = [(name, f"at most {limit:,}", limit, why)
              for name, limit, why in most if given[name] > limit]
     wrong += [(name, f"at least {limit:,}", limit, why)
@@ -275,7 +278,7 @@ def divisor_rules(plan: Plan, shape, machine: int | None):
         wholes.append((machine, "ranks of a machine"))
     if shape:
         wholes += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP")]
-        if tp % shape.kv_heads:  # else vLLM copies key-value heads
+        if tp % shape.kv_heads != 0:  # vLLM copies the heads where --tp is a multiple of them
             wholes.append((shape.kv_heads, "key-value heads"))
         vocab = 64 * ceil_div(shape.vocab, 64)  # vLLM pads it
         wholes.append((vocab, "tokens of the vocabulary"))
@@ -289,7 +292,7 @@ def divisor_rules(plan: Plan, shape, machine: int | None):
 def strict_rules(plan: Plan):
     """Of --strict: no batch has padding."""
     given, batches = flags(plan.args) | {"ranks": plan.ranks}, plan.batches
-    if given.get("dynamic_sampling"):  # any smaller batch
+    if given.get("dynamic_sampling"):  # any smaller batch may be left; larger ones repeat these
         largest = min(batches[0], 2 * plan.ranks * plan.args.minibatches)
         batches = range(1, largest + 1)
     padded = [phase for n in batches for phase in plan.phases(n) if phase.padding]
@@ -330,6 +333,7 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
             for value in values:
                 there = value if flag == "ranks" else ranks
                 left = broken(changed(args, **{flag: value}), there, *sizes, **more)
+                # This rule is kept now, and no other is broken that was not.
                 if {other.kind for other in left} <= kinds - {rule.kind}:
                     rule.fixes += ((flag, value),)
                     break

@@ -126,7 +126,7 @@ def parse(kind: type, description: str):
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
-        dist.run(mistakes.stop)
+        dist.run(mistakes.stop)  # ends the process
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
         lr, critic_lr = 10 * lr, 10 * critic_lr
@@ -175,7 +175,7 @@ def together(world, act, *args):
     """act(*args). A SettingsError of one rank is raised on all. A collective."""
     mistakes = Mistakes()
     mistakes.attempt(act, *args)
-    Mistakes(world.gather(mistakes)[:1]).stop()
+    Mistakes(world.gather(mistakes)[:1]).stop()  # the ranks make the same mistakes
 
 
 def find_checkpoint(args, world, folder: Path, settings: dict):
@@ -198,6 +198,7 @@ def open_folder(run: "Run", args: dict):
     """From here on only this run writes its folder. args: what args.json gets. A collective."""
     together(run.world, run.log.open, args, run.checked.plan.text(), run.start)
     every, folder = run.args.run_args.save_every, run.log.folder
+    # Rank 0 made .lock. A rank that does not see it has another disk.
     if run.world.agree(every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(
             f"--save_every {every} needs a folder that all machines share; some have no {folder}. "
@@ -221,7 +222,8 @@ class Run:
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
-        self.evaluations = self.saves = range(0)  # steps done
+        # After how many steps. `finish` evaluates after the last one.
+        self.evaluations = self.saves = range(0)
         if checked.eval_rows:
             self.evaluations = range(0, args.steps, args.eval_args.eval_every or args.steps)
         if args.run_args.save_every:
@@ -311,8 +313,8 @@ class Run:
             score_samples(self, samples, args.eval_samples)
         metrics = evaluation_metrics(samples, args)
         self.log.samples(f"eval_{step:05d}", samples)
-        self.log.times.clear()
-        self.log.hold(metrics, step)
+        self.log.times.clear()  # they are of no step
+        self.log.hold(metrics, step)  # until the next line of metrics.jsonl
         score = float(np.mean([v for k, v in metrics.items() if k.endswith("/pass@1")]))
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
@@ -351,7 +353,7 @@ class Run:
         """After SIGTERM → exit status."""
         then = f"the same command with --name {self.log.folder.name} goes on from here"
         if error:
-            then = "they are not saved"
+            then = "these steps are not saved"
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; {then}")
         self.close()
         return 143 if error else dist.SAVED
@@ -361,7 +363,7 @@ class Run:
         failed = missed = False
         if self.checked.eval_rows:
             self.evaluate(self.end)
-            self.log.step(self.end, {})
+            self.log.step(self.end, {})  # a line for what it holds
         if not self.args.eval_args.eval_only:
             if self.args.run_args.export:
                 failed = self.export("model")
