@@ -86,7 +86,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
-        mistakes += model_limits(args, lm.config, everything if tokenizer else [])
+        mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
     mistakes.stop()
     sizes = plan.Plan(args, ranks, n_rows, n_eval)
     return Checked(source, tokenizer, shape, rows, eval_rows, notes, bridge, sizes)
@@ -145,7 +145,7 @@ def find_shape(args, lm) -> memory.Shape | None:
     return memory.shape_of(args.model) or memory.shape_from(model.skeleton(args.model))
 
 
-def model_limits(args, config, rows: list[data.Row]) -> list[str]:
+def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model or its engine cannot take."""
     found, name, vocab = [], f"--model {args.model}", config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
@@ -163,6 +163,9 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     if lora.lora_rank and lora.lora_sync != "merged" and config.model_type == "stablelm":
         found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
                      "--lora_sync merged.")
+    if tokenizer and tokenizer.vocab_size > vocab:  # without added tokens
+        found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
+                     f"{vocab:,}.")
     for row in rows:
         largest = max(row.prompt_ids, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine

@@ -152,6 +152,7 @@ class Engine:
         if not (adapter and self.request):
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
             deque(weights, maxlen=0)  # a collective: every rank must use it up
+            self.request = None
         if adapter:
             self.syncs += 1
             self.request = put_adapter(self.llm, self.adapter, adapter, self.syncs)

@@ -14,6 +14,7 @@ import model
 import plan
 from errors import SettingsError
 from examples import tiny
+from packing import pack
 from ranks import results
 
 IDS = torch.arange(24).view(2, 12)
@@ -44,8 +45,10 @@ def load_and_export(world, folder: str, args: model.ModelArgs) -> torch.Tensor:
     policy = model.Policy(module, world, args, model.OptimizerArgs())
     for device in (torch.device("cpu"), world.device):
         policy.move(device)
+    ids, positions, packed, _ = pack([(i, row, row[:1]) for i, row in enumerate(IDS)], world.device)
+    inputs = {"input_ids": ids, "position_ids": positions, "packed": packed}
     with torch.no_grad():
-        micro = SimpleNamespace(inputs={"input_ids": IDS}, source=SOURCE, learns=False)
+        micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
         logp, _ = policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")
     policy.export(folder, f"{folder}-out", notes={"note.json": "{}"})
     return logp
