@@ -23,6 +23,7 @@ from pathlib import Path
 
 # Whose code is timed: see Contestant.
 sys.path.insert(0, os.environ.get("CONTESTANT", str(Path(__file__).resolve().parent.parent)))
+sys.path.insert(1, f"{sys.path[0]}/bench")
 
 import numpy as np
 import torch
