@@ -154,7 +154,7 @@ RANGES = {name: (words, inside) for words, inside, names in (  # others: at leas
     ("from 1 to 1e6", lambda x: 1 <= x <= 1e6, "timeout reward_timeout stop_seconds"),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "gpu_memory_utilization"),
     ("more than 1", lambda x: x > 1, "dual_clip"),
-    ("a number", lambda x: -INF < x < INF, "target_reward eval_pass"),
+    ("a number", lambda x: -INF < x < INF, "target_reward eval_pass entropy_coef"),
     ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma lam"),
     ("1 in training", lambda x: x == 1, "top_p"),
     ("some text", bool, "model data name eval_data wandb reply prompt_template"),
