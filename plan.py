@@ -166,7 +166,8 @@ def rules(args, ranks: int, n_rows=None, n_eval=0, shape=None, machine=None):
     """Every Rule of several flags; each is in its range here."""
     plan, given = Plan(args, "", ranks, n_rows, n_eval), flags(args) | {"ranks": ranks}
     stop, least = given["stop"], min(plan.batches)
-    name, own, p = str(args.name), r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", args.plan_args
+    own = r"(?!tiny-(sort|kk|guess|sharpen)-)\w[\w .,=+@-]*"
+    name, p = str(args.name), args.plan_args
     yield Rule(re.fullmatch(own, name) and len(name.encode()) <= 200,
                f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, begin "
                f"with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
