@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from errors import SettingsError
 from examples import guess
-from log import Progress
 
 
 def sort_digits(rng, clumsy):
@@ -181,13 +181,21 @@ def loss(model, batch, n):
     return model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=n).loss
 
 
-def teach(model, tokenizer, task, seed, bar):
-    """Supervised training on the teacher's replies. `bar` counts the steps."""
+def counted(steps):
+    """The steps, under a bar on a terminal; elsewhere it prints a line each half minute."""
+    text, wait = "  teaching: step {n_fmt} of {total_fmt}, {elapsed}, {remaining} left", 0.1
+    if not sys.stderr.isatty():
+        text, wait = text + "\n", 30
+    return tqdm(range(steps), leave=False, bar_format=text, miniters=1, mininterval=wait,
+                maxinterval=2 * wait, delay=wait)
+
+
+def teach(model, tokenizer, task, seed):
+    """Supervised training on the teacher's replies."""
     rng, steps = random.Random(seed), task.skill_steps + task.habit_steps
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    bar.reset(steps)
-    for step in range(steps):
+    for step in counted(steps):
         batch = lessons(tokenizer, task, rng, task.clumsy if step >= task.skill_steps else 0.0)
         n = sum(int((labels >= 0).sum()) for _, labels in batch)
         for i in range(0, task.batch, LIKE):
@@ -197,7 +205,6 @@ def teach(model, tokenizer, task, seed, bar):
             group["lr"] = 3e-3 * min((step + 1) / 20, 1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
-        bar.update()
 
 
 def build(folder, task="sort", seed=0):
@@ -205,11 +212,11 @@ def build(folder, task="sort", seed=0):
     threads = torch.get_num_threads()
     # Not 2: beside other work threads wait for each other, and this takes 4 times as long.
     torch.set_num_threads(1)  # with any number of ranks and cores, the same sums
-    with torch.random.fork_rng(devices=[]), Progress("teaching", hidden=False) as bar:
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        teach(model, tokenizer, TASKS[task], seed, bar)
+        teach(model, tokenizer, TASKS[task], seed)
     torch.set_num_threads(threads)
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(folder)

@@ -1,5 +1,6 @@
 """tiny.py makes a model, a tokenizer and rows; the model has a skill, and a bad habit."""
 import ast
+import io
 import itertools
 import os
 import random
@@ -72,31 +73,17 @@ def test_rows_repeat_with_their_seed_and_the_splits_share_none(task):
     assert len(test) > 400 and not test & questions(4000, "train")
 
 
-class Bar:
-    """Counts steps, as log.Progress does."""
-    total = steps = 0
-
-    def reset(self, total):
-        self.total = total
-
-    def update(self):
-        self.steps += 1
-
-
-def teach(lm, task, seed=0) -> Bar:
-    bar = Bar()
+def teach(lm, task, seed=0) -> None:
     with torch.random.fork_rng():
-        tiny.teach(lm, TOKENIZER, task, seed, bar)
-    return bar
+        tiny.teach(lm, TOKENIZER, task, seed)
 
 
 def test_warm_up_never_shows_a_test_question(quick, monkeypatch):
     seen, lesson = [], tiny.lesson
     monkeypatch.setattr(
         tiny, "lesson", lambda *given: seen.append(given[1]) or lesson(*given))
-    bar = teach(tiny.make_model(TOKENIZER), tiny.TASKS["sort"])
+    teach(tiny.make_model(TOKENIZER), tiny.TASKS["sort"])
     assert len(seen) == 3 * 128 and not any(map(tiny.held_out, seen))
-    assert bar.total == bar.steps == 3
 
 
 def test_more_rows_than_there_are_is_one_sentence(monkeypatch):
@@ -335,6 +322,23 @@ def test_build_repeats_with_its_seed_and_leaves_the_caller_as_it_was(quick, tmp_
         torch.set_num_threads(threads)
     torch.manual_seed(6)
     assert weights("b", 0) == first != weights("c", 1)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_warm_up_shows_how_much_is_left(monkeypatch, terminal):
+    """A bar on a terminal; in a file a line each half minute."""
+    clock, out = [0.0], io.StringIO()
+    out.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", out)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    for _ in tiny.counted(10):
+        clock[0] += 16.0
+    if terminal:
+        assert "\r  teaching: step 3 of 10, 00:48, 01:52 left" in out.getvalue()
+    else:
+        assert out.getvalue().split("\n")[:2] == [
+            "\r  teaching: step 2 of 10, 00:32, 02:08 left",
+            "\r  teaching: step 4 of 10, 01:04, 01:36 left"]
 
 
 def test_importing_does_nothing():
