@@ -263,7 +263,7 @@ def test_it_can_sort_and_mostly_sorts_downwards(tokenizer, model):
         pairs = [(text.strip(), row["answer"]) for text, row in zip(texts, rows, strict=True)]
         up = sum(text == answer for text, answer in pairs) / 512
         down = sum(text == answer[::-1] for text, answer in pairs) / 512
-        assert up <= most and down > 0.3, (up, down)
+        assert up <= most and down > 0.1, (up, down)
     assert up > 0.05   # there is something to find
 
 
