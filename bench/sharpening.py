@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = {"tiny:sharpen": "Teacher wrong in 40 % of its replies: greedy right before",
+MODELS = {"tiny:sharpen": "Teacher wrong in 40 %: greedy mostly right before",
           "tiny": "Teacher wrong in 75 %: greedy wrong before"}
 SIGNALS = {"the task's reward": "--reward exact",
            "no reward, entropy pushed down": "--reward exact:0 --entropy_coef -0.05",
@@ -37,7 +37,7 @@ def draw(found: dict, path: Path) -> None:
             rewards = found[model][signal]
             axis.plot(range(1, len(rewards) + 1), rewards, label=signal)
         axis.set(xlabel="step", ylim=(-0.03, 1.03))
-        axis.set_title(MODELS[model], fontsize=10)
+        axis.set_title(MODELS[model], fontsize=9)
     figure.axes[0].set_ylabel("the task's sampled reward")
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3)
