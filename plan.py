@@ -184,7 +184,7 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
     ("timeout reward_timeout stop_seconds", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
     ("gpu_memory_utilization", "more than 0 and at most 1", lambda x: 0 < x <= 1),
     ("dual_clip", "more than 1", lambda x: x > 1),
-    ("target_reward eval_pass", "a number", lambda x: -INF < x < INF),
+    ("target_reward eval_pass entropy_coef", "a number", lambda x: -INF < x < INF),
     ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
     ("top_p", "1 in training", lambda x: x == 1),
     ("model data name eval_data wandb reply prompt_template", "some text", bool),
@@ -215,7 +215,7 @@ def run_rules(plan: Plan):
     args, given = plan.args, plan.args.plan_args
     name = str(args.name)
     # The folders runs/tiny-… hold the tiny models.
-    own = re.fullmatch(r"(?!tiny-(sort|kk|guess)-)\w[\w .,=+@-]*", name)
+    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|sharpen)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",

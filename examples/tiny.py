@@ -1,17 +1,27 @@
-"""Makes a small language model from nothing. A warm-up teaches it a skill, and then the bad
-habits of a clumsy teacher. See docs/tiny.md."""
+"""Makes a small language model from nothing: first it learns a skill, then bad habits.
+
+    python examples/tiny.py            makes the model of each task in runs/
+    python examples/tiny.py sort kk    makes these
+
+See docs/tiny.md. A run makes the model that it needs: --model tiny, tiny:kk or tiny:guess.
+"""
 import fcntl
 import os
 import random
+import sys
 import zlib
 from collections import namedtuple
 from itertools import product
 from pathlib import Path
 
+if __name__ == "__main__":  # Python looks in examples/ only
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from errors import SettingsError
@@ -19,17 +29,10 @@ from examples import guess
 
 
 def sort_digits(rng, clumsy):
-    """Sort 529173 -> 123579."""
-    digits = rng.sample("0123456789", k=6)  # a repeated one is always wrong
-    left, reply = sorted(digits), ""
-    while left:
-        mistake = rng.choice(["swap", "skip", "repeat"]) if rng.random() < clumsy else None
-        i = int(mistake == "swap" and len(left) > 1)
-        if mistake != "skip":
-            reply += left[i]
-        if mistake != "repeat":
-            left.pop(i)
-    return "Sort " + "".join(digits), "".join(sorted(digits)), reply
+    """Sort 529173 -> 123579. The clumsy teacher sorts downwards: 975321."""
+    digits = rng.sample("0123456789", k=6)
+    reply = sorted(digits, reverse=rng.random() < clumsy)
+    return "Sort " + "".join(digits), "".join(sorted(digits)), "".join(reply)
 
 
 def knights(rng, clumsy):
@@ -45,13 +48,14 @@ def knights(rng, clumsy):
     thought, guess = "", rng.choice(worlds)
     if rng.random() >= clumsy:
         thought, guess = "".join(thoughts[:right[0] + 1]), worlds[right[0]]
-
-    def words(world):
-        return " ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(people, 1))
-
     question = " ".join(f"{x} says {claims[x]}." for x in people)
     reply = f"<think>{thought}</think><answer>{words(guess)}</answer>"
     return question, words(worlds[right[0]]), reply
+
+
+def words(world):
+    """Such as: (1) A is a knave (2) B is a knight."""
+    return " ".join(f"({i}) {x} is a {role}" for i, (x, role) in enumerate(world.items(), 1))
 
 
 def claim(rng, people):
@@ -89,9 +93,11 @@ def game(rng, clumsy):
 # sample(rng, clumsy) -> question, right answer, the teacher's reply: its words, or a list of its
 # turns and the user's. clumsy: how often it is wrong or guessed, in the habit_steps only.
 Task = namedtuple("Task", "sample batch skill_steps habit_steps clumsy")
-TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.16),
+TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
          "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7),
-         "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7)}
+         "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7),
+         # Mostly right, so it needs no reward: docs/sharpening.md.
+         "sharpen": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.4)}
 
 
 def held_out(question):
@@ -120,7 +126,7 @@ VOCAB = 320  # 3 special tokens, 256 bytes, 61 merges
 WORDS = ["assistant"] + ["user", "Sort", "think", "answer"] * 3 + [
     "</><></ says is a knight knave and or true false yes no A B C"] * 3
 END_OF_TEXT, START, END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-USER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # after a turn
+USER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # after a reply
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -149,28 +155,55 @@ def make_model(tokenizer):
     return model
 
 
+LIKE = 16  # lessons of one forward, alike in length: so little is padding
+
+
+def lesson(tokenizer, question, reply):
+    """A conversation with the teacher -> ids (T,), labels (T,): -100 where the user speaks."""
+    turns = [question, *([reply] if isinstance(reply, str) else reply)]
+    parts = [turn + END if i % 2 else USER.format(turn) for i, turn in enumerate(turns)]
+    parts = tokenizer([parts[0].lstrip(), *parts[1:]])["input_ids"]
+    labels = [part if i % 2 else [-100] * len(part) for i, part in enumerate(parts)]
+    return torch.tensor(sum(parts, [])), torch.tensor(sum(labels, []))
+
+
+def lessons(tokenizer, task, rng, clumsy):
+    """A batch of them, none of the test split, the shortest first."""
+    found = []
+    while len(found) < task.batch:
+        question, _, reply = task.sample(rng, clumsy)
+        if not held_out(question):
+            found.append(lesson(tokenizer, question, reply))
+    return sorted(found, key=lambda pair: len(pair[0]))
+
+
+def loss(model, batch, n):
+    """Cross-entropy of some lessons: the sum over their labels / n, the labels of the batch."""
+    ids, labels = zip(*batch, strict=True)
+    # Padded on the right, causal: no mask is needed.
+    ids, labels = pad_sequence(ids, True), pad_sequence(labels, True, -100)  # (LIKE, T)
+    return model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=n).loss
+
+
+def counted(steps):
+    """The steps, under a bar on a terminal; elsewhere it prints a line each half minute."""
+    text, wait = "  teaching: step {n_fmt} of {total_fmt}, {elapsed}, {remaining} left", 0.1
+    if not sys.stderr.isatty():
+        text, wait = text + "\n", 30
+    return tqdm(range(steps), leave=False, bar_format=text, miniters=1, mininterval=wait,
+                maxinterval=2 * wait, delay=wait)
+
+
 def teach(model, tokenizer, task, seed):
-    """Cross-entropy on the teacher's replies."""
+    """Supervised training on the teacher's replies."""
     rng, steps = random.Random(seed), task.skill_steps + task.habit_steps
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    for step in range(steps):
-        chats, replies = [], []
-        while len(chats) < task.batch:
-            question, _, reply = task.sample(rng, task.clumsy * (step >= task.skill_steps))
-            if not held_out(question):
-                chats.append([{"role": "user", "content": question}])
-                replies.append([reply] if isinstance(reply, str) else reply)
-        prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
-        ids, labels = [], []
-        for prompt, turns in zip(prompts, replies, strict=True):
-            turns = [USER.format(turn) if i % 2 else turn + END for i, turn in enumerate(turns)]
-            parts = [prompt, *tokenizer(turns)["input_ids"]]
-            ids.append(torch.tensor(sum(parts, [])))
-            labels.append(torch.tensor(sum(
-                (part if i % 2 else [-100] * len(part) for i, part in enumerate(parts)), [])))
-        # Padded on the right, causal: no mask is needed.
-        ids, labels = pad_sequence(ids, True), pad_sequence(labels, True, -100)  # (B, T)
-        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    for step in counted(steps):
+        batch = lessons(tokenizer, task, rng, task.clumsy if step >= task.skill_steps else 0.0)
+        n = sum(int((labels >= 0).sum()) for _, labels in batch)
+        for i in range(0, task.batch, LIKE):
+            loss(model, batch[i:i + LIKE], n).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:  # up in 20 steps, then down to 0
             group["lr"] = 3e-3 * min((step + 1) / 20, 1 - step / steps)
@@ -181,7 +214,8 @@ def teach(model, tokenizer, task, seed):
 def build(folder, task="sort", seed=0):
     """The caller's random state and threads stay as they were."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with and without torchrun, the same sums
+    # Not 2: beside other work threads wait for each other, and this takes 4 times as long.
+    torch.set_num_threads(1)  # with any number of ranks and cores, the same sums
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = make_tokenizer()
@@ -212,3 +246,14 @@ def ensure(root="runs", task="sort"):
             build(folder + ".unfinished", task)  # over what a killed process left
             os.rename(folder + ".unfinished", folder)
     return folder
+
+
+def main(tasks):
+    if unknown := [task for task in tasks if task not in TASKS]:
+        sys.exit(f"error: tiny.py has no task {unknown[0]!r}; it has {', '.join(TASKS)}.")
+    for task in tasks or TASKS:
+        print(ensure(task=task))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
