@@ -7,6 +7,7 @@ import datetime
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -232,6 +233,16 @@ def leave(status: int, text: str):
     os._exit(status)
 
 
+def say_last(text: str):
+    """Prints it below all else: torchrun prints forty lines after its ranks have ended."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        print(text, file=sys.stderr)
+        return
+    # A process of its own waits until torchrun has ended. A zombie has no exe.
+    wait = 'while [ -e /proc/$0/exe ]; do sleep 0.02; done; printf "%s\\n" "$1" >&2'
+    subprocess.Popen(["sh", "-c", wait, str(os.getppid()), text], start_new_session=True)
+
+
 def run(main, *args):
     """main(*args), then exit. If one rank fails, all end; the cause is shown last.
 
@@ -242,19 +253,17 @@ def run(main, *args):
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     report, rank = get_error_handler(), os.environ.get("RANK", "0")
     report.initialize()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts turn it off at first
     try:
         status = main(*args) or 0
     except SettingsError as error:
         status = 2
         if rank == "0" or error.alone:
-            print(f"error: {error}", file=sys.stderr)
-            error.__traceback__ = error.__context__ = None  # torchrun ends with the sentence
-            report.record_exception(error)
-        else:
-            time.sleep(1)  # rank 0's sentence comes before torchrun's lines
+            say_last(f"error: {error}")
     except KeyboardInterrupt:
         status = 130
-        print(f"[rank {rank}] interrupted", file=sys.stderr)
+        if rank == "0":
+            say_last("interrupted")
     except BaseException as error:
         status = 1
         if isinstance(error, RuntimeError) and re.search(PEER_ENDED, str(error)):  # not the cause

@@ -1,10 +1,12 @@
-"""evaluate.py: completions of every evaluation row → pass@1 and pass@k per data source.
+"""evaluate.py: completions of every evaluation row → pass@1 and pass@k, with intervals.
 
 A completion passes when its first --reward is at least --eval_pass. Its seed depends on its row and
 not on the step, so evaluations of two policies are paired.
 """
 from dataclasses import dataclass
 from math import comb
+
+import numpy as np
 
 from batch import Sample
 
@@ -33,26 +35,44 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
-    """eval/SOURCE/NAME for each data source. `eval_samples` consecutive samples share a row."""
-    metrics = {}
-    for source in dict.fromkeys(s.prompt.row.source for s in samples):
-        some = [s for s in samples if s.prompt.row.source == source]
-        for name, value in source_metrics(some, args.eval_samples, args.eval_pass).items():
-            metrics[f"eval/{source}/{name}"] = value
+    """eval/NAME over all rows. With several data sources also eval/SOURCE/NAME of each.
+
+    samples: `eval_samples` consecutive ones share a row.
+    """
+    metrics = named("eval/", samples, args)
+    sources = dict.fromkeys(s.prompt.row.source for s in samples)  # in order, each once
+    if len(sources) > 1:
+        for source in sources:
+            some = [s for s in samples if s.prompt.row.source == source]
+            metrics |= named(f"eval/{source}/", some, args)
     return metrics
 
 
-def source_metrics(samples: list[Sample], n: int, least: float) -> dict[str, float]:
-    """Of n samples a row: pass@k for k = 1, 2, 4, … and n; and the mean reward, if there is one."""
-    firsts = [next(iter(s.score.parts.values())) for s in samples]  # of the first --reward
-    passed = [first is not None and first >= least for first in firsts]
+def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward."""
+    n, firsts = args.eval_samples, [next(iter(s.score.parts.values())) for s in samples]
+    passed = [first is not None and first >= args.eval_pass for first in firsts]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
     totals = [s.score.total for s in samples if s.score.total is not None]
     found = {}
     for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-        found[f"pass@{k}"] = sum(pass_at_k(n, c, k) for c in correct) / len(correct)
+        rows = np.array([pass_at_k(n, c, k) for c in correct])
+        found[f"pass@{k}"] = rows.mean()
+        found[f"pass@{k}_low"], found[f"pass@{k}_high"] = interval(rows)
     found["rows"], found["unscored"] = len(correct), len(samples) - len(totals)
     found["length_mean"] = sum(s.completion.tokens for s in samples) / len(samples)
     if totals:
         found["reward"] = sum(totals) / len(totals)
-    return found
+    return {prefix + name: value for name, value in found.items()}
+
+
+def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
+    """95 % interval of the mean over rows, each in [0, 1]: what other rows of the kind would give.
+
+    Percentile bootstrap: the rows are drawn again, with replacement, always with the same random
+    numbers. One row of 0 and one of 1 are added: ten rows that all fail do not prove that all do.
+    """
+    rows, rng = np.append(rows, [0.0, 1.0]), np.random.default_rng(0)
+    means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)

@@ -14,6 +14,11 @@ verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: Mode
 Shapes: P prompts, G completions of each, N = P·G completions in request order, T tokens of the
 longest one. A micro-batch is (b, t). Every (N, …) tensor is the same on every rank.
 """
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -124,9 +129,9 @@ def train(args: Args) -> int:
                                        reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
-        run.log.step(step, metrics)
+        run.log.step(step + 1, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            run.log.samples(f"step_{step:05d}", samples, show=3)
+            run.log.samples(f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.

@@ -70,6 +70,28 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def as_lines(rows: list[dict]) -> str:
+    """Objects, as .jsonl has them."""
+    return "".join(json.dumps(row, default=str) + "\n" for row in rows)
+
+
+def is_evaluation(row: dict) -> bool:
+    """Whether a row of metrics.jsonl has an evaluation. Else it has a step."""
+    return "eval/rows" in row
+
+
+def evaluation_line(row: dict) -> str:
+    """pass@k with its interval; of several data sources pass@1 alone."""
+    shown = []
+    for key, value in row.items():
+        name = key.removeprefix("eval/")
+        if f"{key}_low" in row and (name.startswith("pass@") or name.endswith("/pass@1")):
+            shown.append(f"{name} {value:.3f}")
+            if name.startswith("pass@"):
+                shown[-1] += f" ({row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f})"
+    return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
+
+
 def write_whole(path: Path, text: str):
     """A kill leaves no half of this file."""
     unfinished = path.with_suffix(".partial")
@@ -95,7 +117,7 @@ class Log:
         self.max_gap, self.max_bad_steps, self.bad_steps = max_gap, max_bad_steps, 0
         self.writing = world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
-        self.held: dict[str, float] = {}  # of an evaluation, for the next row
+        self.missing: set[str] = set()  # files that the disk refused
         self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
         self.doing: tuple[str, float] | None = None  # what is timed, and since when
         self.counter: tqdm | None = None  # of the completions that vLLM has made
@@ -109,8 +131,8 @@ class Log:
     # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Makes the folder and keeps other runs out. Rows from step `start` on go: a killed run
-        wrote them."""
+        """Makes the folder and keeps other runs out. Rows of what comes again after `start` steps
+        go: a killed run wrote them."""
         if not self.writing:
             return
         path = self.folder / "metrics.jsonl"
@@ -118,12 +140,12 @@ class Log:
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
-            self.rows = [row for row in read_metrics(path) if row["step"] < start]
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            self.rows = [row for row in read_metrics(path) if row["step"] < start
+                         or (row["step"] == start and not is_evaluation(row))]
+            write_whole(path, as_lines(self.rows))
             write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
             write_whole(self.folder / "plan.txt", plan_text)
             (self.folder / "done.json").unlink(missing_ok=True)
-            self.file = open(path, "a", buffering=1)
         except BlockingIOError:
             raise SettingsError(
                 f"another run is writing {self.folder}; choose another --name.") from None
@@ -147,7 +169,8 @@ class Log:
                 settings={"init_timeout": 30, "silent": True})
 
     def finish(self, steps: int):
-        if self.writing:
+        """done.json: everything is written, and the same command has nothing left to do."""
+        if self.writing and not self.missing:
             with self.disk("done.json") as path:
                 write_whole(path, json.dumps({"steps": steps}))
 
@@ -157,11 +180,9 @@ class Log:
             with self.wandb_may_fail():
                 import wandb
                 wandb.teardown()
-        if self.file:
-            with self.disk("metrics.jsonl"):
-                self.file.close()
+        if self.bar:
             self.bar.close()
-        self.file = None
+        self.bar = None
 
     # ---- what can fail ----
 
@@ -170,7 +191,9 @@ class Log:
         """Inside, a full disk costs this file, and not the run."""
         try:
             yield self.folder / file
+            self.missing.discard(file)
         except OSError as error:
+            self.missing.add(file)
             self.say(f"{self.folder}/{file} was not written ({error.strerror}); the run goes on")
 
     @contextmanager
@@ -209,11 +232,11 @@ class Log:
 
     def beat(self):
         """A thread: shows what is being done each second, in a file each half minute."""
-        while self.file:
-            self.show()
-            time.sleep(30 if self.bar.disable else 1)
+        while bar := self.bar:
+            self.show(bar)
+            time.sleep(30 if bar.disable else 1)
 
-    def show(self):
+    def show(self, bar: tqdm):
         """On a terminal in the bar; in a file a line, if it has taken half a minute."""
         doing, counter, text = self.doing, self.counter, ""
         if doing:
@@ -222,19 +245,19 @@ class Log:
             text = f"{name}: {tqdm.format_interval(seconds)}"
             if counter and counter.n and counter.total:
                 text = f"{name}: {counter}"
-            if self.bar.disable and seconds >= 30:
+            if bar.disable and seconds >= 30:
                 self.say(f"  {text}")
-        self.bar.set_postfix_str(text)
+        bar.set_postfix_str(text)
 
     # ---- what is kept ----
 
     def step(self, step: int, metrics: dict):
-        """Writes a row of metrics, null if not finite. A collective."""
+        """Writes a row of metrics after `step` steps, null if not finite. A collective."""
         peaks = self.world.max(torch.tensor([*self.peaks.values()], dtype=torch.float64)).tolist()
-        row = {"step": step} | self.held | metrics | self.times
+        row = {"step": step} | metrics | self.times
         row |= zip(self.peaks, peaks, strict=True)
-        for written in self.held, self.times, self.peaks:
-            written.clear()
+        self.times.clear()
+        self.peaks.clear()
         for key, value in row.items():
             if not isinstance(value, int):
                 row[key] = round(float(value), 10) if math.isfinite(value) else None
@@ -243,21 +266,31 @@ class Log:
 
     def write(self, row: dict):
         self.rows.append(row)
-        with self.disk("metrics.jsonl"):  # what is left is in its buffer, for the next time
-            self.file.write(json.dumps(row) + "\n")
+        self.write_rows()
         if self.wandb:
             with self.wandb_may_fail():
                 self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
-        shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
-        if not shown:  # it is the last evaluation's
+        if is_evaluation(row):
+            self.say(evaluation_line(row))
             return
+        shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
         if (row.get("rollout/logprob_gap_mean") or 0.0) > self.max_gap:
             shown.append("engine and trainer differ by more than --max_gap")
-        count = f"{row['step'] + 1:>{len(str(self.steps))}}/{self.steps}"
+        count = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
         self.say("  ".join([f"step {count}", *shown]))
         self.bar.update()
+
+    def write_rows(self):
+        """The last row to metrics.jsonl. All rows, if the disk refused one before."""
+        incomplete = "metrics.jsonl" in self.missing
+        with self.disk("metrics.jsonl") as path:
+            if incomplete:
+                write_whole(path, as_lines(self.rows))
+            else:
+                with path.open("a") as file:
+                    file.write(as_lines(self.rows[-1:]))
 
     def watch(self, metrics: dict):
         """Counts the steps in a row that had a gradient that is not finite."""
@@ -280,17 +313,11 @@ class Log:
             return
         rows = [sample_row(s) for s in samples]
         with self.disk(f"samples/{name}.jsonl") as path:
-            path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            path.write_text(as_lines(rows))
         for row in rows[::max(1, len(rows) // max(1, show))][:show]:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
             prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
             self.say(f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}")
-
-    def hold(self, metrics: dict, step: int):
-        """Prints an evaluation. It goes into the next row."""
-        self.held |= metrics
-        shown = [f"{k.removeprefix('eval/')} {v:.3f}" for k, v in metrics.items() if "pass@" in k]
-        self.say(f"evaluation after {step} steps: {'  '.join(shown)}")
 
 
 # ---- memory ----

@@ -177,20 +177,26 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
      "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
     ("max_num_seqs reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
     ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
-    ("lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha", "more than 0",
-     lambda x: 0 < x < INF),
+    ("lr critic_lr gpu_gb kl_target kl_horizon max_gap", "more than 0", lambda x: 0 < x < INF),
+    ("lora_alpha", "more than 0 and at most 1e6", lambda x: 0 < x <= 1e6),
     ("temperature", "from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
     ("eval_temperature", "0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
     ("timeout reward_timeout stop_seconds", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
     ("gpu_memory_utilization", "more than 0 and at most 1", lambda x: 0 < x <= 1),
     ("dual_clip", "more than 1", lambda x: x > 1),
-    ("target_reward eval_pass entropy_coef", "a number", lambda x: -INF < x < INF),
+    ("eval_pass entropy_coef", "a number", lambda x: -INF < x < INF),
+    ("target_reward target_eval", "two numbers", lambda x: all(-INF < end < INF for end in x)),
     ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
     ("top_p", "1 in training", lambda x: x == 1),
     ("model data name eval_data wandb reply prompt_template", "some text", bool),
     ("betas", "two numbers in [0, 1)",
      lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
 ] for flag in flags.split()}
+
+
+NEEDS = {  # flags that change nothing without another one
+    "eval_every eval_only eval_samples eval_temperature eval_pass target_eval": "eval_data",
+    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply"}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -212,24 +218,26 @@ def outside(args, ranks: int) -> dict[str, Rule]:
 
 def run_rules(plan: Plan):
     """Of --name, which becomes a folder, and of flags that need another flag."""
-    args, given = plan.args, plan.args.plan_args
-    name = str(args.name)
+    args = plan.args
+    name, ranks = str(args.name), args.plan_args.ranks
     # The folders runs/tiny-… hold the tiny models.
     own = re.fullmatch(r"(?!tiny-(sort|kk|guess|sharpen)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
                    [("name", ["my-run"])])
-    if not given.plan and given.ranks not in (1, plan.ranks):
-        yield Rule(f"--ranks {given.ranks} needs --plan: a run has the ranks of torchrun "
+    if not args.plan_args.plan and ranks not in (1, plan.ranks):
+        yield Rule(f"--ranks {ranks} needs --plan: a run has the ranks of torchrun "
                    f"--nproc_per_node.", [("plan", [True])])
     stop = args.engine_args.stop
     if "" in stop:
         yield Rule("--stop must not have an empty string.",
                    [("stop", [tuple(text for text in stop if text)])])
-    for name, off in ("eval_every", 0), ("eval_only", False):
-        if getattr(args.eval_args, name) and not args.eval_data:
-            yield Rule(f"--{name} needs --eval_data.", [(name, [off])])
+    given, default = flags(args), flags(type(args)())
+    for names, needed in NEEDS.items():
+        for name in names.split():
+            if given[name] != default[name] and not given[needed]:
+                yield Rule(f"--{name} needs --{needed}.", [(name, [default[name]])])
 
 
 def limit_rules(plan: Plan):

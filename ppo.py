@@ -11,6 +11,11 @@ Read `train`, then `learn`. The formulas are in losses.py. To change the reward:
 verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
 Shapes: N completions in request order, T tokens of the longest one. A micro-batch is (b, t).
 """
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -112,9 +117,9 @@ def train(args: Args) -> int:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
 
-        run.log.step(step, metrics)
+        run.log.step(step + 1, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            run.log.samples(f"step_{step:05d}", samples, show=3)
+            run.log.samples(f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.

@@ -48,9 +48,12 @@ class RunArgs:
     """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
-    target_reward: float | None = None
-    """Exit status 1 unless the mean reward is at most 0.4 in the first 3 steps, and at least this
-    in the last 10."""
+    target_reward: tuple[float, float] | None = None
+    """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
+    that of the last 10 at least the second."""
+    target_eval: tuple[float, float] | None = None
+    """The same of pass@1 on --eval_data: at most the first number before the first step, and at
+    least the second after the last."""
     export: bool = True
     """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
     timeout: float = 600.0
@@ -313,9 +316,8 @@ class Run:
             score_samples(self, samples, args.eval_samples)
         metrics = evaluation_metrics(samples, args)
         self.log.samples(f"eval_{step:05d}", samples)
-        self.log.times.clear()  # they are of no step
-        self.log.hold(metrics, step)  # until the next line of metrics.jsonl
-        score = float(np.mean([v for k, v in metrics.items() if k.endswith("/pass@1")]))
+        self.log.step(step, metrics)
+        score = metrics["eval/pass@1"]
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
             if self.args.run_args.export and step:  # before the first step it is --model
@@ -363,35 +365,47 @@ class Run:
         failed = missed = False
         if self.checked.eval_rows:
             self.evaluate(self.end)
-            self.log.step(self.end, {})  # a line for what it holds
         if not self.args.eval_args.eval_only:
             if self.args.run_args.export:
                 failed = self.export("model")
             if self.world.rank == 0:
                 missed = self.summary()
-            missed = self.world.agree(missed)
-            self.log.finish(self.args.steps)
-        self.log.say(f"everything is in {self.log.folder}/")
+            if not failed:
+                self.log.finish(self.args.steps)
+        failed = self.world.agree(failed or missed or bool(self.log.missing))
+        if self.log.missing:
+            self.log.say(f"missing: {', '.join(sorted(self.log.missing))}; with space on the disk "
+                         f"the same command goes on")
+        self.log.say(f"the run is in {self.log.folder}/")
         self.close()
-        return int(failed or missed)
+        return int(failed)
 
     def summary(self) -> bool:
-        """Prints what came of the run → whether it missed --target_reward. On rank 0."""
-        rows, target = self.log.rows, self.args.run_args.target_reward
-        means = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        before = after = float("nan")
-        if means:
-            before, after = np.mean(means[:3]), np.mean(means[-10:])
+        """Prints how the run began and ended → whether it missed a grade. On rank 0."""
+        steps = [row for row in self.log.rows if not log.is_evaluation(row)]
+        rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+        scores = [row["eval/pass@1"] for row in self.log.rows if log.is_evaluation(row)]
+        n, first, last = len(rewards), 1, 1
+        if n >= 13:
+            first, last = 3, 10
+        missed = False
+        for flag, words, before, after in [
+                ("target_reward", f"reward, first {first} and last {last} of {n} steps",
+                 rewards[:first], rewards[-last:]),
+                ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
+            target = getattr(self.args.run_args, flag)
+            if after:
+                before, after = np.mean(before), np.mean(after)
+                self.log.say(f"{words}: {before:.3f} -> {after:.3f}")
+            if target and not (after and before <= target[0] and after >= target[1]):
+                missed = True
+                self.log.say(f"missed --{flag}: at most {target[0]} before and at least "
+                             f"{target[1]} after")
+        if rewards:
             draw_curve(self.log)
-        seconds = sum(row.get("time/step", 0) for row in rows)
-        tokens = sum(row.get("rollout/tokens", 0) for row in rows)
-        self.log.say(f"reward {before:.3f} -> {after:.3f} (mean of the first 3 and the last 10 of "
-                     f"{len(means)} steps), {tokens:,} tokens in {seconds:.0f} s = "
-                     f"{tokens / seconds:,.0f} tokens/s, all phases")
-        missed = target is not None and not (before <= 0.4 and after >= target)
-        if missed:
-            self.log.say(f"missed --target_reward: the mean of the first 3 steps must be at most "
-                         f"0.4 and that of the last 10 at least {target}")
+        seconds = sum(row["time/step"] for row in steps)
+        tokens = sum(row["rollout/tokens"] for row in steps)
+        self.log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
         return missed
 
     def close(self):

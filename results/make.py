@@ -30,21 +30,35 @@ import numpy as np  # noqa: E402
 from tools import plot  # noqa: E402
 
 COIN = "examples/coin.py:coin"
-FOLLOWS = "examples/instructions.py:follows"
-COMMANDS = {
-    "sort-grpo": "./run.sh",
-    "sort-grpo-coin": f"./run.sh --reward exact:0 {COIN}",
-    "sort-lora": "./run.sh --lora_rank 16",
-    "sort-ppo": "./run.sh ppo",
-    "sort-ppo-coin": f"./run.sh ppo --reward exact:0 {COIN}",
-    "kk": "./run.sh kk",
-    "kk-coin": f"./run.sh kk --reward kk01:0 {COIN}",
-    "game": "./run.sh game",
-    "game-coin": f"./run.sh game --reward examples/guess.py:won:0 {COIN}",
-    "instructions": "./run.sh real",
-    "instructions-lora": "./run.sh real --lora_rank 16 --lr 5e-4",
-    "instructions-coin": f"./run.sh real --reward {FOLLOWS}:0 {COIN}"}
-KEPT = ("step|reward/.*|eval/.*/(pass@1|rows)|policy/entropy|grad/norm|loss/policy|time/step|"
+# Each job, its task's reward, and a tenth of its learning rate. Controls begin with the reward's
+# weight set to 0, so that it is logged and not trained on.
+JOBS = {
+    "sort-grpo": ("./run.sh", "exact", "3e-5"),
+    "sort-lora": ("./run.sh --lora_rank 16", "", ""),  # no controls
+    "sort-ppo": ("./run.sh ppo", "exact", "3e-5"),
+    "kk": ("./run.sh kk", "kk01", "1e-5"),
+    "game": ("./run.sh game", "examples/guess.py:won", "3e-5"),
+    "instructions": ("./run.sh real", "examples/instructions.py:follows", "5e-6"),
+    "instructions-lora": ("./run.sh real --lora_rank 16 --lr 5e-4", "", "")}
+CONTROLS = {"sharpen": "--entropy_coef -0.05", "coin": COIN}
+
+
+def commands() -> dict[str, str]:
+    """{result: command} of the jobs and of their controls, at both learning rates."""
+    found = {}
+    for job, (command, reward, slow) in JOBS.items():
+        found[job] = command
+        if reward:
+            for control, flags in CONTROLS.items():
+                # An entropy bonus below 0 and no reward; or a random reward.
+                without = f"{command} --reward {reward}:0 {flags}"
+                found[f"{job}-{control}"] = without
+                found[f"{job}-{control}-slow"] = f"{without} --lr {slow}"
+    return found
+
+
+COMMANDS = commands()
+KEPT = ("step|reward/.*|eval/(.*/)?(pass@1.*|rows)|policy/entropy|grad/norm|loss/policy|time/step|"
         "memory/peak_gb|rollout/(length_mean|truncated_frac|logprob_gap_max|tokens)")
 BEGIN = "<!-- the table: written by results/make.py -->\n"
 
@@ -104,6 +118,12 @@ def seeds(folder: Path) -> list[Path]:
     return sorted(folder.glob("seed_*"), key=lambda path: int(path.name.removeprefix("seed_")))
 
 
+def task_reward(run: Path) -> str:
+    """The metric of its first reward: a control has the task's there, with weight 0."""
+    first = json.loads((run / "args.json").read_text())["reward"][0]
+    return "reward/" + re.sub(":[0-9.]+$", "", first).rpartition(":")[2]  # FILE.py:NAME:WEIGHT
+
+
 def table() -> str:
     """The mean over the seeds, and the lowest and the highest, of what plot.ends finds."""
     lines = []
@@ -113,9 +133,7 @@ def table() -> str:
         result = json.loads((HERE / name / "result.json").read_text())
         found = []
         for one in runs:
-            first = json.loads((one / "args.json").read_text())["reward"][0]
-            first = re.sub(":[0-9.]+$", "", first).rpartition(":")[2]  # FILE.py:NAME:WEIGHT
-            found.append(plot.ends(one, f"reward/{first}"))
+            found.append(plot.ends(one, task_reward(one)))
         notes = [result["seeds"][one.name.removeprefix("seed_")] for one in runs]
         loaded = any(note["cores used by others"] > 0.1 for note in notes)
         columns = [plot.cell([one[key] for one in found]) for key in (
@@ -143,11 +161,11 @@ def by_kind() -> str:
     for name in COMMANDS:
         runs = seeds(HERE / name)
         keys = [key for one in runs[:1] for key in json.loads((one / "metrics.jsonl").open()
-                .readline()) if key.startswith("eval/") and key.endswith("/pass@1")]
+                .readline()) if re.fullmatch("eval/.*/pass@1", key)]
         if len(keys) < 2:
             continue
         head = "".join(f"| {key.split('/')[1]} " for key in keys)
-        ends = [[[*plot.series(one, key[5:]).values()] for one in runs] for key in keys]
+        ends = [[[*plot.series(one, key).values()] for one in runs] for key in keys]
         cells = [" → ".join(f"{np.mean([curve[at] for curve in found]):.2f}" for at in (0, -1))
                  for found in ends]
         lines += [f"\n| held-out {head}|\n|---{'|---' * len(keys)}|"] * (not lines)
@@ -168,7 +186,7 @@ def main() -> None:
             run(name, seed)
     for name in args.names or COMMANDS:
         if runs := seeds(HERE / name):
-            plot.draw([runs], HERE / name / "curve.png")
+            plot.draw([runs], HERE / name / "curve.png", task_reward(runs[0]))
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
     page.write_text(text + mark + table() + by_kind())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-PANELS = "reward/mean", "pass@1", "policy/entropy", "rollout/length_mean"
+PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
 
 
 def read(run: Path) -> list[dict]:
@@ -44,14 +44,8 @@ def find(folders) -> list[list[Path]]:
 
 
 def series(run: Path, name: str) -> dict[int, float]:
-    """A metric by step, from 1. pass@1 is by steps done, and the mean over the data sources."""
-    found = {}
-    for row in read(run):
-        values = [v for k, v in row.items() if k == name or k.endswith(f"/{name}")]
-        if values and None not in values:
-            step = row["step"] if name == "pass@1" else row["step"] + 1
-            found[step] = float(np.mean(values))
-    return found
+    """A metric by steps done. null counts as not there."""
+    return {row["step"]: row[name] for row in read(run) if row.get(name) is not None}
 
 
 def mean(values: list[float]) -> float:
@@ -61,7 +55,7 @@ def mean(values: list[float]) -> float:
 
 def ends(run: Path, reward: str = "reward/mean") -> dict[str, float]:
     """The ends of a run's curves: nan for what it has not."""
-    rewards, scores = [*series(run, reward).values()], [*series(run, "pass@1").values()]
+    rewards, scores = [*series(run, reward).values()], [*series(run, "eval/pass@1").values()]
     return {"reward, first 3 steps": mean(rewards[:3]), "last 10": mean(rewards[-10:]),
             "pass@1 before": mean(scores[:1]), "after": mean(scores[1:][-1:]),
             "steps": len(rewards)}
@@ -93,10 +87,10 @@ def table(groups: list[list[Path]]) -> str:
     return "\n".join(lines)
 
 
-def draw(groups: list[list[Path]], path: Path):
+def draw(groups: list[list[Path]], path: Path, reward: str = "reward/mean"):
     """A panel for each metric that all runs have, a curve for each group."""
     from matplotlib.figure import Figure
-    panels = [name for name in PANELS if all(series(run, name) for runs in groups for run in runs)]
+    panels = [name for name in (reward, *PANELS) if all(series(run, name) for runs in groups for run in runs)]
     figure = Figure(figsize=(4 * len(panels), 3.6 + 0.2 * len(groups)), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for runs in groups:
