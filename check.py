@@ -38,11 +38,12 @@ class NoTokenizer:
         return {"input_ids": []}
 
 
-def show_plan(args) -> None:
-    """--plan, without torchrun, GPU or weights. It fetches no model."""
+def show_plan(args) -> int:
+    """--plan, without torchrun, GPU or weights. It fetches no model. Exit status 1: no fit."""
     found = check_files(args, args.plan_args.ranks)
     card = args.plan_args.gpu_gb * memory.GIB
     print(memory.planned(found.plan, found.shape, card).text())
+    return int(found.shape is not None and not memory.fits(found.plan, found.shape, card))
 
 
 def check(args, ranks: int, machine: int) -> Checked:
@@ -52,9 +53,9 @@ def check(args, ranks: int, machine: int) -> Checked:
         found = check_files(args, ranks, machine, make=True)
     check_memory(found, gpu_bytes(), machine)
     found.notes += [f"note: {line}" for line in plan.warnings(args)]
-    if not eos_ids(found.source, found.tokenizer):
-        found.notes.append("note: the model has no end-of-sequence token: only --stop and "
-                           "--max_tokens end completions.")
+    if not names_an_end(found.source):
+        found.notes.append("note: no file of the model names an end-of-sequence token: perhaps "
+                           "only --stop and --max_tokens end completions.")
     return found
 
 
@@ -123,9 +124,19 @@ def load_tokenizer(name: str, source: str):
         if len(found) <= len(found.all_special_ids):  # transformers makes one without files
             raise ValueError("it would be empty")
         return found
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers has many kinds
+        why = " ".join(str(error).split())[:300]
         raise SettingsError(f"--model {name} has no tokenizer that transformers can load "
-                            f"({str(error).splitlines()[0]}).") from None
+                            f"({why}).") from None
+
+
+def names_an_end(source: str) -> bool:
+    """Whether a file of the model has an end-of-sequence token: some tokenizers invent one."""
+    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
+    paths = [Path(source) / f"{name}.json" for name in names]
+    found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    return any(config.get(key) is not None
+               for config in found for key in ("eos_token", "eos_token_id"))
 
 
 def eos_ids(source: str, tokenizer) -> list[int]:

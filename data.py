@@ -78,7 +78,10 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
     for index, columns in enumerate(raw):
         try:
             row = make_row(index, columns, name, tokenizer, controls, args)
-        except (SettingsError, TemplateError, ValueError) as error:
+        except TemplateError as error:
+            raise SettingsError(f"the model's chat template fails with row {index} of {spec} "
+                                f"(counted from 0): {' '.join(str(error).split())}") from error
+        except (SettingsError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {' '.join(str(error).split())}") from error
         if row:
@@ -96,6 +99,8 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
         f"{len(raw) - len(rows)} empty; duplicates (kept): "
         f"{len(kept) - len({row.prompt for row in kept})}")
+    if len(kept) > 1 and len({row.prompt for row in kept}) == 1:
+        report += "; all prompts are the same text: does the chat template use the messages?"
     control = [row.index for row in rows if row.control]
     if control:
         report += f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
@@ -143,6 +148,12 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         raise SettingsError(f"{path} is a pipe or a broken link.")
     try:
         rows = read_file(path) if is_file else read_datasets(path, config or None, split)
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{spec} must be UTF-8 (its byte {error.start:,} is not); convert it, "
+                            f"for example with iconv.") from error
+    except csv.Error as error:
+        raise SettingsError(f"{spec} is no whole .csv ({error}): is a quotation mark never "
+                            f"closed?") from error
     except Exception as error:
         raise SettingsError(
             f"{spec} cannot be loaded as a {', '.join(FILES)} file, a folder or a Hugging Face "

@@ -3,6 +3,7 @@
 A completion passes when its first --reward is at least --eval_pass. Its seed depends on its row and
 not on the step, so evaluations of two policies are paired.
 """
+import sys
 from dataclasses import dataclass
 from math import comb
 
@@ -76,3 +77,8 @@ def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
     means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+if __name__ == "__main__":
+    sys.exit("error: evaluate.py is no command. Would work: python grpo.py --model MODEL "
+             "--eval_data DATA --reward REWARD --eval_only")

@@ -167,6 +167,9 @@ class Log:
                 project=self.project, name=self.folder.name, id=self.folder.name,
                 dir=self.folder, config=args, resume="allow", mode=None if key else "offline",
                 settings={"init_timeout": 30, "silent": True})
+            if not key:
+                self.say(f"  wandb has no key: the run is recorded offline, and `wandb sync "
+                         f"{self.folder}/wandb/offline-run-*` sends it")
 
     def finish(self, steps: int):
         """done.json: everything is written, and the same command has nothing left to do."""

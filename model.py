@@ -91,9 +91,9 @@ def config_of(folder: str):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise SettingsError(f"--model {folder}: cannot read its config.json "
-                            f"({str(error).splitlines()[0]}).") from None
+    except Exception as error:  # transformers has many kinds
+        why = " ".join(str(error).split())[:300]
+        raise SettingsError(f"--model {folder}: cannot read its config.json ({why}).") from None
     kind, classes = config.model_type, config.architectures or []
     rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
     for what, wrong in (

@@ -121,8 +121,10 @@ class Plan:
         a, prompts, tp = self.args, self.batches[0], self.args.engine_args.tp
         n, engines = prompts * a.group, self.ranks // tp
         steps = count(a.minibatches * a.epochs, "optimizer step")
-        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {a.batch:,} prompts x "
-                 f"{a.group:,} completions = {a.batch * a.group:,} completions and {steps} a step"]
+        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {prompts:,} prompts x "
+                 f"{a.group:,} completions = {n:,} completions and {steps} a step"]
+        if prompts < a.batch:
+            lines[0] += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
         if self.n_rows:
             lines.append(f"  data       {self.n_rows:,} prompts, "
                          f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
@@ -166,6 +168,8 @@ def typed(flag: str, value: object) -> str:
     """As on the command line."""
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
+    if value is None or value == ():
+        return f"no --{flag}"
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     return f"--{flag} {value}"
@@ -179,6 +183,7 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
     ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
     ("lr critic_lr gpu_gb kl_target kl_horizon max_gap", "more than 0", lambda x: 0 < x < INF),
     ("lora_alpha", "more than 0 and at most 1e6", lambda x: 0 < x <= 1e6),
+    ("lora_rank", "from 0 to 65,536", lambda x: 0 <= x <= 65536),
     ("temperature", "from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
     ("eval_temperature", "0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
     ("timeout reward_timeout stop_seconds", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
@@ -355,4 +360,6 @@ def warnings(args) -> list[str]:
         found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
     if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
         found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
+    if args.turn_args.reply and "exact" in [spec.partition(":")[0] for spec in args.reward]:
+        found.append("--reward exact compares the whole episode, replies too, with the answer.")
     return found

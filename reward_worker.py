@@ -44,6 +44,8 @@ class Reward(NamedTuple):
 def load(part: Part, wanted: str) -> Reward:
     """Its function, and how to call it. wanted: "reward" or "reply"."""
     function = find(part)
+    if function is None:
+        sys.exit(f"{part.path} has no {part.name}.")
     parameters = inspect.signature(function).parameters if callable(function) else {}
     named = {name: p for name, p in parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

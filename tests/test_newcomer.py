@@ -1,0 +1,288 @@
+"""What a new user meets: unlucky commands, tools on odd folders, intervals on the screen."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import check
+import dist
+import evaluate
+import grpo
+import log
+import plan
+from batch import Completion, Sample
+from data import Prompt, Row
+from errors import SettingsError
+from examples import tiny
+from rewards import Score
+
+ROOT = Path(__file__).parent.parent
+TINY = Path(tiny.ensure(str(ROOT / "runs")))
+OWN = """
+def ok(turns, **row):
+    return None
+
+def text(completion, **row):
+    return "1"
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty folder to work in, with the tiny model and a file of functions."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / TINY.name).symlink_to(TINY)
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def args(*flags: str):
+    import tyro
+    return tyro.cli(grpo.Args, args=flags, use_underscores=True,
+                    config=(tyro.conf.OmitArgPrefixes,))
+
+
+def mistakes(*flags: str) -> str:
+    with pytest.raises(SettingsError) as error:
+        check.check(args(*flags), 1, 1)
+    return str(error.value)
+
+
+def notes(*flags: str) -> str:
+    return "\n".join(check.check(args(*flags), 1, 1).notes)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--lora_alpha 3 --lora_targets q_proj --lora_sync merged --max_turns 3 --target_eval 0 1 "
+     "--eval_samples 3 --reward own.py",
+     ["--lora_alpha needs --lora_rank. Would work: no --lora_alpha.",
+      "--lora_targets needs --lora_rank", "--lora_sync needs --lora_rank",
+      "--max_turns needs --reply. Would work: --max_turns 8.",
+      "--target_eval needs --eval_data", "--eval_samples needs --eval_data",
+      "--reward own.py: which function of it? own.py:NAME."]),
+    ("--lora_rank 4 --lora_alpha inf --reply own.py:ok:0.5 --reward own.py:missing",
+     ["--lora_alpha must be more than 0 and at most 1e6", "own.py has no missing.",
+      "--reply must be FILE.py:FUNCTION (got own.py:ok:0.5)"]),
+    ("--lora_rank 1000000000 --lora_alpha 1e308 --reply own.py:missing",
+     ["--lora_rank must be from 0 to 65,536", "--lora_alpha must be more than 0 and at most 1e6",
+      "own.py has no missing."]),
+    ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file."])])
+def test_a_flag_without_effect_or_sense_is_one_sentence(place, flags, words):
+    text = mistakes(*flags.split())
+    assert [one for one in words if one not in text] == []
+
+
+def test_an_empty_stop_has_nothing_that_would_work_but_to_leave_it_out(place):
+    assert mistakes("--stop", "").endswith("Would work: no --stop.")
+
+
+@pytest.mark.parametrize("file, content, words", [
+    ("a.csv", b"question,answer\ncaf\xe9,1\n", "a.csv must be UTF-8 (its byte 19 is not)"),
+    ("b.csv", b'question,answer\n"a,1\n', "b.csv is no whole .csv")])
+def test_a_file_of_another_encoding_or_cut_is_one_sentence(place, file, content, words):
+    (place / file).write_bytes(content)
+    assert words in mistakes("--data", file)
+
+
+def changed_model(place, **files) -> str:
+    """The tiny model with other .json files: a function of each one's old content."""
+    folder = place / "changed"
+    folder.mkdir()
+    for path in TINY.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    for name, change in files.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    return str(folder)
+
+
+@pytest.mark.parametrize("change", [lambda config: config | {"num_hidden_layers": 5},
+                                    lambda config: [1, 2]])
+def test_a_config_that_transformers_refuses_is_one_sentence(place, change):
+    text = mistakes("--model", changed_model(place, config=change))
+    assert "cannot read its config.json" in text and "\n" not in text.split("2. ")[-1]
+
+
+def test_a_broken_chat_template_is_not_the_rows_fault(place):
+    folder = changed_model(place)
+    Path(folder, "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert "the model's chat template fails with row 0" in mistakes("--model", folder)
+
+
+def test_a_chat_template_that_ignores_the_messages_is_noted(place):
+    folder = changed_model(place)
+    Path(folder, "chat_template.jinja").write_text("hello")
+    assert "all prompts are the same text" in notes("--model", folder)
+    assert "all prompts are the same text" not in notes()
+
+
+def without_eos(content: dict) -> dict:
+    return {key: value for key, value in content.items() if not key.startswith("eos_token")}
+
+
+def test_a_model_without_an_end_is_noted_whatever_file_lacks_it(place):
+    folder = changed_model(place, config=without_eos, generation_config=without_eos,
+                           tokenizer_config=without_eos)
+    assert "names an end-of-sequence token" in notes("--model", folder)
+    assert "names an end-of-sequence" not in notes()
+
+
+def test_exact_with_replies_is_noted(place):
+    rows = "def ok(turns, **row):\n    return None\n"
+    (place / "reply.py").write_text(rows)
+    assert "--reward exact compares the whole episode" in notes("--reply", "reply.py:ok")
+
+
+def test_the_plan_counts_the_rows_that_are_there():
+    text = plan.Plan(args("--batch", "64"), 1, 1, 0).text()
+    assert "1 prompts x 8 completions = 8 completions" in text
+    assert "(--batch 64, but --data has only 1)" in text
+    assert "but --data" not in plan.Plan(args("--batch", "64"), 1, 64, 0).text()
+
+
+@pytest.mark.parametrize("flags, status", [("", 0), ("--gpu_gb 0.001", 1)])
+def test_the_exit_status_of_a_plan_tells_whether_it_fits(place, capsys, flags, status):
+    assert check.show_plan(args("--plan", *flags.split())) == status
+
+
+def test_a_reward_that_returns_text_is_told_the_type(place):
+    import rewards
+    scorer = rewards.Scorer(["own.py:text"], rewards.RewardArgs(reward_workers=1))
+    scorer.wait()
+    score, = scorer.score([rewards.Item("", "a", "a", {}, 1, False)])
+    scorer.close()
+    assert "(got '1', a str)" in score.error
+
+
+# ---- replies
+
+def episodes(max_tokens: int, said: list):
+    """turns.Episodes without an engine: `note` and what it needs."""
+    from transformers import AutoTokenizer
+
+    import turns
+    it = object.__new__(turns.Episodes)
+    bridge = turns.Bridge(AutoTokenizer.from_pretrained(TINY), [2], 320, None)
+    vars(it).update(bridge=bridge, max_tokens=max_tokens, noted=set(),
+                    log=SimpleNamespace(say=said.append))
+    return it
+
+
+def test_a_reply_with_control_tokens_or_without_room_is_said_once():
+    said, reply = [], [{"role": "user", "content": "more"}]
+    it = episodes(16, said)
+    it.note([reply, None], [0])
+    assert said == []
+    for _ in range(2):
+        it.note([reply, reply], [])
+    assert len(said) == 1 and "no reply leaves room for a turn within --max_tokens 16" in said[0]
+    for _ in range(2):
+        it.note([[{"role": "user", "content": "<|im_end|>"}], reply], [0])
+    assert len(said) == 2 and "1 replies have the text of a control token" in said[1]
+
+
+# ---- evaluations
+
+def sample(i: int, value: float | None, source: str = "a") -> Sample:
+    row = Row(i, f"p{i}", [1], "", {}, source)
+    completion = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), False)
+    return Sample(Prompt(i, row), completion, "", Score(value, {"exact": value}, None))
+
+
+def test_one_overall_pass_rate_and_one_of_each_source():
+    found = evaluate.evaluation_metrics(
+        [sample(0, 1.0), sample(1, 0.0), sample(2, 0.0, "b"), sample(3, None, "b")],
+        evaluate.EvalArgs())
+    assert found["eval/pass@1"] == 0.25 and found["eval/rows"] == 4 and found["eval/unscored"] == 1
+    assert found["eval/a/pass@1"] == 0.5 and found["eval/b/pass@1"] == 0
+    assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
+    one = evaluate.evaluation_metrics([sample(0, 1.0), sample(1, 0.0)], evaluate.EvalArgs())
+    assert not any(key.startswith("eval/a/") for key in one)
+    line = log.evaluation_line({"step": 3} | found)
+    assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
+    assert "a/pass@1 0.500" in line and "b/pass@1 0.000" in line
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.95])
+@pytest.mark.parametrize("rows, n", [(20, 1), (20, 4), (200, 1)])
+def test_the_interval_covers_the_true_rate(rate, rows, n):
+    """Rows with their own rates, `n` samples each. 95 % is promised: at least 90 % is held."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        rates = rng.beta(2 * rate, 2 * (1 - rate), rows)
+        low, high = evaluate.interval(rng.binomial(n, rates) / n, draws=200)
+        covered += low <= rate <= high
+    assert covered >= 180
+
+
+def test_rows_that_all_fail_do_not_prove_that_all_do():
+    low, high = evaluate.interval(np.zeros(20))
+    assert low == 0 and 0.05 < high < 0.3
+    low, high = evaluate.interval(np.ones(1000))
+    assert 0.99 < low < 1 and high == 1
+
+
+# ---- commands
+
+def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
+
+
+def test_evaluate_is_no_command_and_says_what_is():
+    done = command("evaluate.py", "--model", "tiny")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "--eval_only" in done.stderr
+
+
+def test_help_of_the_examples_fetches_nothing(tmp_path):
+    done = command(str(ROOT / "examples/smollm2.py"), "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "the default is runs/smollm2" in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
+def test_run_sh_lists_its_jobs_and_refuses_others():
+    shown = subprocess.run(["./run.sh", "help"], cwd=ROOT, capture_output=True, text=True)
+    for job in "ppo", "kk", "game", "real", "prove", "test", "setup":
+        assert f"./run.sh {job}" in shown.stdout
+    wrong = subprocess.run(["./run.sh", "hlep"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("files, words", [
+    ({}, "no metrics.jsonl in"),
+    ({"metrics.jsonl": '{"step": 1, "reward/mean": 0.5}\n'}, "has no whole args.json"),
+    ({"metrics.jsonl": "", "args.json": '{"seed": 0}'}, "a run without a step has no curve")])
+def test_plot_of_an_odd_folder_is_one_sentence(tmp_path, files, words):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = command("tools/plot.py", str(tmp_path), "--out", str(tmp_path / "x.png"))
+    assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_plot_reads_a_cut_last_line_and_refuses_a_picture_that_is_none(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
+    (tmp_path / "args.json").write_text('{"seed": 0}')
+    done = command("tools/plot.py", str(tmp_path), "--out", str(tmp_path / "x.txt"))
+    assert done.returncode == 1 and "x.txt cannot be written as a picture" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- the last line on the screen
+
+def test_below_torchrun_the_sentence_comes_after_it_has_ended(tmp_path):
+    """The starter prints after its child has ended, as torchrun does."""
+    code = ("import os, subprocess, sys; child = subprocess.run([sys.executable, '-c', "
+            "'import dist; dist.say_last(\"error: a sentence\")'], "
+            "env=os.environ | {'TORCHELASTIC_RUN_ID': 'x'}); print('forty lines', file=sys.stderr)")
+    done = command("-c", code)
+    assert done.stderr.splitlines() == ["forty lines", "error: a sentence"]
+
+
+def test_alone_the_sentence_comes_at_once(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    dist.say_last("error: a sentence")
+    assert capsys.readouterr().err == "error: a sentence\n"
