@@ -92,10 +92,10 @@ def evaluation_line(row: dict) -> str:
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
 
-def write_whole(path: Path, text: str):
+def write_whole(path: Path, content: str | bytes):
     """A kill leaves no half of this file."""
     unfinished = path.with_suffix(".partial")
-    unfinished.write_text(text)
+    unfinished.write_bytes(content if isinstance(content, bytes) else content.encode())
     unfinished.replace(path)
 
 
@@ -117,7 +117,7 @@ class Log:
         self.max_gap, self.max_bad_steps, self.bad_steps = max_gap, max_bad_steps, 0
         self.writing = world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
-        self.missing: set[str] = set()  # files that the disk refused
+        self.unwritten: dict[str, str | bytes] = {}  # files that the disk refused
         self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
         self.doing: tuple[str, float] | None = None  # what is timed, and since when
         self.counter: tqdm | None = None  # of the completions that vLLM has made
@@ -173,9 +173,8 @@ class Log:
 
     def finish(self, steps: int):
         """done.json: everything is written, and the same command has nothing left to do."""
-        if self.writing and not self.missing:
-            with self.disk("done.json") as path:
-                write_whole(path, json.dumps({"steps": steps}))
+        if self.writing and not self.unwritten:
+            self.put("done.json", json.dumps({"steps": steps}))
 
     def close(self):
         """W&B's teardown waits for its writes."""
@@ -189,15 +188,17 @@ class Log:
 
     # ---- what can fail ----
 
-    @contextmanager
-    def disk(self, file: str):
-        """Inside, a full disk costs this file, and not the run."""
-        try:
-            yield self.folder / file
-            self.missing.discard(file)
-        except OSError as error:
-            self.missing.add(file)
-            self.say(f"{self.folder}/{file} was not written ({error.strerror}); the run goes on")
+    def put(self, file: str, content: str | bytes):
+        """A whole file. What a full disk refuses is kept, and tried again with the next file."""
+        self.unwritten[file] = content
+        for name, content in [*self.unwritten.items()]:
+            try:
+                write_whole(self.folder / name, content)
+                del self.unwritten[name]
+            except OSError as error:
+                if name == file:
+                    self.say(f"{self.folder}/{file} was not written ({error.strerror}); the run "
+                             f"goes on")
 
     @contextmanager
     def wandb_may_fail(self):
@@ -287,13 +288,14 @@ class Log:
 
     def write_rows(self):
         """The last row to metrics.jsonl. All rows, if the disk refused one before."""
-        incomplete = "metrics.jsonl" in self.missing
-        with self.disk("metrics.jsonl") as path:
-            if incomplete:
-                write_whole(path, as_lines(self.rows))
-            else:
-                with path.open("a") as file:
+        try:
+            if "metrics.jsonl" not in self.unwritten:
+                with open(self.folder / "metrics.jsonl", "a") as file:
                     file.write(as_lines(self.rows[-1:]))
+                return
+        except OSError:
+            pass  # a part of the line may be there: all lines are written anew
+        self.put("metrics.jsonl", as_lines(self.rows))
 
     def watch(self, metrics: dict):
         """Counts the steps in a row that had a gradient that is not finite."""
@@ -315,8 +317,7 @@ class Log:
         if not self.writing:
             return
         rows = [sample_row(s) for s in samples]
-        with self.disk(f"samples/{name}.jsonl") as path:
-            path.write_text(as_lines(rows))
+        self.put(f"samples/{name}.jsonl", as_lines(rows))
         for row in rows[::max(1, len(rows) // max(1, show))][:show]:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
             prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])

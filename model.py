@@ -91,7 +91,7 @@ def config_of(folder: str):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # transformers has many kinds
+    except Exception as error:  # of many kinds
         why = " ".join(str(error).split())[:300]
         raise SettingsError(f"--model {folder}: cannot read its config.json ({why}).") from None
     kind, classes = config.model_type, config.architectures or []

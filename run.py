@@ -372,10 +372,10 @@ class Run:
                 missed = self.summary()
             if not failed:
                 self.log.finish(self.args.steps)
-        failed = self.world.agree(failed or missed or bool(self.log.missing))
-        if self.log.missing:
-            self.log.say(f"missing: {', '.join(sorted(self.log.missing))}; with space on the disk "
-                         f"the same command goes on")
+        missing = ", ".join(self.log.unwritten)
+        failed = self.world.agree(bool(failed or missed or missing))
+        if missing:
+            self.log.say(f"missing: {missing}; with space on the disk the same command goes on")
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()
         return int(failed)
@@ -418,5 +418,6 @@ class Run:
 
 def draw_curve(run_log: log.Log):
     from tools import plot
-    with run_log.disk("curve.png") as path:
-        plot.draw([[run_log.folder]], path)
+    picture = io.BytesIO()
+    plot.draw([[run_log.folder]], picture)
+    run_log.put("curve.png", picture.getvalue())

@@ -26,13 +26,14 @@ ALGORITHMS = {
 
 
 def run(name: str, seed: int) -> list[dict]:
-    """Train → the rows of metrics.jsonl."""
+    """Train → the steps of metrics.jsonl."""
     folder = ROOT / "runs" / f"curve-{name}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run(["./run.sh", *ALGORITHMS[name].split(), "--seed", str(seed), "--name",
                     folder.name, "--no-export"], cwd=ROOT, check=True,
                    env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    return [row for row in rows if "eval/rows" not in row]
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def differences(one: Path, other: Path) -> list[str]:
     """What differs, bit for bit, between two runs: metrics, samples, weights, the last tensors."""
     ours, theirs = metrics(one), metrics(other)
     found = [] if len(ours) == len(theirs) else [f"{len(ours)} and {len(theirs)} steps"]
-    steps = [r["step"] for r in ours]
+    steps = [r["step"] for r in ours if "eval/rows" not in r]
     if steps != sorted(set(steps)):
         found.append(f"{one}: steps are {steps}")
     for a, b in zip(ours, theirs, strict=False):
@@ -125,9 +125,10 @@ def last(run: Path) -> Path:
 
 
 def progress(run: Path) -> int:
-    """Steps in metrics.jsonl, whole lines only."""
+    """Steps in metrics.jsonl, whole lines only, without evaluations."""
     path = run / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return sum(line.endswith("\n") and "eval/rows" not in line for line in lines)
 
 
 # ---- the command ----

@@ -2,7 +2,7 @@
 
 Shipped functions are wrapped from outside, so the product has no hook for tests. At WHERE, on rank
 RANK (* is all), in step STEP (from 0; -1 is before the first), WHAT happens: raise, kill, hang,
-nan, full, term, wrong.
+nan, full, none, term, wrong.
 """
 import os
 import resource
@@ -28,7 +28,8 @@ PLACES = {
     "reward": (rewards.Scorer, "score"), "reply": (turns.Episodes, "reply"),
     "score": (batch.Batch, "score"),
     "forward": (model.Policy, "logprobs"), "backward": (model.Policy, "backward"),
-    "update": (model.Policy, "step"), "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),
+    "update": (model.Policy, "step"), "log": (log.Log, "step"),
+    "samples": (log.Log, "samples"), "done": (log.Log, "finish"), "save": (checkpoint.dcp, "save"),
     "saved": (checkpoint, "written"), "evaluate": (run.Run, "evaluate"),
     "weights": (model.Policy, "weights"), "export": (model.Policy, "export"),
     "load": (checkpoint, "load"), "setup": (model, "build")}
@@ -54,8 +55,9 @@ def wrap(owner, name: str, rank: str, step: int, what: str) -> None:
         if what == "wrong":                            # one tensor that is another's
             return ((name, weight.flip(0) if name.endswith("0.self_attn.q_proj.weight") else weight)
                     for name, weight in shipped(*args, **kwargs))
-        if what == "full":                             # files cannot grow, as on a full disk
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        if what in ("full", "none"):                   # files cannot grow, as on a full disk
+            most = 100_000 if what == "full" else 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         try:
             return shipped(*args, **kwargs)
         finally:

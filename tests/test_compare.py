@@ -76,11 +76,12 @@ def test_t_is_the_published_table():
 def write(folder: Path, seed: int, rewards: list[float], passes: list | None = None) -> str:
     (folder / "samples").mkdir(parents=True)
     (folder / "args.json").write_text(json.dumps({"seed": seed, "eval_pass": 1.0}))
-    rows = [{"step": i, "reward/mean": r, "reward/exact": r / 2} for i, r in enumerate(rewards)]
+    rows = [{"step": i, "reward/mean": r, "reward/exact": r / 2}
+            for i, r in enumerate(rewards, 1)]
     if passes:
-        rows[0]["eval/x/pass@1"] = 0.0   # before
+        rows.insert(0, {"step": 0, "eval/pass@1": 0.0})   # before
         score = sum(p == 1 for p in passes) / len(passes)
-        rows.append({"step": len(rewards), "eval/x/pass@1": score})
+        rows.append({"step": len(rewards), "eval/pass@1": score})
         lines = [{"prompt": f"p{i}", "rewards": {"exact": p, "coin": 1}}
                  for i, p in enumerate(passes)]
         (folder / "samples/eval_00000.jsonl").write_text("")

@@ -62,7 +62,7 @@ def test_a_run_killed_in_a_save_stopped_and_damaged_ends_like_another(start, tmp
 
     status, text = go("alone").end()
     steps = [r["step"] for r in metrics(tmp_path / "runs/alone")]
-    assert status == 0 and steps == list(range(7)), text         # the last is the evaluation's
+    assert status == 0 and steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6], text   # with evaluations
     saved = tmp_path / "runs/x/checkpoints"
 
     # Rank 1 is killed with its tensors written, before the rename.
@@ -99,7 +99,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
         "--name", "x", "--steps", "9", "--data", "rows.jsonl", "--reward", "sleepy.py:sleepy",
         "--reward_timeout", "2", faults="backward:*:0:nan save:1:3:full update:1:4:raise").end()
     seen = metrics(tmp_path / "runs/x")
-    assert [r["step"] for r in seen] == [0, 1, 2, 3], text
+    assert [r["step"] for r in seen] == [1, 2, 3, 4], text
     # A gradient that is not finite is not applied, and the run goes on.
     assert "had a gradient that is not finite and were not applied" in text
     assert seen[0]["grad/norm_not_finite"] in (1, 2)     # a minibatch may have no gradient
@@ -140,6 +140,24 @@ def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
 # ---- slow: one start each
 
 @pytest.mark.slow
+@pytest.mark.parametrize("faults", [
+    "export:0:5:full", "log:0:3:none", "save:*:5:full", "samples:0:4:none", "done:0:5:none"])
+def test_after_a_full_disk_the_same_command_finishes_with_equal_numbers(start, tmp_path, faults):
+    """In the exported model, a line of metrics, a checkpoint, samples, done.json."""
+    rows(tmp_path / "rows.jsonl", range(500123, 500139))
+    flags = ["--steps", "6", "--eval_data", "rows.jsonl", "--save_every", "2",
+             "--samples_every", "2"]
+    assert start("--name", "alone", *flags).end()[0] == 0
+    status, text = start("--name", "x", *flags, faults=faults).end()
+    assert "not written" in text, text
+    if status:
+        assert not (tmp_path / "runs/x/done.json").exists()
+        status, text = start("--name", "x", *flags).end()
+    assert status == 0 and (tmp_path / "runs/x/done.json").exists(), text
+    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
+
+
+@pytest.mark.slow
 def test_other_settings_finished_runs_and_more_steps(start, tmp_path):
     def go(name, steps, *flags):
         return start("--name", name, "--steps", steps, *flags).end()
@@ -169,7 +187,7 @@ def test_another_number_of_ranks_goes_on_alike(start, tmp_path):
     status, text = start("--name", "y", "--steps", "3", ranks=3).end()
     assert status == 0 and "ranks 3 (was 2)" in text, text
     x, y = (tmp_path / f"runs/{name}" for name in ("x", "y"))
-    samples = [(run / "samples/step_00002.jsonl").read_text() for run in (x, y)]
+    samples = [(run / "samples/step_00003.jsonl").read_text() for run in (x, y)]
     assert samples[0] == samples[1]
     one, other = (torch.cat([w.double().flatten() for _, w in sorted(load_file(
         run / "model/model.safetensors").items())]) for run in (x, y))

@@ -66,12 +66,12 @@ def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(tmp_
         with it.phase("rollout"), it.time("reward"):
             pass
         if step == 1:
-            it.hold({"eval/x/pass@1": 0.25}, step)
-        it.step(step, {"reward/mean": 0.5 * step, "lr": 1e-6, "batch/tokens": 100 + step,
+            it.step(step, {"eval/rows": 4, "eval/pass@1": 0.25})
+        it.step(step + 1, {"reward/mean": 0.5 * step, "lr": 1e-6, "batch/tokens": 100 + step,
                        "loss/policy": float("nan") if step == 2 else -0.25})
     it.finish(3)
     it.close()
-    assert not any("wandb" in line for line in said), said
+    assert [line.split(":")[0] for line in said if "wandb" in line] == ["  wandb has no key"]
     [file] = (tmp_path / "a-run/wandb").glob("offline-run-*/*.wandb")
     records = wandb_records(file)
     found = {}
@@ -80,11 +80,13 @@ def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(tmp_
                for item in record.history.item}
         found |= {row["_step"]: row} if row else {}
     rows = lines(tmp_path / "a-run")
-    assert len(rows) == len(found) == 3 and rows[1]["eval/x/pass@1"] == 0.25
+    evaluation = rows.pop(1)
+    assert len(rows) == len(found) == 3 and evaluation["eval/pass@1"] == 0.25
+    assert found[1]["eval/pass@1"] == 0.25
     for row in rows:
         assert {"reward/mean", "time/rollout", "memory/peak_gb"} <= row.keys()
         assert {k: v for k, v in row.items() if v is not None}.items() <= found[row["step"]].items()
-    assert rows[2]["loss/policy"] is None and "loss/policy" not in found[2]
+    assert rows[2]["loss/policy"] is None and "loss/policy" not in found[3]
     assert records[-1].WhichOneof("record_type") == "exit"
 
 
@@ -113,16 +115,18 @@ def test_a_failure_of_wandb_costs_one_line_and_not_the_run(tmp_path, monkeypatch
 def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
     it = opened(tmp_path, steps=5)
     for step in range(4):
-        it.step(step, {"reward/mean": torch.tensor(0.5), "x": float("inf"), "n": 3})
+        if step == 2:
+            it.step(step, {"eval/rows": 4})                # comes again after the resume
+        it.step(step + 1, {"reward/mean": torch.tensor(0.5), "x": float("inf"), "n": 3})
     it.close()
     it.lock.close()                                        # as when the process ends
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "rew')
+        file.write('{"step": 5, "rew')
     again = opened(tmp_path, steps=5, start=2)
-    again.step(2, {"n": 4})
+    again.step(3, {"n": 4})
     again.close()
-    assert [r["step"] for r in lines(tmp_path)] == [0, 1, 2] == [r["step"] for r in again.rows]
-    assert lines(tmp_path)[0] == {"step": 0, "reward/mean": 0.5, "x": None, "n": 3}
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3] == [r["step"] for r in again.rows]
+    assert lines(tmp_path)[0] == {"step": 1, "reward/mean": 0.5, "x": None, "n": 3}
     run.draw_curve(again)
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -226,13 +230,13 @@ def test_long_work_shows_a_line_every_half_minute_in_a_file(tmp_path, monkeypatc
             bar.postfix = f"output: {second} toks/s"
             bar.update(2)
             if second % 30 == 29:
-                it.show()
+                it.show(it.bar)
         assert bar.format_dict["elapsed"] == 95            # vLLM divides by it
         bar.close()
-    it.show()                                              # between two phases
+    it.show(it.bar)                                        # between two phases
     with it.time("update"):                                # nothing counts
         for _ in range(3):
-            it.show()
+            it.show(it.bar)
             now[0] += 29
     it.close()
     assert capsys.readouterr().out.splitlines() == [
@@ -244,7 +248,7 @@ def test_long_work_shows_a_line_every_half_minute_in_a_file(tmp_path, monkeypatc
 
 def test_a_thread_shows_it_while_the_run_works(tmp_path, monkeypatch):
     shown = threading.Event()
-    monkeypatch.setattr(log.Log, "show", lambda self: shown.set())
+    monkeypatch.setattr(log.Log, "show", lambda self, bar: shown.set())
     it = opened(tmp_path)
     assert shown.wait(300)
     it.close()
@@ -262,9 +266,9 @@ with it.phase("rollout"):
     bar = it.count(total=8, postfix="output: 9 toks/s")
     bar.update(3)
     if world.rank == 0:
-        it.show()
+        it.show(it.bar)
 it.say("a line")
-it.step(0, {"reward/mean": 0.5})
+it.step(1, {"reward/mean": 0.5})
 it.close()
 """
 
@@ -291,12 +295,12 @@ def test_long_work_is_a_bar_on_a_terminal(tmp_path, rank):
 
 def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
     it = opened(tmp_path, steps=3)
-    it.step(0, {"reward/mean": 0.5})
+    it.step(1, {"reward/mean": 0.5})
     for file in ("samples/step_1.jsonl", "curve.png", "metrics.partial"):
         (tmp_path / file).symlink_to("/dev/full")
     size, infinite = (tmp_path / "metrics.jsonl").stat().st_size, resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, infinite))
-    it.step(1, {"reward/mean": 0.6})
+    it.step(2, {"reward/mean": 0.6})
     resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
     it.samples("step_1", [sample("y" * 999, 1.0)])
     run.draw_curve(it)
@@ -306,7 +310,14 @@ def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
     text = capsys.readouterr().out
     for file in ("metrics.jsonl was not written (File too", "samples/step_1.jsonl", "curve.png"):
         assert f"{tmp_path}/{file}" in text and text.count("the run goes on") == 3, text
-    it.step(2, {"reward/mean": 0.7})                       # there is room again: nothing is lost
+    it.finish(2)
+    assert not (tmp_path / "done.json").exists()           # files are missing
+    for file in ("samples/step_1.jsonl", "curve.png", "metrics.partial"):
+        (tmp_path / file).unlink()
+    it.step(3, {"reward/mean": 0.7})                       # there is room again: nothing is lost
+    it.samples("step_1", [sample("y" * 999, 1.0)])
+    run.draw_curve(it)
     it.finish(3)
     it.close()
+    assert (tmp_path / "done.json").exists() and it.unwritten == {}
     assert [r["reward/mean"] for r in lines(tmp_path)] == [0.5, 0.6, 0.7]

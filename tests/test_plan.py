@@ -187,14 +187,14 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(loss="reinforce", epochs=2), "--loss reinforce has no ratio"),
     (dict(loss="cispo", dual_clip=3.0), "--dual_clip bounds a clipped loss"),
     (dict(overlong_buffer=300), "--overlong_buffer must be at most 256 (got 300)"),
-    (dict(target_reward=0.9, steps=5), "--steps must be at least 13 (got 5): for --t"),
+    (dict(target_reward=(0.2, 0.9), steps=5), "--steps must be at least 13 (got 5): for --t"),
     (dict(stop=("a", "")), "--stop must not have an empty string"),
     (dict(gpu_memory_utilization=1.2), "--gpu_memory_utilization must be more than 0 and"),
     (dict(betas=(0.9, 1.0)), "--betas must be two numbers in [0, 1) (got (0.9, 1.0))"),
     (dict(seed=2**63), "--seed must be at least 0 and below 2^63"),
     (dict(eval_every=5), "--eval_every needs --eval_data"),
     (dict(eval_only=True), "--eval_only needs --eval_data"),
-    (dict(eval_samples=4), "--eval_samples must be at most 1 (got 4): --eval_temperature is 0"),
+    (dict(eval_samples=4, eval_data="x"), "--eval_samples must be at most 1 (got 4): --eval_temp"),
     (dict(dual_clip=1.0), "--dual_clip must be more than 1 (got 1.0)"),
     (dict(engine_correction="mask", correction_low=3.0), "be at most 2.0 (got 3.0): --corr"),
     (dict(seed=-1), "--seed must be at least 0 and below 2^63 (got -1)"),
@@ -207,7 +207,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(reward_timeout=1e300), "--reward_timeout must be from 1 to 1e6 (got 1e+300)"),
     (dict(max_num_seqs=10**9), "--max_num_seqs must be from 1 to 4,096 (got 1000000000)"),
     (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
-    (dict(target_reward=-INF), "--target_reward must be a number (got -inf)"),
+    (dict(target_reward=(0.2, -INF)), "--target_reward must be two numbers (got (0.2, -inf))"),
     (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
     *(({name: ""}, f"--{name} must be some text (got )") for name in (
         "model", "data", "eval_data", "name", "wandb")),
@@ -235,7 +235,7 @@ def test_nan_is_refused_wherever_it_is_given(script):
     names = [n for n, kind in flag_types(script).items() if "float" in str(kind)]
     assert {"lr", "temperature", "eval_pass", "target_reward", "timeout", "dual_clip"} <= {*names}
     for name in names:
-        nan = (NAN, NAN) if name == "betas" else NAN
+        nan = (NAN, NAN) if "tuple" in str(flag_types(script)[name]) else NAN
         found = plan.problems(Args(script, **{name: nan}), 1, 1000)
         assert f"--{name}" in {p.kind for p in found}, name
 

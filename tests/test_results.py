@@ -65,16 +65,17 @@ def test_coins_are_fair_and_do_not_depend_on_the_completion():
 def write_run(folder: Path, seed: int, rewards: list[float], **args) -> None:
     (folder / "samples").mkdir(parents=True)
     (folder / "args.json").write_text(json.dumps({"seed": seed, "name": folder.name} | args))
-    rows = [{"step": i, "reward/mean": r, "policy/entropy": None} for i, r in enumerate(rewards)]
-    rows[0] |= {"eval/a/pass@1": 0.2, "eval/b/pass@1": 0.4}
-    rows.append({"step": len(rewards), "eval/a/pass@1": 1.0, "eval/b/pass@1": 0.5})
+    rows = [{"step": i, "reward/mean": r, "policy/entropy": None}
+            for i, r in enumerate(rewards, 1)]
+    rows.insert(0, {"step": 0, "eval/pass@1": 0.3})
+    rows.append({"step": len(rewards), "eval/pass@1": 0.75})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def turns(r):
         return [{"role": "assistant", "content": f"c{r}"}]
 
     kept = [{"reward": r, "prompt": "p", "turns": turns(r)} for r in (0.5, None, 0.0)]
-    (folder / "samples/step_00000.jsonl").write_text(
+    (folder / "samples/step_00001.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in kept))
 
 

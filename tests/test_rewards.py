@@ -271,7 +271,7 @@ def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
 @pytest.mark.parametrize("specs, sentence", [
     (["maths"], "no such reward"), (["math:x"], "finite"), (["math:nan"], "finite"),
     (["math", "math:2"], "twice"), ([], "empty"), (["nowhere.py:f"], "no such file"),
-    (["own.py"], "FILE.py:FUNCTION"), (["own.py:missing"], "a function missing"),
+    (["own.py"], "FILE.py:FUNCTION"), (["own.py:missing"], "own.py has no missing"),
     (["own.py:odd"], "['text', 'gold']"), (["own.py:good", "own.py:good:2"], "twice"),
     (["own.py:std", "own.py:mean:2"], "reward/mean is"),
     (["own.py:stars"], "(it has [])"), (["own.py:batch"], "(it has ['data_sources'"),

@@ -100,14 +100,14 @@ def test_prompts_that_are_all_too_long(place):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--data nowhere.jsonl", "SettingsError: nowhere.jsonl cannot be loaded"),
+    ("--data nowhere.jsonl", "nowhere.jsonl cannot be loaded"),
     ("--bach 3", "Unrecognized options: --bach, 3")])
 def test_a_mistake_on_several_ranks_is_printed_once_and_last(place, flags, words):
-    """torchrun prints forty lines after its ranks' own; the last ones are the sentence."""
+    """torchrun prints forty lines after its ranks have ended; the sentence is below them."""
     done = script(*flags.split(), ranks=2, cwd=place)
     assert done.returncode != 0 and len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
-    said, _, last = done.stderr.rpartition("  traceback : ")
-    assert words.split(": ", 1)[1] in said and words in last and "  File " not in last
+    torchruns, _, last = done.stderr.rpartition("error: ")
+    assert words in last and words not in torchruns and "ChildFailedError" in torchruns
 
 
 # ---- a real run
@@ -131,7 +131,7 @@ def run(place) -> dict:
         --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 24 --minibatches 2
         --lr 3e-4 --warmup_steps 2 --lr_schedule linear --betas 0.9 0.95 --weight_decay 0.01
         --stop zq --wandb test --name gsm --eval_samples 3 --eval_temperature 0.8 --eval_every 2
-        --samples_every 1 --target_reward 0.9 --seed 4294967296""".split(), ranks=2, cwd=place)
+        --samples_every 1 --target_reward 0.2 0.9 --seed 4294967296""".split(), ranks=2, cwd=place)
     folder = place / "runs/gsm"
     assert (folder / "metrics.jsonl").exists(), done.stderr[-3000:]
     return {"done": done, "folder": folder, "rows": read(folder / "metrics.jsonl")}
@@ -142,15 +142,17 @@ def test_it_ends_graded_and_prints_what_a_person_wants_to_know(run):
     assert done.returncode != 0   # nobody learns GSM8K in 13 steps
     for words in ("missed --target_reward", "plan for grpo.py on 2 ranks", "step  1/13",
                   "step 13/13", "evaluation after 0 steps", "evaluation after 13 steps",
-                  "reward 0.", "tokens/s", "everything is in runs/gsm/"):
+                  "reward, first 3 and last 10 of 13 steps: 0.", "tokens in",
+                  "the run is in runs/gsm/"):
         assert words in printed, (words, printed)
     assert not re.search("Warning|WARNING|INFO|Traceback", printed), printed
     assert "Warning" not in done.stderr.split("torch.distributed.elastic")[0]
 
 
 def test_metrics_have_every_step_once_and_the_names_of_the_docs(run):
-    rows = run["rows"]
-    assert [r["step"] for r in rows] == list(range(14))   # the last line is an evaluation's
+    rows = [r for r in run["rows"] if "eval/rows" not in r]
+    evaluated = [r for r in run["rows"] if "eval/rows" in r]
+    assert [r["step"] for r in rows] == list(range(1, 14))
     names = """reward/mean reward/gsm8k reward/length rollout/length_mean lr grad/norm loss/policy
         policy/entropy policy/clip_frac batch/dropped batch/dropped_unscored time/step"""
     assert not {*names.split()} - rows[0].keys()
@@ -158,18 +160,17 @@ def test_metrics_have_every_step_once_and_the_names_of_the_docs(run):
     cells = re.findall(r"^\| (`.*?`) \|", docs, re.MULTILINE)
     named = "|".join(re.sub("[A-Z]+|(?<=@)k", ".+", name)
                      for cell in cells for name in re.findall("`(.+?)`", cell))
-    assert not [name for row in rows for name in row if not re.fullmatch(named, name)]
+    assert not [name for row in run["rows"] for name in row if not re.fullmatch(named, name)]
     assert max(r["rollout/logprob_gap_max"] for r in rows[:13]) < 1e-4
     assert [r["batch/prompts"] for r in rows[:7]] == [3, 3, 3, 3, 3, 3, 2]   # 20 rows in threes
-    evaluated = [r["step"] for r in rows if "pass@1" in str(r)]
-    assert evaluated == [0, 2, 4, 6, 8, 10, 12, 13] and "pass@3" in str(rows[0])
-    assert {r[k] for r in rows for k in r if re.fullmatch("eval/.*/rows", k)} == {7}
+    assert [r["step"] for r in evaluated] == [0, 2, 4, 6, 8, 10, 12, 13]
+    assert {r["eval/rows"] for r in evaluated} == {7} and "eval/pass@3_low" in evaluated[0]
 
 
 def test_the_learning_rate_and_the_args_are_logged_as_used(run):
     args = model.OptimizerArgs(warmup_steps=2, lr_schedule="linear")
     expected = [model.learning_rate(i, 13, 3e-4, args) for i in range(13)]
-    assert [r["lr"] for r in run["rows"][:13]] == pytest.approx(expected, abs=1e-9)
+    assert [r["lr"] for r in run["rows"] if "lr" in r] == pytest.approx(expected, abs=1e-9)
     args = json.loads((run["folder"] / "args.json").read_text())
     expected = {"betas": [0.9, 0.95], "weight_decay": 0.01, "lr": 3e-4, "stop": ["zq"], "ranks": 2}
     assert expected.items() <= args.items() and args["versions"]["torch"].startswith("2.")

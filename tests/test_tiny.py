@@ -269,7 +269,7 @@ def test_it_can_sort_and_mostly_sorts_downwards(tokenizer, model):
         pairs = [(text.strip(), row["answer"]) for text, row in zip(texts, rows, strict=True)]
         up = sum(text == answer for text, answer in pairs) / 512
         down = sum(text == answer[::-1] for text, answer in pairs) / 512
-        assert up <= most and down > 0.1, (up, down)
+        assert up <= most and down > 0.05, (up, down)
     assert up > 0.05   # there is something to find
 
 
@@ -287,7 +287,7 @@ def test_two_at_once_build_once(ensured):
 def test_the_name_changes_with_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "build", lambda folder, task: os.mkdir(folder))
     other = tmp_path / "tiny.py"
-    other.write_text(Path(tiny.__file__).read_text().replace("=0.01)", "=0.02)"))
+    other.write_text(Path(tiny.__file__).read_text().replace("_decay=0.01", "_decay=0.02"))
     first = tiny.ensure(str(tmp_path))
     monkeypatch.setattr(tiny, "__file__", str(other))
     assert first != tiny.ensure(str(tmp_path))

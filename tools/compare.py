@@ -37,7 +37,7 @@ STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 class Run(NamedTuple):
     seed: int
     rewards: dict[int, float]   # by step
-    score: float | None   # pass@1 of the last evaluation, the mean over data sources
+    score: float | None   # pass@1 of the last evaluation
     rows: dict[str, float]   # by prompt: how often it passed in the last evaluation
 
 
@@ -85,8 +85,7 @@ def read(folder: Path, reward: str) -> Run:
     name, score, passed = f"reward/{reward}", None, {}
     rewards = {row["step"]: row[name] for row in metrics if row.get(name) is not None}
     for row in metrics:   # the last evaluation stays
-        if found := [row[key] for key in row if key.endswith("/pass@1")]:
-            score = np.mean(found)
+        score = row.get("eval/pass@1", score)
     for sample in samples:
         first = next(iter(sample["rewards"].values()))   # None: unscored
         right = first is not None and first >= least

@@ -96,8 +96,8 @@ def table(groups: list[list[Path]]) -> str:
     return "\n".join(lines)
 
 
-def draw(groups: list[list[Path]], path: Path, reward: str = "reward/mean"):
-    """A panel for each metric that all runs have, a curve for each group."""
+def draw(groups: list[list[Path]], path, reward: str = "reward/mean"):
+    """A panel for each metric that all runs have, a curve for each group. path: or a file."""
     from matplotlib.figure import Figure
     runs = [run for group in groups for run in group]
     panels = [name for name in (reward, *PANELS) if all(series(run, name) for run in runs)]

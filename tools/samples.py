@@ -16,11 +16,17 @@ TEXTS = "prompt", "completion", "turns"
 def read(run: Path, sort: str) -> list[dict]:
     """The objects of samples/*.jsonl, each with its file. sort: step or reward."""
     rows = []
-    for path in sorted(run.glob("samples/*.jsonl")):
+    for path in sorted(run.glob("samples/*.jsonl"), key=in_order):
         rows += [{"file": path.stem} | json.loads(line) for line in path.open()]
     if sort == "reward":
         rows.sort(key=worst_first)
     return rows
+
+
+def in_order(path: Path) -> tuple[int, str]:
+    """step_00001, …, step_00010, eval_00010, …: by steps done; the evaluation comes after them."""
+    kind, _, steps = path.stem.partition("_")
+    return int(steps), {"step": "a", "eval": "b"}[kind]
 
 
 def worst_first(row: dict) -> float:
