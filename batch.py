@@ -167,12 +167,13 @@ class Batch:
             sample.advantage = float(advantage) if bears else None
 
 
-# A micro-batch without rows has this one. Its only token was not sampled, so it is not predicted.
+# The input without rows. Its only token was not sampled, so nothing is predicted.
 NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
 
 
 class Micro:
-    """Rows of the batch as one packed input; without rows, one dummy row of which nothing counts.
+    """b rows of the batch as one packed input. With b = 0 the model computes one dummy token, and
+    all matrices are empty: their gradient is 0.
 
     Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
     shift by one is made in packing.pack, and nowhere else.
@@ -190,15 +191,14 @@ class Micro:
         sampled = [torch.from_numpy(c.sampled) for c in done]
         self.source = torch.cat(sources)[torch.cat(sampled)].to(device)  # (n,)
         self.targets = torch.cat(completions)[torch.cat(sampled)].to(device)  # (n,)
-        self.engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in done]).to(device)
-        sampled = pad(sampled)  # (b, t)
+        engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in done])[:len(rows)]
+        self.engine_logprobs = engine_logprobs.to(device)  # (b, t)
+        sampled = pad(sampled)[:len(rows)]  # (b, t)
         self.place = sampled.flatten().nonzero().flatten().to(device)  # (n,)
         self.tokens, self.sampled = ids.numel(), sampled.to(device)
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) of the batch → (b, 1), (M,) → (b, t); zeros for the dummy row."""
-        if not self.rows:
-            return torch.zeros((1, 1), dtype=values.dtype, device=self.device)
+        """(N,) of the batch → (b, 1), or (M,) → (b, t)."""
         return self.batch.slice(values, self.rows).to(self.device)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ class Micro:
         return flat.view(self.sampled.shape)
 
 
-GAP = "rollout/logprob_gap_mean"
+GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
 
 
 class Meter:
@@ -215,7 +215,7 @@ class Meter:
 
     def __init__(self, world: World):
         self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
-        self.weight = self.gap_max = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
         self.rows = [0, 0]  # computed without a gradient, with one
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
@@ -227,14 +227,9 @@ class Meter:
         for name, values in metrics.items():
             values = torch.where(micro.sampled, values.detach().double(), 0)
             self.sums[name] = self.sums[name] + (weights * values).sum()
+            if name == GAP:
+                self.gap_max = torch.cat([self.gap_max, values.flatten()]).max().view(1)
         self.rows[micro.learns] += len(micro.rows)
-
-    def gap(self, micro: Micro, logprobs) -> torch.Tensor:
-        """|trainer - engine|, (b, t), in nats: is the engine the policy?"""
-        gap = (logprobs.detach().double() - micro.engine_logprobs).abs()
-        gap = torch.where(micro.sampled, gap, 0)
-        self.gap_max = torch.maximum(self.gap_max, gap.max())
-        return gap
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
         """Over all ranks and optimizer steps; a name without "/" gets the prefix."""

@@ -187,7 +187,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 if args.engine_correction != "none":
                     correction, found = losses.engine_weights(args, old, micro.engine_logprobs, m)
                     loss, details = loss * correction, details | found
-                details |= {"loss/policy": loss, "entropy": entropy, GAP: meter.gap(micro, old)}
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            GAP: (old - micro.engine_logprobs).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
                         logprobs, micro.slice(ref_logprobs), m, kind=args.kl_estimator)
@@ -216,28 +217,28 @@ def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
     """One number a completion, (N,), or a token, (M,). The default is R - mean, Dr. GRPO's."""
-    rewards, kind, beta = batch.rewards, args.advantage, args.kl_reward_coef  # (N,)
+    rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
-    if kind == "reinforce++":
-        return rewards_to_go(batch, rewards, loss_tokens, old_logprobs, ref_logprobs, beta)
-    if beta:  # R_i - beta * sum_t k1_it
+    if args.advantage == "reinforce++":
+        return rewards_to_go(args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
+    if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
-        rewards = rewards - beta * batch.sums(kl)
-    advantages = losses.group_advantages(
-        rewards, args.group, kind=kind, eps=args.advantage_eps, scored=batch.scored)  # (N,)
-    if kind == "reinforce++-baseline":
+        rewards = rewards - args.kl_reward_coef * batch.sums(kl)
+    advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
+                                         eps=args.advantage_eps, scored=batch.scored)  # (N,)
+    if args.advantage == "reinforce++-baseline":
         advantages = advantages.repeat_interleave(batch.lengths)  # (M,)
         return losses.whiten(advantages, batch.mask(loss_tokens))
     return advantages
 
 
-def rewards_to_go(batch: Batch, rewards, loss_tokens, old_logprobs, ref_logprobs, beta: float):
+def rewards_to_go(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs, ref_logprobs):
     """REINFORCE++: A_t = sum over i >= t of ([i is last] R - beta k1_i), whitened: (M,)."""
     def of_rows(mask, rewards, old_logprobs, ref_logprobs):  # (b, t); rewards (b, 1)
         rewards = losses.token_rewards(
-            rewards.squeeze(1), old_logprobs, ref_logprobs, mask, kl_coef=beta)
+            rewards.squeeze(1), old_logprobs, ref_logprobs, mask, kl_coef=args.kl_reward_coef)
         return [losses.rewards_to_go(rewards, mask)]
 
     mask = batch.mask(loss_tokens)

@@ -209,7 +209,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                     correction, found = losses.engine_weights(args, old, micro.engine_logprobs, m)
                     loss, details = loss * correction, details | found
                 details |= {"loss/policy": loss, "entropy": entropy,
-                            GAP: policy_meter.gap(micro, old)}
+                            GAP: (old - micro.engine_logprobs).abs()}
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * torch.where(m, loss, 0)).sum())

@@ -32,7 +32,7 @@ WEIGHTS = """losses.token_weights(
 ROWS = "m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)"
 WHITEN = ("micro.slice(advantages), m,",
           "losses.whiten(micro.slice(advantages).expand(m.shape), m), m,")
-BASELINE = '    if kind == "reinforce++-baseline":\n'
+BASELINE = '    if args.advantage == "reinforce++-baseline":\n'
 MISTAKES = {
     "a mean over the micro-batch": Mistake(
         BUDGET, BACKWARD,
