@@ -116,17 +116,18 @@ class Batch:
 
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
         """forward(micro) → (b, t), without gradient, over all rows → (M,) on every rank."""
+        micros, scores = self.micros(world, range(len(self.sizes)), budget, phase), None
         with torch.no_grad():
-            found = [(micro.rows, forward(micro).cpu()) for micro in self.micros(
-                world, range(len(self.sizes)), budget, phase)]
-        scores = torch.zeros(int(self.lengths.sum()), dtype=found[0][1].dtype)
-        for rows, values in found:
-            self.put(scores, rows, values)
+            for micro in micros:
+                values = forward(micro).cpu()
+                if scores is None:
+                    scores = torch.zeros(int(self.lengths.sum()), dtype=values.dtype)
+                self.put(scores, micro.rows, values)
         return world.sum(scores)  # one rank computed each row, the others add zero
 
     def put(self, scores, rows: list[int], values) -> None:
         """Rows (b, t) into scores (M,)."""
-        for row, one in zip(rows, values[:len(rows)], strict=True):
+        for row, one in zip(rows, values, strict=True):
             scores[self.spans[row]] = one[:self.sizes[row][2]]
 
     def slice(self, values, rows: list[int]):

@@ -242,8 +242,11 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
     hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
-    if len(hidden) > chunk:
-        return in_chunks(hidden, head, targets, temperature, chunk, entropy)
+    if len(hidden) > chunk:  # backward computes the logits again: a few times chunk × V of memory
+        part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
+        parts = [part(h, head, t, temperature, chunk, entropy)
+                 for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
     logits = head(hidden) / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
@@ -252,15 +255,6 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
     logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
     p = logps.exp()
     return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
-
-
-def in_chunks(hidden, head, targets, temperature, chunk: int, entropy: str):
-    """token_logprobs of `chunk` tokens at a time. The backward computes the logits again: a few
-    times chunk × V of memory."""
-    part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-    parts = [part(h, head, t, temperature, chunk, entropy)
-             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def hidden_states(lm, inputs, source):
