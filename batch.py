@@ -1,18 +1,23 @@
-"""batch.py: the global batch, the same list on every rank, and how it is cut for memory.
+"""batch.py: the global batch, the same on every rank, and how it is cut for memory.
 
     batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
     minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
+
+N completions have M tokens together. What is one number a completion is (N,). What is one number a
+token is (M,): the tokens of all completions, one after another. Only the rows of a micro-batch are
+padded, to (b, t): no cost grows with N × the longest completion.
 """
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
-from dist import World, balance, share, tokens
+from dist import World, balance, share
 from packing import pack
 from rewards import Score
 
@@ -47,53 +52,41 @@ class Sample:
     advantage: float | None = None  # mean of its tokens; None: it bears no loss
 
 
-def note_advantages(samples: list[Sample], advantages, mask):
-    """Each sample keeps the mean of its row of advantages (N, T) where mask (N, T) is true."""
-    for sample, row, bears in zip(samples, advantages, mask, strict=True):
-        sample.advantage = float(row[bears].mean()) if bears.any() else None
-
-
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     """Vectors → one matrix, zeros to the right."""
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
 
 
-@dataclass
-class Work:
-    """What the micro-batches of a phase hold, on all ranks."""
-    with_grad: int = 0  # rows
-    without_grad: int = 0  # rows, computed for the metrics alone
-    computed: int = 0  # tokens
-    needed: int = 0  # tokens, if each prompt were computed once
-
-    def metrics(self) -> dict[str, float]:
-        pad_frac = 1 - self.needed / self.computed if self.computed else 0.0
-        return {"batch/with_grad": self.with_grad, "batch/without_grad": self.without_grad,
-                "batch/pad_frac": pad_frac}
-
-
 class Batch:
-    """N samples in request order. (N, T) tensors are right-padded and begin with the completion."""
+    """N samples in request order. `spans` says which of the M tokens are a completion's."""
 
     def __init__(self, samples: list[Sample]):
-        completions = [s.completion for s in samples]
-        self.prompts = [s.prompt.row.prompt_ids for s in samples]
-        self.ids = [c.ids for c in completions]
-        self.lengths = torch.tensor([len(ids) for ids in self.ids], dtype=torch.long)  # (N,)
-        self.truncated = torch.tensor([c.truncated for c in completions], dtype=torch.bool)
+        self.samples = samples
+        done = [s.completion for s in samples]
+        self.lengths = torch.tensor([len(c.ids) for c in done], dtype=torch.long)  # (N,)
+        self.tokens = torch.tensor([c.tokens for c in done], dtype=torch.long)  # (N,) sampled ones
+        self.truncated = torch.tensor([c.truncated for c in done], dtype=torch.bool)  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
-        self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)
-        self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)
-        self.engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in completions])  # (N, T)
-        # Never from `ids != pad`: pad may also be an end-of-sequence token.
-        self.sampled = pad([torch.from_numpy(c.sampled) for c in completions]).bool()  # (N, T)
+        self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
+        self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
+        ends, lengths = self.lengths.cumsum(0).tolist(), self.lengths.tolist()
+        self.spans = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        prompts = [s.prompt.row.prompt_ids for s in samples]
         self.sizes = []  # of each row, see dist.Size; equal neighbours share a prompt
-        for i, prompt in enumerate(self.prompts):
-            if i == 0 or prompt != self.prompts[i - 1]:
+        for i, prompt in enumerate(prompts):
+            if i == 0 or prompt != prompts[i - 1]:
                 owner = i
-            self.sizes.append((owner, len(prompt), len(self.ids[i])))
-        self.tokens = sum(p + c for _, p, c in self.sizes)
-        self.work: dict[str, Work] = defaultdict(Work)  # of each phase
+            self.sizes.append((owner, len(prompt), lengths[i]))
+
+    @cached_property
+    def sampled(self) -> torch.Tensor:
+        """(M,) bool: not what a reply put in. Never from `ids != pad`: pad may end a sequence."""
+        parts = [torch.from_numpy(s.completion.sampled) for s in self.samples]
+        return torch.cat([torch.zeros(0, dtype=torch.bool), *parts])
+
+    def mask(self, loss_tokens) -> torch.Tensor:
+        """(M,) bool: the tokens that bear loss. Those of a completion with loss_tokens (N,) > 0."""
+        return self.sampled & (loss_tokens > 0).repeat_interleave(self.lengths)
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
@@ -108,39 +101,80 @@ class Batch:
         """
         learning = [row for row in rows if learns is None or learns[row]]
         others = [row for row in rows if learns is not None and not learns[row]]
-        work = self.work[phase]
-        work.with_grad += len(learning)
-        work.without_grad += len(others)
         # Without a row too: the optimizer needs a gradient, even if it is 0.
-        micros = self.cut(world, learning, budget, work, learns=True)
+        micros = self.cut(world, learning, budget, learns=True)
         if others:
-            micros += self.cut(world, others, budget, work, learns=False)
+            micros += self.cut(world, others, budget, learns=False)
         world.same_phase(phase, len(micros))
         return micros
 
-    def cut(self, world: World, rows: list[int], budget: int, work: Work, learns: bool):
+    def cut(self, world: World, rows: list[int], budget: int, learns: bool) -> list["Micro"]:
         """My micro-batches of these rows."""
-        sizes = [self.sizes[row] for row in rows]
-        lanes = balance(sizes, world.size, budget)
-        work.computed += sum(tokens(micro, sizes) for lane in lanes for micro in lane)
-        work.needed += tokens(range(len(rows)), sizes)
+        lanes = balance([self.sizes[row] for row in rows], world.size, budget)
         return [Micro(self, [rows[i] for i in micro], world.device, learns)
                 for micro in lanes[world.rank]]
 
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
-        """forward(micro) → (b, t), without gradient, over all rows → (N, T) on every rank."""
-        scores = None
+        """forward(micro) → (b, t), without gradient, over all rows → (M,) on every rank."""
+        micros, scores = self.micros(world, range(len(self.sizes)), budget, phase), None
         with torch.no_grad():
-            for micro in self.micros(world, range(len(self.sizes)), budget, phase):
-                out = forward(micro).cpu()
-                scores = out.new_zeros(self.sampled.shape) if scores is None else scores
-                if micro.rows:
-                    scores[micro.rows, :out.shape[1]] = out
+            for micro in micros:
+                values = forward(micro).cpu()
+                if scores is None:
+                    scores = torch.zeros(int(self.lengths.sum()), dtype=values.dtype)
+                self.put(scores, micro.rows, values)
         return world.sum(scores)  # one rank computed each row, the others add zero
+
+    def put(self, scores, rows: list[int], values) -> None:
+        """Rows (b, t) into scores (M,)."""
+        for row, one in zip(rows, values, strict=True):
+            scores[self.spans[row]] = one[:self.sizes[row][2]]
+
+    def slice(self, values, rows: list[int]):
+        """(N,) → (b, 1), or (M,) → (b, t) with zeros to the right. None stays None."""
+        if values is None:
+            return None
+        if len(values) == len(self.samples):
+            return values[rows].unsqueeze(1)
+        return pad([values[self.spans[row]] for row in rows])
+
+    def sums(self, values) -> torch.Tensor:
+        """(M,) → (N,): of each completion's tokens. (N,) stays as it is."""
+        if len(values) == len(self.samples):
+            return values
+        sums = [float(values[span].sum(dtype=torch.float64)) for span in self.spans]
+        return torch.tensor(sums, dtype=torch.float64)
+
+    def by_row(self, function, *values) -> list[torch.Tensor]:
+        """function(*matrices (b, t)) → matrices, over all rows → (M,) float64 each.
+
+        values: (N,), (M,) or None. Rows of similar lengths come together: at most half is padding.
+        """
+        blocks, found = defaultdict(list), []
+        for row, (_, _, length) in enumerate(self.sizes):
+            blocks[length.bit_length()].append(row)
+        for rows in list(blocks.values()) or [[]]:
+            made = function(*(self.slice(x, rows) for x in values))
+            found = found or [torch.zeros(len(self.sampled), dtype=torch.float64) for _ in made]
+            for whole, matrix in zip(found, made, strict=True):
+                self.put(whole, rows, matrix)
+        return found
+
+    def note_advantages(self, advantages, loss_tokens) -> None:
+        """For samples/: of (N,) each sample keeps its own, of (M,) the mean of its loss_tokens."""
+        if len(advantages) > len(self.samples):
+            advantages = self.sums(advantages) / loss_tokens
+        for sample, advantage, bears in zip(self.samples, advantages, loss_tokens, strict=True):
+            sample.advantage = float(advantage) if bears else None
+
+
+# The input without rows. Its only token was not sampled, so nothing is predicted.
+NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
 
 
 class Micro:
-    """Rows of the batch as one packed input; without rows, one dummy row of weight 0.
+    """b rows of the batch as one packed input. With b = 0 the model computes one dummy token, and
+    all matrices are empty: their gradient is 0.
 
     Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
     shift by one is made in packing.pack, and nowhere else.
@@ -148,27 +182,25 @@ class Micro:
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
         self.batch, self.rows, self.device, self.learns = batch, rows, device, learns
-        parts = [(batch.sizes[r][0], torch.tensor(batch.prompts[r]),
-                  torch.from_numpy(batch.ids[r]).long()) for r in rows]
-        sampled = [batch.sampled[r, :len(batch.ids[r])] for r in rows]
-        if not rows:
-            zero = torch.zeros(1, dtype=torch.long)
-            parts, sampled = [(0, zero, zero)], [torch.ones(1, dtype=torch.bool)]
-        ids, positions, packed, sources = pack(parts, device)
+        done = [batch.samples[row].completion for row in rows] or [NOTHING]
+        prompts = [batch.samples[row].prompt.row.prompt_ids for row in rows] or [[0]]
+        owners = [batch.sizes[row][0] for row in rows] or [0]
+        completions = [torch.from_numpy(c.ids).long() for c in done]
+        ids, positions, packed, sources = pack(owners, prompts, completions, device)
         self.inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device),
                        "packed": packed}
-        real = torch.cat(sampled)
-        self.source = torch.cat(sources)[real].to(device)  # (n,)
-        self.targets = torch.cat([completion for _, _, completion in parts])[real].to(device)
-        sampled = pad(sampled)  # (b, t)
+        sampled = [torch.from_numpy(c.sampled) for c in done]
+        self.source = torch.cat(sources)[torch.cat(sampled)].to(device)  # (n,)
+        self.targets = torch.cat(completions)[torch.cat(sampled)].to(device)  # (n,)
+        engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in done])[:len(rows)]
+        self.engine_logprobs = engine_logprobs.to(device)  # (b, t)
+        sampled = pad(sampled)[:len(rows)]  # (b, t)
         self.place = sampled.flatten().nonzero().flatten().to(device)  # (n,)
         self.tokens, self.sampled = ids.numel(), sampled.to(device)
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
-        """(N, T) of the batch → (b, t); zeros for the dummy row."""
-        if not self.rows:
-            return torch.zeros((1, 1), dtype=values.dtype, device=self.device)
-        return values[self.rows, :self.sampled.shape[1]].to(self.device)
+        """(N,) of the batch → (b, 1), or (M,) → (b, t)."""
+        return self.batch.slice(values, self.rows).to(self.device)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(n,) of the predicted tokens → (b, t), zeros elsewhere. Differentiable."""
@@ -176,42 +208,43 @@ class Micro:
         return flat.view(self.sampled.shape)
 
 
+GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
+
+
 class Meter:
     """Means of per-token metrics, with the loss's own weights. Its sums stay on the device."""
 
     def __init__(self, world: World):
-        self.world, self.sums = world, {}  # name → sum of weight * value
-        zero = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.weight = self.gap = self.tokens = self.gap_max = zero
+        self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
+        self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
+        self.rows = [0, 0]  # computed without a gradient, with one
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
 
-    def add(self, mask, weights, metrics):
-        """One micro-batch: metrics {name: (b, t)}, to average over mask (b, t) with weights."""
+    def add(self, micro: Micro, weights, metrics):
+        """One micro-batch: metrics {name: (b, t)}, to average with weights (b, 1)."""
+        weights = weights * micro.sampled  # (b, t)
         self.weight = self.weight + weights.sum()
         for name, values in metrics.items():
-            values = torch.where(mask, values.detach().double(), 0)  # (b, t)
-            self.sums[name] = self.sums.get(name, 0.0) + (weights * values).sum()
-
-    def add_gap(self, micro: Micro, mask, logprobs):
-        """|trainer - engine| over mask (b, t), in nats: is the engine the policy?"""
-        gap = logprobs.detach().double() - micro.slice(micro.batch.engine_logprobs)
-        gap = torch.where(mask, gap.abs(), 0)  # (b, t)
-        self.gap, self.tokens = self.gap + gap.sum(), self.tokens + mask.sum()
-        self.gap_max = torch.maximum(self.gap_max, gap.max())
+            values = torch.where(micro.sampled, values.detach().double(), 0)
+            self.sums[name] = self.sums[name] + (weights * values).sum()
+            if name == GAP:
+                self.gap_max = torch.cat([self.gap_max, values.flatten()]).max().view(1)
+        self.rows[micro.learns] += len(micro.rows)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
         """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
+        sums = [float(x) for x in (*self.rows, self.weight, *self.sums.values())]
+        still, learnt, weight, *sums = self.world.sum(
+            torch.tensor(sums, dtype=torch.float64)).tolist()
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
-               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
-        sums = torch.stack([self.weight, self.gap, self.tokens, *self.sums.values()])
-        weight, gap, tokens, *sums = self.world.sum(sums.cpu()).tolist()
-        if tokens:
-            out["rollout/logprob_gap_mean"] = gap / tokens
-            out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
+               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped,
+               "batch/with_grad": int(learnt), "batch/without_grad": int(still)}
         for name, value in zip(self.sums, sums, strict=True):
             out[name if "/" in name else prefix + name] = value / (weight or 1.0)
+        if GAP in self.sums:
+            out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
         return out
 
 

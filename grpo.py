@@ -11,8 +11,8 @@ baseline. (ppo.py is the same loop with a critic.)
 
 Read `train`, then `learn`. The formulas are in losses.py. To change the reward: --reward, or
 verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
-Shapes: P prompts, G completions of each, N = P·G completions in request order, T tokens of the
-longest one. A micro-batch is (b, t). Every (N, …) tensor is the same on every rank.
+Shapes: P prompts, G completions of each, N = P·G completions in request order, M tokens of all of
+them, one after another. These are the same on every rank. A micro-batch is (b, t), padded.
 """
 import signal
 
@@ -27,7 +27,7 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, note_advantages, sample_metrics
+from batch import GAP, Batch, Meter, Sample, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
@@ -148,11 +148,11 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     Metrics and new weights are the same on every rank, on any number of ranks, with any budgets.
     """
     batch = Batch(samples)
-    mask, metrics = bears_loss(args, batch)  # (N, T) bool
+    loss_tokens, metrics = bears_loss(args, batch)  # (N,): how many of each completion
 
     # Log-probs from before the update, if something needs them. With one update per rollout the
     # update computes the same numbers itself, and the ratio is exactly 1.
-    old_logprobs = ref_logprobs = correction = None
+    old_logprobs = ref_logprobs = None  # (M,)
     with phase("score"):
         if args.needs_old_logprobs:
             old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
@@ -161,13 +161,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             ref_logprobs = batch.score(world, args.score_tokens, "reference",
                                        lambda m: reference.logprobs(m, args.temperature)[0])
 
-    # Advantage: A_i = R_i - mean(R of its group), the same for every token of a completion.
-    advantages = compute_advantages(args, batch, mask, old_logprobs, ref_logprobs)  # (N, T)
-    note_advantages(samples, advantages, mask)  # for samples/
-    if args.engine_correction != "none":
-        correction, details = losses.engine_weights(
-            args, old_logprobs, batch.engine_logprobs, mask)  # (N, T)
-        metrics |= details
+    # Advantage: A_i = R_i - mean(R of its group), the same for every token of a completion: (N,).
+    advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
+    batch.note_advantages(advantages, loss_tokens)  # for samples/
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
@@ -176,26 +172,28 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef)  # on every token
-    learns = (mask & (advantages != 0)).any(1) | acts  # (N,)
+    learns = (batch.sums(advantages.abs()) > 0) | acts  # (N,)
     for rows in batch.minibatches(args.minibatches, args.epochs):
-        if not mask[rows].any():  # momentum alone must not move the weights
+        weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
+        weights[rows] = losses.token_weights(
+            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)
+        rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
+        if not rows:  # momentum alone must not move the weights
             meter.skipped += 1
             continue
-        weights = torch.zeros(mask.shape, dtype=torch.float64)  # (N, T)
-        weights[rows] = losses.token_weights(
-            mask[rows], args.aggregation, max_tokens=args.max_tokens)
-        rows = [r for r in rows if mask[r].any()]  # the others weigh nothing
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
-                m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
+                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
                 old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()
                 loss, details = LOSSES[args.loss](
                     logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
                     clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
-                if correction is not None:
-                    loss = loss * micro.slice(correction)
-                details |= {"loss/policy": loss, "entropy": entropy}
+                if args.engine_correction != "none":
+                    correction, found = losses.engine_weights(args, old, micro.engine_logprobs, m)
+                    loss, details = loss * correction, details | found
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            GAP: (old - micro.engine_logprobs).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
                         logprobs, micro.slice(ref_logprobs), m, kind=args.kl_estimator)
@@ -203,41 +201,54 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * torch.where(m, loss, 0)).sum())
-                meter.add(m, w, details)
-                meter.add_gap(micro, m, old)
+                meter.add(micro, w, details)
             meter.norms.append(policy.step(lr))
-    return metrics | batch.work["update"].metrics() | meter.metrics() | {"lr": lr}
+    return metrics | meter.metrics() | {"lr": lr}
 
 
 def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-    """Which tokens bear loss, (N, T) bool, and how many completions do not, by reason."""
+    """How many tokens of each completion bear loss, (N,), and why completions have none."""
     scored, least = batch.scored, 1 if args.advantage == "reinforce++" else 2  # for a baseline
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & paired & ~cut  # (N,)
     counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
               "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
-    return batch.sampled & keep.view(-1, 1), {
-        "batch/prompts": len(scored) // args.group, "batch/tokens": batch.tokens,
+    return batch.tokens * keep, {
+        "batch/prompts": len(scored) // args.group,
+        "batch/tokens": sum(p + c for _, p, c in batch.sizes),
         **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
 
 
-def compute_advantages(args: Args, batch: Batch, mask, old_logprobs, ref_logprobs):
-    """The advantage of every token, (N, T). The default is R - mean of the group, Dr. GRPO's."""
-    rewards, kind, beta = batch.rewards, args.advantage, args.kl_reward_coef  # (N,)
+def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
+    """One number a completion, (N,), or a token, (M,). The default is R - mean, Dr. GRPO's."""
+    rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
-    if kind == "reinforce++":  # A_t = sum over i >= t of ([i is last] R - beta k1_i), whitened
-        rewards = losses.token_rewards(rewards, old_logprobs, ref_logprobs, mask, kl_coef=beta)
-        return losses.whiten(losses.rewards_to_go(rewards, mask), mask)
-    if beta:  # R_i - beta * sum_t k1_it
-        kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")
-        rewards = rewards - beta * kl.sum(1)
-    advantages = losses.group_advantages(
-        rewards, args.group, kind=kind, eps=args.advantage_eps, scored=batch.scored)  # (N,)
-    advantages = advantages.view(-1, 1).expand(mask.shape)
-    return losses.whiten(advantages, mask) if kind == "reinforce++-baseline" else advantages
+    if args.advantage == "reinforce++":
+        return rewards_to_go(args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
+    if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
+        kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
+        rewards = rewards - args.kl_reward_coef * batch.sums(kl)
+    advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
+                                         eps=args.advantage_eps, scored=batch.scored)  # (N,)
+    if args.advantage == "reinforce++-baseline":
+        advantages = advantages.repeat_interleave(batch.lengths)  # (M,)
+        return losses.whiten(advantages, batch.mask(loss_tokens))
+    return advantages
+
+
+def rewards_to_go(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs, ref_logprobs):
+    """REINFORCE++: A_t = sum over i >= t of ([i is last] R - beta k1_i), whitened: (M,)."""
+    def of_rows(mask, rewards, old_logprobs, ref_logprobs):  # (b, t); rewards (b, 1)
+        rewards = losses.token_rewards(
+            rewards.squeeze(1), old_logprobs, ref_logprobs, mask, kl_coef=args.kl_reward_coef)
+        return [losses.rewards_to_go(rewards, mask)]
+
+    mask = batch.mask(loss_tokens)
+    advantages, = batch.by_row(of_rows, mask, rewards, old_logprobs, ref_logprobs)
+    return losses.whiten(advantages, mask)
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

@@ -270,12 +270,10 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
 
 def engine_weights(args: LossArgs, old_logprobs, engine_logprobs, mask):
-    """`engine_correction` by the flags, (B, T), and the means of its metrics."""
-    weights, details = engine_correction(
+    """`engine_correction` by the flags, and its metrics, (B, T)."""
+    return engine_correction(
         old_logprobs, engine_logprobs, mask, kind=args.engine_correction,
         low=args.correction_low, high=args.correction_high)
-    return weights, {f"policy/{name}": float(masked_mean(value, mask))
-                     for name, value in details.items()}
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
@@ -293,18 +291,19 @@ def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
     return torch.where(mask, weights, 0), {"engine_ratio": ratio, "engine_cut": cut}
 
 
-# ---- aggregation: the weight of a token's loss, 0 outside the mask
+# ---- aggregation: the weight of a token's loss, one for all tokens of a completion
 #
 #   token       1 / (all masked tokens)         DAPO
 #   sequence    1 / (|o_i| * sequences)         GRPO, GSPO
 #   constant    1 / (max_tokens * sequences)    Dr. GRPO
 #
-# A row of False is in no denominator; one whose advantage is 0 is.
+# A completion without loss is in no denominator; one whose advantage is 0 is.
 
 
-def token_weights(mask, aggregation, *, max_tokens):
-    """mask (B, T) of a global minibatch -> (B, T)."""
-    lengths = mask.sum(1, keepdim=True).double()  # (B, 1)
+def token_weights(lengths, aggregation, *, max_tokens):
+    """|o_i| (B,) of a global minibatch, 0 where nothing bears loss -> the weight of a completion's
+    tokens, (B,)."""
+    lengths = lengths.double()
     n = (lengths > 0).sum().double()
     denominators = {"token": lengths.sum(), "sequence": lengths * n, "constant": max_tokens * n}
-    return torch.where(mask, 1 / denominators[aggregation], 0)
+    return torch.where(lengths > 0, 1 / denominators[aggregation], 0)

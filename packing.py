@@ -76,20 +76,21 @@ class Packed:
                 int(queries.max()), int(with_prefix.max()))
 
 
-def pack(rows: list[tuple[int, torch.Tensor, torch.Tensor]], device: torch.device):
-    """Rows (owner, prompt (p,), completion (c,)) → one input. Rows of one owner share the prompt.
+def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Tensor],
+         device: torch.device):
+    """Rows → one input. Rows of one owner share their prompt.
 
     → ids (1, S), positions (1, S), Packed, and for each row (c,): where in S the token stands that
     predicts each token of the completion. The prompt's last token predicts the first one.
     """
     ids, segments, sources, starts, size = [], [], [], {}, 0
-    for owner, prompt, _ in rows:
+    for owner, prompt in zip(owners, prompts, strict=True):
         if owner not in starts:
             starts[owner] = size
             segments.append(Segment(size, len(prompt), 0, 0))
-            ids.append(prompt)
+            ids.append(torch.tensor(prompt))
             size += len(prompt)
-    for owner, prompt, completion in rows:
+    for owner, prompt, completion in zip(owners, prompts, completions, strict=True):
         p, n, start = len(prompt), len(completion) - 1, starts[owner]
         segments.append(Segment(size, n, start, p))
         ids.append(completion[:-1])

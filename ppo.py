@@ -9,7 +9,8 @@ prompt is enough, and every token has an advantage of its own.
 
 Read `train`, then `learn`. The formulas are in losses.py. To change the reward: --reward, or
 verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
-Shapes: N completions in request order, T tokens of the longest one. A micro-batch is (b, t).
+Shapes: N completions in request order, M tokens of all of them, one after another. These are the
+same on every rank. A micro-batch is (b, t), padded.
 """
 import signal
 
@@ -24,7 +25,7 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, note_advantages, sample_metrics
+from batch import GAP, Batch, Meter, Sample, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
@@ -138,15 +139,16 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     """
     policy, critic = models
     batch = Batch(samples)
-    mask = batch.sampled & batch.scored.view(-1, 1)  # (N, T) bool
+    loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion bear loss
+    mask = batch.mask(loss_tokens)  # (M,) bool
     metrics = {"batch/prompts": len(samples) // args.group,
-               "batch/tokens": batch.tokens,
+               "batch/tokens": sum(p + c for _, p, c in batch.sizes),
                "batch/trained": int(batch.scored.sum()),
                "batch/dropped": int((~batch.scored).sum()),
                "batch/dropped_unscored": int((~batch.scored).sum())}
 
-    # Log-probs and values from before the update. values[:, t] is V of the state of token t.
-    ref_logprobs = correction = None
+    # Log-probs and values from before the update: (M,). A value is V of the state before its token.
+    ref_logprobs = None
     with phase("score"):
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0])
@@ -162,14 +164,16 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     if args.overlong_buffer:  # DAPO: long completions lose up to 1
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
-    token_rewards = losses.token_rewards(rewards, old_logprobs, ref_logprobs, mask, kl_coef=kl_coef)
-    advantages, returns = losses.gae(token_rewards, values, mask, gamma=args.gamma, lam=args.lam)
+
+    def of_rows(mask, rewards, old_logprobs, ref_logprobs, values):  # (b, t); rewards (b, 1)
+        rewards = losses.token_rewards(
+            rewards.squeeze(1), old_logprobs, ref_logprobs, mask, kl_coef=kl_coef)
+        return losses.gae(rewards, values, mask, gamma=args.gamma, lam=args.lam)
+
+    advantages, returns = batch.by_row(
+        of_rows, mask, rewards, old_logprobs, ref_logprobs, values)  # (M,)
     advantages = losses.whiten(advantages, mask)  # once, over the tokens of the global batch
-    note_advantages(samples, advantages, mask)  # for samples/
-    if args.engine_correction != "none":
-        correction, details = losses.engine_weights(
-            args, old_logprobs, batch.engine_logprobs, mask)  # (N, T)
-        metrics |= details
+    batch.note_advantages(advantages, loss_tokens)  # for samples/
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
@@ -179,49 +183,49 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     policy_meter, critic_meter = Meter(world), Meter(world)
     entropy_mode = "grad" if args.entropy_coef else "value"
     for rows in batch.minibatches(args.minibatches, args.epochs):
-        if not mask[rows].any():  # momentum alone must not move the weights
+        weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
+        weights[rows] = losses.token_weights(
+            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)
+        rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
+        if not rows:  # momentum alone must not move the weights
             policy_meter.skipped += 1
             continue
-        weights = torch.zeros(mask.shape, dtype=torch.float64)  # (N, T)
-        weights[rows] = losses.token_weights(
-            mask[rows], args.aggregation, max_tokens=args.max_tokens)
-        rows = [r for r in rows if mask[r].any()]  # the others weigh nothing
         with phase("update_critic"):
             budget = args.critic_args.critic_update_tokens
             for micro in batch.micros(world, rows, budget, "update critic"):
-                m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
+                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
                 loss, clip_frac = losses.value_loss(
                     critic.values(micro), micro.slice(values), micro.slice(returns), m,
                     clip=args.value_clip)  # (b, t)
                 critic.backward((w * torch.where(m, loss, 0)).sum())
-                critic_meter.add(m, w, {"loss/value": loss, "clip_frac": clip_frac})
+                critic_meter.add(micro, w, {"loss/value": loss, "clip_frac": clip_frac})
             critic_meter.norms.append(critic.step(critic_lr))
         if lr == 0:
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
-                m, w = micro.slice(mask), micro.slice(weights)  # (b, t)
+                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
                 old = micro.slice(old_logprobs)
                 loss, details = losses.clip_loss(
                     logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
                     clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
-                if correction is not None:
-                    loss = loss * micro.slice(correction)
-                details |= {"loss/policy": loss, "entropy": entropy}
+                if args.engine_correction != "none":
+                    correction, found = losses.engine_weights(args, old, micro.engine_logprobs, m)
+                    loss, details = loss * correction, details | found
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            GAP: (old - micro.engine_logprobs).abs()}
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * torch.where(m, loss, 0)).sum())
-                policy_meter.add(m, w, details)
-                policy_meter.add_gap(micro, m, old)
+                policy_meter.add(micro, w, details)
             policy_meter.norms.append(policy.step(lr))
 
     if args.needs_reference:
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind="k1")
         metrics |= {"policy/kl": float(losses.masked_mean(kl, mask)), "policy/kl_coef": kl_coef}
     return (metrics | critic_meter.metrics("critic/", "critic/grad_norm") | policy_meter.metrics()
-            | critic_quality(values, returns, mask) | batch.work["update critic"].metrics()
-            | {"lr": lr, "critic/lr": critic_lr})
+            | critic_quality(values, returns, mask) | {"lr": lr, "critic/lr": critic_lr})
 
 
 def critic_quality(values, returns, mask) -> dict[str, float]:

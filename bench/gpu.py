@@ -135,7 +135,7 @@ class Bench:
 
     def speed(self, batch: Batch, passes: int, seconds: list[float]) -> list[str]:
         """Tokens/s and TFLOP/s of a pass through the batch that costs `passes` forwards."""
-        s, totals = self.shape, [len(ids) for ids in batch.sequences]
+        s, totals = self.shape, [p + c for _, p, c in batch.sizes]
         matrices = s.layers * (2 * s.hidden * (s.q + s.kv) + 3 * s.hidden * s.intermediate)
         tokens, completions = sum(totals), int(batch.lengths.sum())
         forward = (2 * (matrices * tokens + s.embedding * completions)
@@ -177,7 +177,7 @@ def update(bench: Bench) -> list[str]:
         raise Skip(f"by the plan the smallest update needs {least:.0f} GiB, and the GPU has "
                    f"{bench.card / memory.GIB:.0f}")
     policy, batch = bench.policy(way["checkpointing"]), bench.batch(way["update_tokens"])
-    rows = list(range(len(batch.sequences)))
+    rows = list(range(len(batch.samples)))
     micros = batch.micros(bench.world, rows, way["update_tokens"], "update")
 
     def step() -> None:

@@ -2,6 +2,7 @@
 
     python bench/scaling.py                3 million parameters, 64 prompts x 8 completions of 128
     python bench/scaling.py --ranks 2 4    more ranks; each needs a core of its own
+    python bench/scaling.py --host         instead: the host's part of a large batch (host.py)
 
 Each rank has one thread, so a second rank is a second core. The runs take turns, --times each. The
 figure of a phase is the median over all steps but the first of every run. The last line is the
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("rollout", "reward", "update", "sync", "step")
 FLAGS = """--batch 64 --group 8 --max_prompt_tokens 64 --max_tokens 128 --lr 1e-9 --no-export
            --samples_every 1000000""".split()
+
+HOST = ("", "--longest 16384", "--max_tokens 32768")  # flags of host.py
 
 
 def start(name: str, ranks: int, model: str, steps: int) -> subprocess.Popen:
@@ -56,7 +59,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--host", action="store_true")
     options = parser.parse_args()
+    if options.host:
+        for case in HOST:
+            subprocess.run([sys.executable, ROOT / "bench/host.py", *case.split()], check=True)
+        return
     cores = len(os.sched_getaffinity(0))
     if max(options.ranks) > cores:
         sys.exit(f"skipped: {max(options.ranks)} ranks need as many cores, and this machine has "

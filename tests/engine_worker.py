@@ -15,6 +15,7 @@ import torch._dynamo
 
 import canary
 import data
+import families
 import model
 import rewards
 from batch import Batch, Sample
@@ -68,15 +69,14 @@ def main(folder: str, out: str) -> None:
         batch = sampled(temperature)
         trainer = batch.score(world, 256, "score",
                               lambda micro: policy.logprobs(micro, temperature)[0])
-        return float((trainer - batch.engine_logprobs).abs()[batch.sampled].max())
+        return float((trainer - families.engine_logprobs(batch)).abs()[batch.sampled].max())
 
     def learn() -> None:
         """One step that moves the weights: towards the tokens that one greedy pass likes least."""
         batch = sampled(1.0)
         for micro in batch.micros(world, list(range(len(prompts))), 256, "update"):
             logprobs, _ = policy.logprobs(micro, 1.0)
-            weight = micro.sampled * bool(micro.rows)
-            policy.backward((logprobs * weight).sum() / len(prompts))
+            policy.backward(logprobs.sum() / len(prompts))
         assert policy.step(3e-3) > 0
 
     for sync in range(3):

@@ -16,7 +16,7 @@ import torch
 import data
 import dist
 import model
-from batch import Batch, Completion, Sample, pad
+from batch import Batch, Completion, Sample
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
 
@@ -112,8 +112,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
         found.append((batch, ours))
         for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
             logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
-            weight = micro.sampled * bool(micro.rows)
-            policy.backward(((logprobs + 0.1 * entropy) * weight).sum() / 100)
+            policy.backward((logprobs + 0.1 * entropy).sum() / 100)
         assert policy.step(3e-3) > 0
         if not step:
             policy.export(folder, f"{folder}-1")
@@ -122,24 +121,30 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
     return found
 
 
+def engine_logprobs(batch: Batch) -> torch.Tensor:
+    """Of all tokens, 0 where not sampled: (M,)."""
+    return torch.cat([torch.from_numpy(s.completion.logprobs) for s in batch.samples])
+
+
 def plain(folder: str, batch: Batch) -> torch.Tensor:
-    """What transformers' own forward gives for each row alone: (N, T)."""
+    """What transformers' own forward gives for each row alone: (M,)."""
     from transformers import AutoModelForCausalLM
     lm, out = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"), []
-    for prompt, completion in zip(batch.prompts, batch.ids, strict=True):
-        ids, n = torch.tensor([*prompt, *completion]), len(completion)
+    for sample in batch.samples:
+        completion = sample.completion.ids
+        ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
         with torch.no_grad():
             logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
         out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
-    return pad(out)
+    return torch.cat(out)
 
 
 def gaps(folder: str, found) -> tuple[float, float]:
     """The largest |trainer - transformers| and |engine - trainer| of both steps, in nats."""
     each = []
     for where, (batch, ours) in zip((folder, f"{folder}-1"), found, strict=True):
-        there = plain(where, batch), batch.engine_logprobs
+        there = plain(where, batch), engine_logprobs(batch)
         each.append([float((ours - theirs).abs()[batch.sampled].max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
 

@@ -18,7 +18,6 @@ from batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION
-LAYOUT_METRICS = ("batch/pad_frac",)        # the only metrics that may depend on ranks and budgets
 
 
 @dataclass(frozen=True)

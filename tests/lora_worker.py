@@ -50,7 +50,7 @@ def main(folder: str, out: str, tp: str) -> None:
         """The largest |engine - trainer| log-prob of what the engine samples now."""
         batch = sampled()
         found["gap"][when] = float(
-            (scored(batch) - batch.engine_logprobs).abs()[batch.sampled].max())
+            (scored(batch) - families.engine_logprobs(batch)).abs()[batch.sampled].max())
 
     def adapt() -> None:
         engine.load(policy.weights(engine.dtype, merge=False), lora.tensors(lm, world.device))
@@ -59,7 +59,7 @@ def main(folder: str, out: str, tp: str) -> None:
         batch = sampled()
         for micro in batch.micros(world, range(len(rows)), 256, "update"):
             logprobs, _ = policy.logprobs(micro, 1.0)
-            policy.backward((logprobs * micro.sampled * bool(micro.rows)).sum() / len(rows))
+            policy.backward(logprobs.sum() / len(rows))
         found["gradients"].append({
             name: float(p.grad.full_tensor().norm()) for name, p in policy.parameters.items()})
         assert policy.step(3e-2) > 0

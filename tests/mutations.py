@@ -48,8 +48,8 @@ OFF = "gradient: {} off"
 ROWS = [
     # ---- one batch, any number of ranks
     Row("grpo.py", "micro.slice(weights)",
-        "losses.token_weights(micro.slice(mask), args.aggregation, max_tokens=args.max_tokens)"
-        " * len(micro.rows) / len(rows)",
+        "losses.token_weights(micro.slice(loss_tokens), args.aggregation, max_tokens="
+        "args.max_tokens) * len(micro.rows) / len(rows)",
         "details.py::test_an_update_is_the_formula", "gradient(update_tokens=77)", OFF),
     Row("dist.py", "slice(start, start + small + (rank < extra))",
         "slice(rank * small, (rank + 1) * small)",
@@ -92,12 +92,12 @@ ROWS = [
     Row("dist.py", "if theirs != phases[0]:", "if False:",
         "dist.py::test_ranks_that_disagree_are_both_named", "ranks.results(2, disagree)",
         "ranks that are told: {} → {}"),
-    Row("grpo.py", "if not mask[rows].any():", "if False:",
+    Row("grpo.py", "if not rows:", "if False:",
         "details.py::test_a_step_without_tokens_moves_nothing", "moved_without_tokens()",
         "a step with nothing to learn moves the weights by {} → {} of the step before it"),
     # ---- tokens
-    Row("batch.py", "self.sampled = pad([torch.from_numpy(c.sampled) for c in completions]).bool()",
-        "self.sampled = pad([torch.from_numpy(c.ids) for c in completions]) != 0",
+    Row("batch.py", "sampled = [torch.from_numpy(c.sampled) for c in done]",
+        "sampled = [torch.from_numpy(c.ids) != 0 for c in done]",
         "details.py::test_a_token_with_the_id_of_padding_is_trained_on", "tokens_with_loss()",
         "{} → {} of 8 sampled tokens bear loss"),
     Row("packing.py", "[start + p - 1, *range(size, size + n)]",
@@ -155,7 +155,7 @@ ROWS = [
     Row("losses.py", "keepdim=True) / others).sqrt()", "keepdim=True) / n.clamp(min=1)).sqrt()",
         "losses.py::test_recipe_equals_numpy[dapo-0]",
         "gradient(samples='plain', advantage='grpo')", f"{OFF} at `--group 4`"),
-    Row("grpo.py", "scored=batch.scored)  # (N,)", "scored=mask.any(1))  # (N,)",
+    Row("grpo.py", "scored=batch.scored)  # (N,)", "scored=loss_tokens > 0)  # (N,)",
         "details.py::test_a_truncated_completion_without_loss_counts_in_its_group",
         "gradient(overlong_filter=True, samples='plain')", f"{OFF} with `--overlong_filter`"),
     Row("losses.py", "white = (x - x.mean()) / (x.var(correction=1) + 1e-8).sqrt()",
@@ -177,13 +177,12 @@ ROWS = [
         "delta + gamma * lam * next_advantage",
         "losses.py::test_gae_and_the_score_carry_across_holes",
         "gae([[1, 1, 0, 0, 1, 1]])", "advantages of a row with a tool's output inside: {} off"),
-    Row("ppo.py", "advantages, returns = losses.gae(token_rewards, values, mask, gamma=args.gamma, "
-        "lam=args.lam)", "returns = losses.whiten(losses.gae(token_rewards, values, mask, gamma="
-        "args.gamma, lam=args.lam)[0], mask) + values; advantages = returns - values",
+    Row("ppo.py", "advantages = losses.whiten(advantages, mask)",
+        "advantages = losses.whiten(advantages, mask); returns = advantages + values",
         "details.py::test_the_critics_targets_are_returns_from_before_the_whitening",
         "critic_targets()", "the critic's targets where every reward is 1: {} → {}"),
     # ---- losses
-    Row("grpo.py", "else logprobs.detach()", "else micro.slice(batch.engine_logprobs)",
+    Row("grpo.py", "else logprobs.detach()", "else micro.engine_logprobs",
         "details.py::test_an_update_is_the_formula", "gradient()", OFF),
     Row("losses.py", "r.clamp(max=1 + clip_high))", "r.clamp(max=clip_high))",
         "losses.py::test_bounds_are_1_minus_low_and_1_plus_high", "gradient()", OFF),
@@ -212,11 +211,11 @@ ROWS = [
         "losses.py::test_engine_correction", "gradient(engine_correction='truncate')",
         f"{OFF} with `--engine_correction truncate`, gaps of 0.3 nats"),
     Row("losses.py", "n = (lengths > 0).sum().double()",
-        "n = torch.tensor(len(mask), dtype=torch.float64)", "losses.py::test_token_weights",
+        "n = torch.tensor(len(lengths), dtype=torch.float64)", "losses.py::test_token_weights",
         "gradient(aggregation='sequence')", f"{OFF} with `--aggregation sequence`"),
     Row("losses.py", '"constant": max_tokens * n}', '"constant": lengths.max() * n}',
-        "losses.py::test_token_weights", "losses.token_weights(torch.arange(8) < torch.tensor([[4],"
-        " [8]]), 'constant', max_tokens=16)",
+        "losses.py::test_token_weights", "losses.token_weights(torch.tensor([4, 8]), "
+        "'constant', max_tokens=16)",
         "weights of rows of 4 and 8 tokens, limit 16: {} off"),
     # ---- the optimizer
     Row("model.py", "if math.isfinite(norm):", "if True:",

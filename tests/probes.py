@@ -33,7 +33,7 @@ import ppo
 import ranks
 import rollout
 import test_packing
-from batch import Batch
+from batch import Batch, Micro
 from dist import balance, cut, share, tokens  # noqa: F401
 from learning import Case, fabricate, whole
 
@@ -264,7 +264,7 @@ def tokens_with_loss() -> int:
     """Of eight sampled tokens, two of which are the end token 0."""
     completions = [3, 0], [4, 4, 0], [5, 5, 5]
     batch = Batch([canary.sample([1, 2], np.array(ids)) for ids in completions])
-    return int(grpo.bears_loss(learning.arguments(group=3), batch)[0].sum())
+    return int(Micro(batch, [0, 1, 2], torch.device("cpu")).sampled.sum())
 
 
 def bos() -> int:

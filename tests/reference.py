@@ -249,14 +249,16 @@ def value_loss(args, V, V_old: float, R: float):
     return max(error, clipped_error) / 2, bool(clipped_error > error)
 
 
-def engine_correction(args, old: float, engine: float) -> float:
-    """π_old / π_engine: truncated (TIS), or 0 outside its bounds (IcePop, arXiv:2510.18855)."""
+def engine_correction(args, old: float, engine: float) -> tuple[float, float]:
+    """The ratio π_old / π_engine, truncated (TIS) or 0 outside its bounds (IcePop,
+    arXiv:2510.18855), and as it is."""
     ratio = math.exp(old - engine)
     if args.engine_correction == "truncate":
-        return min(ratio, args.correction_high)
+        return min(ratio, args.correction_high), ratio
     if args.engine_correction == "mask":
-        return ratio if args.correction_low <= ratio <= args.correction_high else 0.0
-    return 1.0
+        inside = args.correction_low <= ratio <= args.correction_high
+        return ratio if inside else 0.0, ratio
+    return 1.0, ratio
 
 
 def token_weight(args, length: int, lengths: list[int]) -> float:
@@ -284,10 +286,16 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         for t in range(len(old)):
             loss, ratio, cut = token_loss(
                 args, kind, logps[t], old[t], step.advantages[i][t], mean(log_ratios))
-            loss = loss * engine_correction(args, old[t], completion.engine_logprobs[t])
+            engine = completion.engine_logprobs[t]
+            correction, engine_ratio = engine_correction(args, old[t], engine)
+            loss = loss * correction
             found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
                      "policy/entropy": entropies[t],
+                     "rollout/logprob_gap_mean": abs(old[t] - engine),
                      "policy/approx_kl": math.exp(log_ratios[t]) - 1 - log_ratios[t]}
+            if args.engine_correction != "none":
+                found |= {"policy/engine_ratio": engine_ratio,
+                          "policy/engine_cut": correction != engine_ratio}
             if kl_loss_coef:
                 found["loss/kl"] = kl_loss(args.kl_estimator, logps[t], step.ref[i][t])
                 loss = loss + kl_loss_coef * found["loss/kl"]
@@ -362,7 +370,8 @@ def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: floa
             norms.append(update_policy(args, policy, step, rows, lr, terms))
     metrics = policy_metrics(args, step, terms, norms) | weighted_means(critic_terms) | {
         "critic/grad_norm": mean(critic_norms), "lr": lr, "critic/lr": critic_lr,
-        "batch/with_grad": sum(map(len, minibatches(args, step))), "batch/without_grad": 0}
+        "batch/with_grad": sum(map(len, minibatches(args, step))) if lr else 0,
+        "batch/without_grad": 0}
     if reference is not None:
         kl = [x for i in step.trained() for x in step.kl(i)]
         metrics |= {"policy/kl": mean(kl), "policy/kl_coef": kl_coef}
@@ -385,16 +394,11 @@ def policy_metrics(args, step: Step, terms: list, norms: list[float]) -> dict[st
     n, trained, pairs = len(step.fates), step.trained(), []
     for i in trained:
         pairs += zip(step.old[i], step.completions[i].engine_logprobs, strict=True)
-    gaps, ratios = [abs(a - b) for a, b in pairs], [math.exp(a - b) for a, b in pairs]
     metrics = weighted_means(terms) | {
         "grad/norm": mean(norms), "batch/prompts": n // args.group, "batch/trained": len(trained),
         "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in step.completions),
         "batch/dropped": n - len(trained), "batch/dropped_unscored": step.fates.count("unscored"),
         "update/skipped": minibatches(args, step).count([]), "update/steps": len(norms)}
     if terms:  # the policy had an update
-        metrics |= {"rollout/logprob_gap_mean": mean(gaps), "rollout/logprob_gap_max": max(gaps)}
-    if args.engine_correction != "none":
-        cut = [engine_correction(args, *pair) != ratio
-               for pair, ratio in zip(pairs, ratios, strict=True)]
-        metrics |= {"policy/engine_ratio": mean(ratios), "policy/engine_cut": mean(cut)}
+        metrics["rollout/logprob_gap_max"] = max(abs(a - b) for a, b in pairs)
     return metrics

@@ -129,11 +129,11 @@ def test_a_truncated_completion_without_loss_counts_in_its_group():
     args = learning.arguments(overlong_filter=True)
     samples = learning.fabricate("plain", 1)
     batch = Batch(samples)
-    mask, counts = grpo.bears_loss(args, batch)
-    advantages = grpo.compute_advantages(args, batch, mask, None, None)
+    loss_tokens, counts = grpo.bears_loss(args, batch)
+    advantages = grpo.compute_advantages(args, batch, loss_tokens, None, None)
     assert batch.truncated.sum() == counts["batch/dropped_overlong"] == 1
-    assert not mask[batch.truncated].any() and mask[~batch.truncated].any(1).all()
-    assert torch.allclose(advantages[:, 0], batch.rewards - batch.rewards.mean(), atol=1e-15)
+    assert not loss_tokens[batch.truncated].any() and loss_tokens[~batch.truncated].all()
+    assert torch.allclose(advantages, batch.rewards - batch.rewards.mean(), atol=1e-15)
 
 
 def test_the_critics_targets_are_returns_from_before_the_whitening():

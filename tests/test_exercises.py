@@ -135,7 +135,7 @@ def losses_of_parts(token_loss, mask, parts):
 '''), ("a weight for each token", '''
 import losses
 def losses_of_parts(token_loss, mask, parts):
-    weights = losses.token_weights(mask, "token", max_tokens=6)
+    weights = mask * losses.token_weights(mask.sum(1), "token", max_tokens=6).view(-1, 1)
     return [(weights[rows] * token_loss[rows]).sum() for rows in parts]
 ''')],
     2: [("a padded mask", '''

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 import data
 import families
 import model
-from batch import Batch, pad
+from batch import Batch
 from learning import difference
 from ranks import results
 
@@ -24,7 +24,7 @@ def samples_of() -> Batch:
 
 
 def packed(world, folder: str) -> dict[str, tuple]:
-    """{family: (N, T) log-probs and a gradient} of the trainer, all rows in one micro-batch."""
+    """{family: (M,) log-probs and a gradient} of the trainer, all rows in one micro-batch."""
     found = {}
     for name in families.CASES:
         args = model.ModelArgs(dtype="float64")
@@ -36,8 +36,8 @@ def packed(world, folder: str) -> dict[str, tuple]:
         logprobs.sum().backward()
         gradient = {n.removeprefix("lm."): model.whole(p.grad) for n, p in
                     policy.parameters.items()}
-        in_order = torch.zeros_like(logprobs)
-        in_order[micro.rows] = logprobs.detach()
+        in_order = torch.zeros(len(batch.sampled), dtype=torch.float64)
+        batch.put(in_order, micro.rows, logprobs.detach())
         found[name] = in_order, gradient
     return found
 
@@ -48,12 +48,13 @@ def alone(folder: str, name: str) -> tuple:
         f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager")
     model.widen(lm)
     batch, out = samples_of(), []
-    for prompt, completion in zip(batch.prompts, batch.ids, strict=True):
-        ids, n = torch.tensor([*prompt, *completion]), len(completion)
+    for sample in batch.samples:
+        completion = sample.completion.ids
+        ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
         logprobs = (lm(ids.view(1, -1)).logits[0] / families.HEAT).log_softmax(-1)  # (L, V)
         out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
     sum(row.sum() for row in out).backward()
-    return pad([row.detach() for row in out]), {n: p.grad for n, p in lm.named_parameters()}
+    return torch.cat([row.detach() for row in out]), {n: p.grad for n, p in lm.named_parameters()}
 
 
 @pytest.fixture(scope="module")

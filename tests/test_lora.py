@@ -95,7 +95,7 @@ def exported(found):
     """Rows, the merged folder's model in transformers, and the folders of base and adapter."""
     from transformers import AutoModelForCausalLM
     batch = found["batch"]
-    rows = [[*p, *c.tolist()] for p, c in zip(batch.prompts, batch.ids, strict=True)]
+    rows = [[*s.prompt.row.prompt_ids, *s.completion.ids.tolist()] for s in batch.samples]
     merged = AutoModelForCausalLM.from_pretrained(f"{found['folder']}/out.model")
     logits = torch.cat([merged(torch.tensor([row])).logits[0, -n - 1:-1].div(0.7).log_softmax(-1)[
         range(n), row[-n:]] for row, n in zip(rows, found["batch"].lengths.tolist(), strict=True)])

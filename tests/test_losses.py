@@ -35,6 +35,12 @@ def row_mask(lengths, T=None):
     return torch.arange(T or int(lengths.max()))[None, :] < lengths[:, None]
 
 
+def token_weights(mask, aggregation, max_tokens):
+    """The weight of each token, (B, T)."""
+    weights = losses.token_weights(mask.sum(1), aggregation, max_tokens=max_tokens)
+    return torch.where(mask, weights.view(-1, 1), 0)
+
+
 def group_advantages(rewards, group, kind, eps=1e-6, scored=None):
     scored = rewards == rewards if scored is None else torch.as_tensor(scored)
     return losses.group_advantages(rewards, group, kind=kind, eps=eps, scored=scored)
@@ -227,7 +233,7 @@ def random_batch(seed, rows=6, T=7):
 def test_on_policy_every_loss_has_reinforces_gradient(name, aggregation):
     """r = 1, nothing is clipped, and the value is -mean A."""
     logprobs, _, _, A, mask = random_batch(10)
-    weights = losses.token_weights(mask, aggregation, max_tokens=7)
+    weights = token_weights(mask, aggregation, max_tokens=7)
     options = {"clip_low": 3e-4, "clip_high": 3e-4, "dual_clip": None}
     loss, metrics = POLICY_LOSSES[name](logprobs, logprobs.detach(), A, mask, **options)
     got = gradient((weights * loss).sum(), logprobs)
@@ -429,10 +435,10 @@ def test_token_weights():
     mask = row_mask([1, 3, 0], 4)
     expected = {"token": [1 / 4] * 4, "sequence": [1 / 2] + [1 / 6] * 3, "constant": [1 / 10] * 4}
     for aggregation in expected:
-        weights = losses.token_weights(mask, aggregation, max_tokens=5)
+        weights = token_weights(mask, aggregation, max_tokens=5)
         assert weights[mask].tolist() == expected[aggregation]
         assert not weights[~mask].any() and weights.dtype == F64
-        assert not losses.token_weights(torch.zeros_like(mask), aggregation, max_tokens=5).any()
+        assert not token_weights(torch.zeros_like(mask), aggregation, max_tokens=5).any()
 
 
 def test_adaptive_kl():
@@ -463,7 +469,7 @@ def test_padding_never_leaks(garbage, dtype):
             assert token_loss.dtype == dtype
         out += [losses.kl_estimate(leaf, ref, mask, kind=kind) for kind in ("k1", "k2", "k3")]
         out += losses.value_loss(leaf, old, ref.double(), mask, clip=0.2)
-        weights = losses.token_weights(mask, "token", max_tokens=7)
+        weights = token_weights(mask, "token", max_tokens=7)
         out += [(weights * x).to(dtype) for x in out if x.requires_grad]
         for kind in ("truncate", "mask"):
             w, metrics = losses.engine_correction(old, ref, mask, kind=kind, low=0.5, high=2.0)
@@ -636,7 +642,7 @@ def torch_recipe(b, c, micro_batches=None):
         else:
             advantages = returns = losses.rewards_to_go(rewards, mask)
         advantages = losses.whiten(advantages, mask)
-    x["weights"] = losses.token_weights(mask, c.aggregation, max_tokens=MAX_TOKENS)
+    x["weights"] = token_weights(mask, c.aggregation, max_tokens=MAX_TOKENS)
     x |= {"mask": mask, "advantages": advantages, "returns": returns}
     options = {"clip_low": c.clip[0], "clip_high": c.clip[1], "dual_clip": c.dual}
     policy = value = torch.zeros((), dtype=F64)

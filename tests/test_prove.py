@@ -28,64 +28,62 @@ class Mistake(NamedTuple):
 
 BACKWARD = "policy.backward((w * torch.where(m, loss, 0)).sum())"
 WEIGHTS = """losses.token_weights(
-            mask[rows], args.aggregation, max_tokens=args.max_tokens)"""
+            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)"""
+ROWS = "m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)"
+WHITEN = ("micro.slice(advantages), m,",
+          "losses.whiten(micro.slice(advantages).expand(m.shape), m), m,")
+BASELINE = '    if args.advantage == "reinforce++-baseline":\n'
 MISTAKES = {
     "a mean over the micro-batch": Mistake(
         BUDGET, BACKWARD,
         "policy.backward(torch.where(m, loss, 0).sum() / m.sum().clamp(min=1))"),
     "a mean over the padded width": Mistake(
-        BUDGET, BACKWARD, "policy.backward((w.sum(1) * torch.where(m, loss, 0).mean(1)).sum())"),
+        BUDGET, BACKWARD,
+        "policy.backward((w * m.sum(1, True) * torch.where(m, loss, 0).mean(1, True)).sum())"),
     "a sum over padding": Mistake(
-        NAN, "if correction is not None:\n",
+        NAN, "if args.engine_correction != \"none\":\n",
         "loss = loss * (logprobs - old).detach().sum(1, keepdim=True).exp()\n"
-        "                if correction is not None:\n"),
+        "                if args.engine_correction != \"none\":\n"),
     "a loss that reads its neighbour": Mistake(
         LOOP, "micro.slice(advantages), m,", "micro.slice(advantages).roll(1, 0), m,"),
     "a baseline of all groups": Mistake(
-        GROUP, "    advantages = advantages.view(-1, 1).expand(mask.shape)\n",
-        "    advantages = rewards - rewards[batch.scored].mean()\n"
-        "    advantages = advantages.view(-1, 1).expand(mask.shape)\n"),
+        GROUP, BASELINE, f"    advantages = rewards - rewards[batch.scored].mean()\n{BASELINE}"),
     "a best-of-all bonus": Mistake(
-        GROUP, "    advantages = advantages.view(-1, 1).expand(mask.shape)\n",
-        "    advantages = advantages + (rewards == rewards.max())\n"
-        "    advantages = advantages.view(-1, 1).expand(mask.shape)\n"),
+        GROUP, BASELINE, f"    advantages = advantages + (rewards == rewards.max())\n{BASELINE}"),
     "an update that depends on the rank": Mistake(
         RANKS, BACKWARD, BACKWARD.replace("w * ", "(1 + world.rank) * w * ")),
     "a mean over ranks": Mistake(
         RANKS, BACKWARD, BACKWARD.replace("w * ", "w / world.size * ")),
     "weights from this rank's rows": Mistake(
-        RANKS, "m, w = micro.slice(mask), micro.slice(weights)  # (b, t)",
-        "m = micro.slice(mask)\n"
-        "                w = losses.token_weights(m, args.aggregation, max_tokens=24)"),
+        RANKS, ROWS, "m = micro.sampled\n                w = losses.token_weights("
+        "m.sum(1, True), args.aggregation, max_tokens=24)"),
     "unscored completions in a denominator": Mistake(
-        UNSCORED, WEIGHTS, WEIGHTS.replace("mask[rows]", "batch.sampled[rows]")),
+        UNSCORED, WEIGHTS, WEIGHTS.replace("loss_tokens[rows]", "batch.tokens[rows]")),
     "unscored completions in the baseline": Mistake(
         NAN, "scored=batch.scored)  # (N,)", "scored=torch.ones_like(batch.scored))  # (N,)"),
     "replies bear loss": Mistake(
-        NAN, "return batch.sampled & keep.view(-1, 1)",
-        "return (torch.arange(batch.sampled.shape[1]) < batch.lengths.view(-1, 1)) "
-        "& keep.view(-1, 1)"),
+        NAN, ROWS, f"{ROWS}\n                m = torch.arange(m.shape[1]) < "
+        "micro.slice(batch.lengths)"),
     "a whitening of each micro-batch": Mistake(
-        BUDGET, "micro.slice(advantages), m,", "losses.whiten(micro.slice(advantages), m), m,"),
+        BUDGET, *WHITEN),
     "old log-probs in another order": Mistake(
         ORDER, "old = micro.slice(old_logprobs)", "old = micro.slice(old_logprobs.flip(0))",
         "--minibatches 2"),
     "advantages of the next completion": Mistake(
-        ORDER, "    advantages = advantages.view(-1, 1).expand(mask.shape)\n",
-        "    advantages = advantages.view(-1, args.group).roll(1, 1).reshape(-1, 1)\n"
-        "    advantages = advantages.expand(mask.shape)\n"),
+        ORDER, BASELINE,
+        f"    advantages = advantages.view(-1, args.group).roll(1, 1).flatten()\n{BASELINE}"),
     "state outside the checkpoint": Mistake(
-        RESUMED, "    note_advantages(samples, advantages, mask)  # for samples/\n",
+        RESUMED, "    batch.note_advantages(advantages, loss_tokens)  # for samples/\n",
         "    policy.calls = getattr(policy, 'calls', 0) + 1\n"
         "    advantages = advantages / policy.calls\n"),
     "a metric's mean over the micro-batch": Mistake(
-        METRICS, "meter.add(m, w, details)", "meter.add(m, m / m.sum().clamp(min=1), details)"),
+        METRICS, "meter.add(micro, w, details)",
+        "meter.add(micro, m / m.sum().clamp(min=1), details)"),
     "ppo: whitening of each micro-batch": Mistake(
-        BUDGET, "micro.slice(advantages), m,", "losses.whiten(micro.slice(advantages), m), m,",
-        script="ppo.py"),
+        BUDGET, *WHITEN, script="ppo.py"),
     "ppo: values of other rows": Mistake(
-        GROUP, "losses.gae(token_rewards, values, mask,",
-        "losses.gae(token_rewards, values.roll(1, 0), mask,", script="ppo.py"),
+        GROUP, "losses.gae(rewards, values, mask,", "losses.gae(rewards, values.roll(1, 0), mask,",
+        script="ppo.py"),
 }
 FAST = ["a mean over the micro-batch", "a sum over padding", "a loss that reads its neighbour",
         "a baseline of all groups", "an update that depends on the rank",

@@ -25,7 +25,6 @@ from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, unsc
 from tools.trial import Outcome, Trial, run_trials
 
 LIMIT = 1e-9  # of a relative difference; float64 gives 1e-14, a mistake 1e-3 or more
-LAYOUT = {"batch/pad_frac"}  # the metrics that may depend on ranks and budgets
 
 
 class Promise(NamedTuple):
@@ -47,7 +46,7 @@ PROMISES = [
     Promise("prompts shared by their completions or not", SHARED, UPDATE,
             "packing.py, and Batch.sizes"),
     Promise("groups and their rows in another order (it defines minibatches: here one)", ORDER,
-            UPDATE, "an (N, T) tensor whose rows have another order; a loss that reads neighbours"),
+            UPDATE, "an (N,) or (M,) tensor in another order; a loss that reads neighbours"),
     Promise("nan wherever there is no number", [("base", "nan")], ("metrics", *UPDATE),
             "a sum over padding, over replies or over unscored rewards: use torch.where(mask, …)"),
     Promise("completions without loss absent or present", [("one minibatch", "more unscored")],
@@ -55,7 +54,7 @@ PROMISES = [
     Promise("one sequence at a time, by transformers alone", [("base", "plain loop")], UPDATE,
             "a loss that reads other rows of its micro-batch; packing.py; model.py"),
     Promise("metrics alike in the first four lines", SAME + BUDGETS + SHARED + ORDER,
-            ("metrics",), "what Meter.add gets: per-token values, the loss's mask and weights"),
+            ("metrics",), "what Meter.add gets: per-token values and the loss's weights"),
     Promise("a step resumed from a checkpoint, on 3 ranks", [("two steps", "resumed")], UPDATE,
             "state that is neither in a model nor in its optimizer"),
     Promise("a group's gradient, whatever the other groups' tokens and rewards",
@@ -139,7 +138,7 @@ def differences(promise: Promise, outcomes: dict[str, Outcome]) -> dict[str, flo
             return {f"{first}: every gradient is 0": math.inf}
         for part in promise.parts:
             one, other = (getattr(outcomes[name], part) for name in (first, second))
-            for name in (one.keys() | other.keys()) - LAYOUT:
+            for name in one.keys() | other.keys():
                 both = name in one and name in other
                 found[f"{second}: {name}"] = (
                     relative(other[name], one[name]) if both else math.inf)

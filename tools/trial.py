@@ -160,6 +160,7 @@ def single_rows(self, world, rows, budget, phase, learns=None) -> list[Micro]:
 def conditions(trial: Trial, file, outcome: Outcome):
     """Inside, batches are as the trial wants them. file: the module whose `learn` is called."""
     real_init, real_score = Batch.__init__, Batch.score
+    real_micro, real_slice = Micro.__init__, Micro.slice
 
     def init(self, samples):
         real_init(self, samples)
@@ -167,11 +168,21 @@ def conditions(trial: Trial, file, outcome: Outcome):
             self.sizes = [(row, p, c) for row, (_, p, c) in enumerate(self.sizes)]
         if trial.nan:
             self.rewards = torch.where(self.scored, self.rewards, math.nan)
-            self.engine_logprobs = torch.where(self.sampled, self.engine_logprobs, math.nan)
 
     def score(self, *inputs):
         scores = real_score(self, *inputs)
         return torch.where(self.sampled, scores, math.nan) if trial.nan else scores
+
+    def micro(self, *inputs):
+        real_micro(self, *inputs)
+        if trial.nan:
+            self.engine_logprobs = torch.where(self.sampled, self.engine_logprobs, math.nan)
+
+    def sliced(self, values):
+        found = real_slice(self, values)
+        if trial.nan and len(values) > len(self.batch.samples) and self.rows:
+            found = torch.where(self.sampled, found, math.nan)
+        return found
 
     def whiten(values, mask):
         outcome.whitened = True
@@ -179,6 +190,7 @@ def conditions(trial: Trial, file, outcome: Outcome):
 
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(Batch, __init__=init, score=score))
+        stack.enter_context(patch.multiple(Micro, __init__=micro, slice=sliced))
         if trial.plain:
             stack.enter_context(patch.object(Batch, "micros", single_rows))
             stack.enter_context(patch.object(model.LogprobModel, "forward", plain_forward))

@@ -84,7 +84,7 @@ def shift() -> str:
                 box(at(i), 300, w - 6, 30, "white", "True")]
     out += [text(at(0), 256, "the output at a token predicts", 12, GREY),
             text(at(0), 273, "the next one. The first column of", 12, GREY),
-            text(at(0), 290, "an (N, T) tensor is the first token", 12, GREY),
+            text(at(0), 290, "a (b, t) matrix is the first token", 12, GREY),
             text(at(0), 307, "of the completion.", 12, GREY)]
     return page(346, *out)
 
