@@ -69,6 +69,7 @@ train() {  # SCRIPT STEPS TARGET FLAGS...: one rank for each GPU, or two ranks o
 
 run_tests() {
   local status=0
+  export CUDA_VISIBLE_DEVICES=  # the tests run on the CPU
   .venv/bin/ruff check
   # Most tests wait for a start or for one core, so two files run at a time (-n 0: one).
   .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
