@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import data
+import dist
 import memory
 import model
 import plan
@@ -64,7 +65,8 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
 
     machine: the ranks of one machine; None: not known. make: see find_model.
     """
-    mistakes, notes = Mistakes(), []  # `attempt` returns None where it finds a mistake
+    # `attempt` returns None where it finds a mistake.
+    mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
     source = mistakes.attempt(find_model, args.model, make)
     needs = mistakes.attempt(rewards.check, list(args.reward))
     lm = tokenizer = bridge = None

@@ -171,19 +171,52 @@ class World:
         return [rank for rank in range(self.size) if not store.check([f"waited/{rank}"])]
 
 
+def gpu_mistakes(ranks: int) -> list[str]:
+    """Why the GPUs of this machine cannot serve its ranks. []: they can, or it has none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not torch.cuda.is_available():
+        seen = 0 if hidden in ("", "-1") else installed_gpus()
+        works = "a driver of version 580 or newer, which CUDA 13 needs"
+        if torch.version.cuda is None:
+            works = "./run.sh setup, or CUDA_VISIBLE_DEVICES= for a run on the CPU"
+        return [f"nvidia-smi sees {seen} GPUs, and torch {torch.__version__} sees none. "
+                f"Would work: {works}."] if seen else []
+    count = torch.cuda.device_count()
+    if ranks > count:
+        limit = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden})"
+        return [f"{ranks} ranks on this machine need {ranks} GPUs, and torch sees {count}{limit}. "
+                f"Would work: torchrun --nproc_per_node {count}."]
+    for gpu in range(ranks):
+        major, minor = torch.cuda.get_device_capability(gpu)
+        if major < 8:
+            return [f"GPU {gpu} ({torch.cuda.get_device_name(gpu)}) has compute capability "
+                    f"{major}.{minor}, and attention in bfloat16 needs 8.0. Would work: an A100, "
+                    "an RTX 30 or any newer GPU."]
+    return []
+
+
+def installed_gpus() -> int:
+    """What nvidia-smi counts, whatever torch can use."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(re.findall("^GPU", listed.stdout, re.MULTILINE))
+
+
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
                  MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port, without torchrun
     os.environ.update(alone | os.environ)
     rank, local_rank, size, local_size = (int(os.environ[name]) for name in list(alone)[:4])
-    if torch.cuda.is_available():
+    device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
+    if torch.cuda.is_available() and not gpu_mistakes(local_size):  # mistakes are said together
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-        if "OMP_NUM_THREADS" not in os.environ:  # this machine's ranks divide its cores
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        given = None if given == "1" else given  # torchrun sets 1
+    if given is None:  # this machine's ranks divide its cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     limit = datetime.timedelta(seconds=timeout)
     td.init_process_group(backend, timeout=limit)
     control = td.new_group(backend="gloo", timeout=limit)

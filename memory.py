@@ -14,7 +14,6 @@ GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
 ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
-ENGINE_TOKENS = 8192  # prompt tokens in one pass of the engine
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
 LADDER = [  # the cheapest first
@@ -127,11 +126,11 @@ def number_bytes(dtype: str, card) -> int:
 
 def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float,
            checkpointing: bool = False, head_chunk: int = 0, critic: bool = False,
-           frozen: bool = False) -> dict[str, float]:
+           frozen: bool = False, ranks: float = 1) -> dict[str, float]:
     """The bytes of each part in the fullest moment of a micro-batch of `tokens`.
 
     c, m: bytes of a computed number, of a master weight. keys: see plan.Phase. frozen: only
-    adapters have a gradient.
+    adapters have a gradient. ranks: that share a gradient.
     """
     h, i, embedding = tokens * shape.hidden * c, tokens * shape.intermediate * c, shape.embedding
     if critic:
@@ -153,14 +152,29 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
     elif frozen:
         moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
     else:
+        wide = root * m / c  # the root's gradient, reduced: all of it, then this rank's part
         moments = [
             (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
             (one, last, 3 * head),  # the sum of its gradients
             (two, mlp, head),  # the last layer
             (two + shape.layer * m, mlp - kept, head),  # the one before; the last one is reduced
             (root + shape.layer * m, 2 * h, 2 * embedding * c + head),  # the embedding
-            (root + root * m / c, 0, 0)]  # its gradient is reduced
+            (wide + max(root, embedding * c + wide / ranks), 0, 0)]  # its gradient is reduced
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
+
+
+def engine_limits(args, card) -> tuple[int, int]:
+    """(prompt tokens in one pass of the engine, completions at once): by default vLLM's own choice
+    for a card (get_batch_defaults in its arg_utils.py). args: rollout.EngineArgs."""
+    tokens, seqs = 8192, 256
+    if card and card >= 70 * GIB and not is_a100():
+        tokens, seqs = 16384, 1024
+    return tokens, args.max_num_seqs or seqs
+
+
+def is_a100() -> bool:
+    """Whether this machine's GPU is one. Of a GPU that is not here only the size is known."""
+    return torch.cuda.is_available() and "a100" in torch.cuda.get_device_name().lower()
 
 
 class EngineMemory:
@@ -173,9 +187,10 @@ class EngineMemory:
         if lora.in_engine(c == 2):  # else it takes weights with adapters merged
             self.weights += c * shape.adapter(lora)
 
+        tokens, seqs = engine_limits(e, card)
         graphs = ENGINE_GRAPHS if card and not e.eager else 0
-        activations = c * ENGINE_TOKENS * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
-        logits = 3 * 4 * e.max_num_seqs * shape.vocab  # three float32 copies
+        activations = c * tokens * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
+        logits = 3 * 4 * seqs * shape.vocab  # three float32 copies
         self.workspace = graphs + activations + logits
 
         block_tokens = 16 if card else 128
@@ -188,10 +203,10 @@ class EngineMemory:
             share = e.gpu_memory_utilization * card
             self.cache = max(0.0, share - self.weights - self.workspace)
         else:  # what one call can use, and one sequence at least
-            used = sequence * (1 + min(e.max_num_seqs, plan.requests))
+            used = sequence * (1 + min(seqs, plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
         free = self.cache - block  # vLLM keeps a block to itself
-        self.holds = max(0, min(e.max_num_seqs, int(free // sequence)))  # longest sequences
+        self.holds = max(0, min(seqs, int(free // sequence)))  # longest sequences
 
         if card and e.sleep_level:
             self.awake = self.weights + self.workspace  # in a sync
@@ -239,7 +254,7 @@ class TrainerMemory:
         parts = widest(
             self.shape, phase.tokens, grad=grad, c=self.c, m=self.m, keys=phase.keys,
             critic=who == "critic", checkpointing=w.checkpointing, head_chunk=w.head_chunk,
-            frozen=self.frozen > 0)
+            frozen=self.frozen > 0, ranks=self.ranks)
         if grad:
             parts["gradients"] = self.m * self.trained[who] / self.ranks
         return parts

@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 import lora
 import packing
 from batch import Micro
 from dist import World
 from errors import SettingsError
+from head import recomputed, token_logprobs
 from lora import LoraArgs
 from memory import HEAD_LOGITS
 
@@ -34,7 +34,6 @@ UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
     "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
     "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
     "stablelm": ["use_parallel_residual", "qk_layernorm"]}
-recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass
@@ -199,6 +198,8 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
             layer.forward = partial(recomputed, layer.forward)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
+    if mesh.size() == 1:  # a factor costs a copy of every gradient there
+        return
     # Gradients are sums over ranks. As means, those of 3 ranks would round unlike those of 1.
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
@@ -236,29 +237,9 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
-    """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
-
-    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
-    entropy: "none" (zeros), "value" (no gradient) or "grad".
-    """
-    if len(hidden) > chunk:  # backward computes the logits again: a few times chunk × V of memory
-        part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-        parts = [part(h, head, t, temperature, chunk, entropy)
-                 for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    logits = head(hidden) / temperature
-    logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
-    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
-    if entropy == "none":
-        return logp, torch.zeros_like(logp)
-    logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
-    p = logps.exp()
-    return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
-
-
 def hidden_states(lm, inputs, source):
-    """(n, H) at `source`, which may repeat: the gradient of x[i] then depends on the threads."""
+    """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
+    on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
     hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
     return hidden.flatten(0, 1).index_select(0, source)
 

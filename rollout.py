@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import lora
+import memory
 from batch import Completion, Sample
 from data import Prompt
 from dist import World, assert_divisible, share
@@ -38,8 +39,8 @@ class EngineArgs:
     """The engine's share of each GPU."""
     kv_cache_gb: float = 0.0
     """Key-value cache in GiB. 0: what the share leaves; on CPU what a step can use, up to 1."""
-    max_num_seqs: int = 256
-    """Completions that one engine generates at once."""
+    max_num_seqs: int = 0
+    """Completions that one engine generates at once. 0: vLLM's choice for the GPU; 256 on CPU."""
     sleep_level: Literal[0, 1, 2] = 2
     """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
     the weights on the host. 0: nothing."""
@@ -87,10 +88,11 @@ class Engine:
             self.sleep_level = 0
         if self.on_gpu:
             self.make_room()  # vLLM measures what is free
+        threads = torch.get_num_threads()
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",
             tensor_parallel_size=args.tp, dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_len, max_num_seqs=args.max_num_seqs,
+            max_model_len=max_len,
             load_format="dummy",  # the first load() brings the real weights
             logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
             enable_prefix_caching=True, generation_config="vllm", disable_log_stats=True,
@@ -98,14 +100,18 @@ class Engine:
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=int(kv_cache) or None,
             **self.options_of_device(max_len), **self.options_of_adapter())
+        if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
+            torch.set_num_threads(threads)
 
     def options_of_device(self, max_len: int) -> dict:
         if self.on_gpu:
-            return {"enforce_eager": self.args.eager}
+            return {"enforce_eager": self.args.eager,
+                    "max_num_seqs": self.args.max_num_seqs or None}
         # Else vLLM computes prompts in parts and rewinds their random generators, which fails on
         # CPU in any call of more than 4,096 prompt tokens.
         return {"enforce_eager": True, "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(4096, max_len)}
+                "max_num_batched_tokens": max(4096, max_len),
+                "max_num_seqs": memory.engine_limits(self.args, None)[1]}
 
     def options_of_adapter(self) -> dict:
         if not self.adapter:

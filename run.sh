@@ -78,6 +78,7 @@ grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if th
 
 run_tests() {
   local status=0
+  export CUDA_VISIBLE_DEVICES=  # the tests run on the CPU
   .venv/bin/ruff check
   # Most tests wait for a start or for one core, so two files run at a time (-n 0: one).
   .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?

@@ -1,4 +1,5 @@
-"""Lets tests import the top-level files, keeps every test off the network, and sets the order.
+"""Lets tests import the top-level files, keeps every test off the network and off the GPUs, and
+sets the order. A test that wants a GPU gives its own process CUDA_VISIBLE_DEVICES.
 
 No test may fail because the machine is busy. Limits of time are for hangs alone.
 """
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a machine has GPUs
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

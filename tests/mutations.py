@@ -122,7 +122,7 @@ ROWS = [
         "end_tokens([2, 7])", "{} → {} of 2 end tokens end a completion"),
     Row("data.py", "plain = tokenizer.chat_template is None and not finished", "plain = True",
         "data.py::test_no_second_bos", "bos()", "begin tokens of a prompt: {} → {}"),
-    Row("model.py", "logits = head(hidden) / temperature", "logits = head(hidden)",
+    Row("head.py", "logits = logits / temperature", "pass",
         "memory.py::test_the_chunked_head_is_exact[none-100]", "gradient(temperature=0.7)",
         f"{OFF} at `--temperature 0.7`"),
     Row("model.py", "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))", "pass",

@@ -56,7 +56,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
     config = config_of(name, layers)
     ids, positions, packed, keys = packed_rows(tokens, group)
     most = min(KEYS, group + 1)
-    assert 0.9 * most < keys <= most and 0.95 * tokens < ids.numel() <= tokens
+    assert 0.85 * most < keys <= most and 0.95 * tokens < ids.numel() <= tokens
     blocks = packed.blocks  # before there are only fake numbers
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -96,7 +96,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
     plan = memory.widest(
         shape, ids.numel(), grad=grad, c=c, m=4, keys=most, checkpointing=checkpointing,
-        head_chunk=head_chunk, critic=critic, frozen=bool(rank))
+        head_chunk=head_chunk, critic=critic, frozen=bool(rank), ranks=ranks)
     return ours, sum(plan.values()) + held / ranks
 
 
@@ -115,6 +115,24 @@ def test_a_few_layers(name, checkpointing, group):
     ours, plan = measured(name, 4, 8 * LENGTH, grad=True, c=2, checkpointing=checkpointing,
                           layers=3, group=group)
     assert abs(plan / ours - 1) < 0.1, (ours, plan)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B"])
+def test_a_few_layers_on_one_rank(name):
+    """FSDP divided the root's whole gradient into one more float32 copy: 7B took 6 GiB more than
+    its plan. On one rank there is no factor, so no copy."""
+    ours, plan = measured(name, 1, 8 * LENGTH, grad=True, c=2, checkpointing=True, layers=2)
+    assert abs(plan / ours - 1) < 0.02, (ours, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B"])
+@pytest.mark.parametrize("tokens", [8 * LENGTH, 16 * LENGTH])
+def test_whole_models_on_one_rank(name, tokens):
+    ours, plan = measured(name, 1, tokens, grad=True, c=2, checkpointing=True)
+    print(f"\n{name} on 1 rank, {tokens} tokens: tracker {ours / 2**30:.2f} GiB, "
+          f"plan {plan / 2**30:.2f} GiB, {plan / ours - 1:+.1%}")
+    assert abs(plan / ours - 1) < 0.02
 
 
 @pytest.mark.slow

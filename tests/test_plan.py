@@ -205,7 +205,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(eval_temperature=0.005), "--eval_temperature must be 0, or from 0.01 to 2 (got 0.005)"),
     (dict(timeout=1e15), "--timeout must be from 1 to 1e6 (got 1"),
     (dict(reward_timeout=1e300), "--reward_timeout must be from 1 to 1e6 (got 1e+300)"),
-    (dict(max_num_seqs=10**9), "--max_num_seqs must be from 1 to 4,096 (got 1000000000)"),
+    (dict(max_num_seqs=10**9), "--max_num_seqs must be from 0 to 4,096 (got 1000000000)"),
     (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
     (dict(target_reward=(0.2, -INF)), "--target_reward must be two numbers (got (0.2, -inf))"),
     (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
