@@ -30,6 +30,7 @@ BACKWARD = "policy.backward((w * torch.where(m, loss, 0)).sum())"
 WEIGHTS = """losses.token_weights(
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)"""
 ROWS = "m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)"
+NOTE = "    batch.note_advantages(advantages, loss_tokens)  # for samples/\n"
 WHITEN = ("micro.slice(advantages), m,",
           "losses.whiten(micro.slice(advantages).expand(m.shape), m), m,")
 BASELINE = '    if args.advantage == "reinforce++-baseline":\n'
@@ -61,9 +62,9 @@ MISTAKES = {
         UNSCORED, WEIGHTS, WEIGHTS.replace("loss_tokens[rows]", "batch.tokens[rows]")),
     "unscored completions in the baseline": Mistake(
         NAN, "scored=batch.scored)  # (N,)", "scored=torch.ones_like(batch.scored))  # (N,)"),
-    "replies bear loss": Mistake(
-        NAN, ROWS, f"{ROWS}\n                m = torch.arange(m.shape[1]) < "
-        "micro.slice(batch.lengths)"),
+    "a sum over replies": Mistake(
+        NAN, NOTE, "    advantages = advantages + 0.1 * batch.sums(old_logprobs)\n",
+        "--minibatches 2"),
     "a whitening of each micro-batch": Mistake(
         BUDGET, *WHITEN),
     "old log-probs in another order": Mistake(
@@ -73,7 +74,7 @@ MISTAKES = {
         ORDER, BASELINE,
         f"    advantages = advantages.view(-1, args.group).roll(1, 1).flatten()\n{BASELINE}"),
     "state outside the checkpoint": Mistake(
-        RESUMED, "    batch.note_advantages(advantages, loss_tokens)  # for samples/\n",
+        RESUMED, NOTE,
         "    policy.calls = getattr(policy, 'calls', 0) + 1\n"
         "    advantages = advantages / policy.calls\n"),
     "a metric's mean over the micro-batch": Mistake(
@@ -88,7 +89,7 @@ MISTAKES = {
 FAST = ["a mean over the micro-batch", "a sum over padding", "a loss that reads its neighbour",
         "a baseline of all groups", "an update that depends on the rank",
         "weights from this rank's rows", "unscored completions in a denominator",
-        "replies bear loss", "a whitening of each micro-batch", "old log-probs in another order",
+        "a sum over replies", "a whitening of each micro-batch", "old log-probs in another order",
         "state outside the checkpoint"]
 RECIPES = {
     "GRPO": "--advantage grpo --aggregation sequence --kl_loss_coef 0.04 --kl_estimator k3 "
