@@ -132,7 +132,9 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
     c, m: bytes of a computed number, of a master weight. keys: see plan.Phase. frozen: only
     adapters have a gradient. ranks: that share a gradient.
     """
-    h, i, embedding = tokens * shape.hidden * c, tokens * shape.intermediate * c, shape.embedding
+    hidden = tokens * shape.hidden * c  # what goes from layer to layer
+    inner = tokens * shape.intermediate * c  # one of the wide matrices inside an MLP
+    embedding = shape.embedding
     if critic:
         root, chunk, head = (embedding + shape.hidden) * c, 0, 0
     else:
@@ -140,15 +142,16 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
         root, chunk, head = shape.root * c, rows * shape.vocab * 4, embedding * c
     layer, saved = shape.layer * c, tokens * shape.saved(c, keys)
     one, two = root + layer, root + 2 * layer  # gathered: the root with one layer, with two
-    kept = h if checkpointing else saved  # of each layer, for backward
-    last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * h  # behind the last layer
-    mlp = shape.layers * kept + 2 * i + 3 * h  # in the backward of an MLP
+    kept = hidden if checkpointing else saved  # of each layer, for backward
+    last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * hidden  # behind the last layer
+    mlp = shape.layers * kept + 2 * inner + 3 * hidden  # in the backward of an MLP
     if checkpointing:
         mlp += saved  # its layer is computed again
     # Each moment: (gathered, activations, head).
     if not grad:
-        attention = max(3 * i, tokens * 12 * shape.hidden, saved - 4 * i)
-        moments = [(root + two, 0, 0), (one, h, SCORE_HEAD * chunk), (two, 4 * h + attention, 0)]
+        attention = max(3 * inner, tokens * 12 * shape.hidden, saved - 4 * inner)
+        moments = [(root + two, 0, 0), (one, hidden, SCORE_HEAD * chunk),
+                   (two, 4 * hidden + attention, 0)]
     elif frozen:
         moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
     else:
@@ -158,7 +161,7 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
             (one, last, 3 * head),  # the sum of its gradients
             (two, mlp, head),  # the last layer
             (two + shape.layer * m, mlp - kept, head),  # the one before; the last one is reduced
-            (root + shape.layer * m, 2 * h, 2 * embedding * c + head),  # the embedding
+            (root + shape.layer * m, 2 * hidden, 2 * embedding * c + head),  # the embedding
             (wide + max(root, embedding * c + wide / ranks), 0, 0)]  # its gradient is reduced
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
 

@@ -101,7 +101,7 @@ def test_equal_seeds_are_paired_and_the_last_common_steps_count(tmp_path, capsys
         write(tmp_path / f"a/{seed}", seed, [0.0] * 10 + [0.5 + 0.1 * seed] * 10)
         write(tmp_path / f"b/{seed}", seed, [0.0] * 10 + [0.6 + 0.101 * seed] * 10 + [0.0] * 5)
     text = printed(capsys, tmp_path / "a", "--", tmp_path / "b")
-    assert "reward/mean, steps 10 to 19\n  A 0.600   B 0.701   B - A +0.101" in text
+    assert "reward/mean, steps 11 to 20\n  A 0.600   B 0.701   B - A +0.101" in text
     assert "paired t, 3 seeds" in text and "B is better by 0.099 to 0.103." in text
     # Seeds that differ are not paired, and hide so small a difference.
     text = printed(capsys, tmp_path / "a", "--", tmp_path / "b/0", tmp_path / "b/1")
