@@ -111,7 +111,8 @@ def draw(groups: list[list[Path]], path, reward: str = "reward/mean"):
             curves = [series(run, name) for run in runs]
             steps = sorted(set.intersection(*map(set, curves)))
             values = np.array([[curve[step] for step in steps] for curve in curves])  # (S, steps)
-            axis.plot(steps, values.mean(0), ".-", label=title(runs))
+            style = ".-" if len(steps) > 2 else "o"  # a line between two points would be invented
+            axis.plot(steps, values.mean(0), style, label=title(runs))
             axis.fill_between(steps, values.min(0), values.max(0), alpha=0.25)
             axis.set(title=name, xlabel="step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center")
