@@ -163,7 +163,7 @@ WIRINGS = [
     ("batch.py", "micros = self.cut(world, learning,",
      "learning, others = others, learning\n        micros = self.cut(world, learning,", DEFAULT),
     ("batch.py", "micros += self.cut(world, others, budget, learns=False)", "pass", DEFAULT),
-    ("batch.py", "pad(sampled)[:len(rows)]", "pad(sampled)", ONE_ROW),
+    ("batch.py", "np.zeros(1, bool))", "np.ones(1, bool))", ONE_ROW),
     ("batch.py", "torch.from_numpy(c.sampled) for c in done",
      "torch.from_numpy(c.sampled | True) for c in done",
      "turns.py::test_only_sampled_tokens_are_targets"),
