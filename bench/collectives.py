@@ -1,6 +1,6 @@
 """What the collectives of the host cost as ranks grow: gloo processes on this machine.
 
-    python bench/collectives.py            1, 2, 4, 8 and 16 ranks: about a minute
+    python bench/collectives.py            1, 2, 4, 8 and 16 ranks: a minute or two
 
 `gather` sends the same completions in total, whatever the number of ranks: ids and log-probs. The
 machine has fewer cores than there are ranks, so they wait for a core too: an upper limit.
@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from ranks import results  # noqa: E402
 
-REPEATS = 15
+REPEATS = 5
 
 
 def costs(world, completions: int, tokens: int) -> dict[str, float]:

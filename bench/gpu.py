@@ -71,7 +71,7 @@ ROWS = {                                               # part → its lines of t
 # An engine starts slowly, so its parts share a process. Each other part has its own.
 ENGINE = ("sync", "sleep", "rollout")
 TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
-ON_CPU = (("make", "update", "score", "head"), ENGINE, ("bare",), ("plan",))  # no peaks: fewer
+ON_CPU = (("make", "update", "score", "head", *ENGINE), ("bare",), ("plan",))  # it has no peaks
 ANCHORS = (                                            # what others have published
     ("prime-rl, its trainer alone, 16,384 tokens, recomputation", "1 x H100", "Qwen3-0.6B: 11.9k "
      "tokens/s, 12.5 GiB; LoRA r16 13.3k tokens/s; Qwen3-4B LoRA 6.2k tokens/s, 23.3 GiB"),
@@ -94,9 +94,9 @@ class Bench:
         self.folder, self.card, self.shape = folder, card, memory.shape_of(NAMES[name])
         # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
         self.prompt, self.completion, self.prompts, self.times = (
-            (256, 768, 64, 5) if card else (64, 64, 2, 2))
+            (256, 768, 64, 5) if card else (64, 32, 1, 1))
         # tokens of the micro-batches, and of the head alone
-        self.budgets, self.head = ((16384, 8192, 4096), 8192) if card else ((512,), 256)
+        self.budgets, self.head = ((16384, 8192, 4096), 8192) if card else ((192,), 64)
         self.longest = self.prompt + self.completion
         self.device = torch.device("cuda" if card else "cpu")
         self.dtype = torch.bfloat16 if card else torch.float32
@@ -106,20 +106,21 @@ class Bench:
         """The seconds of each function's calls. They are called in turn, so that one may prepare
         the next."""
         found = [[] for _ in functions]
-        for _ in range(2 + self.times):
+        before = 2 if self.card else 1
+        for _ in range(before + self.times):
             for function, seconds in zip(functions, found, strict=True):
                 self.sync()
                 began = time.perf_counter()
                 function()
                 self.sync()
                 seconds.append(time.perf_counter() - began)
-        return [seconds[2:] for seconds in found]
+        return [seconds[before:] for seconds in found]
 
     def plan(self, **flags) -> plan.Plan:
         budget = self.budgets[0]
         args = grpo.Args(
-            model=str(self.folder), batch=8, minibatches=2, lr=1e-6, max_tokens=self.completion,
-            update_tokens=budget, score_tokens=budget,
+            model=str(self.folder), batch=8 if self.card else 1, minibatches=2, lr=1e-6,
+            max_tokens=self.completion, update_tokens=budget, score_tokens=budget,
             data_args=DataArgs(max_prompt_tokens=self.prompt))
         return plan.Plan(plan.changed(args, **flags), 1, None, 0)
 
@@ -403,9 +404,12 @@ def child(bench: Bench, parts: list[str]) -> None:
     """Runs parts, and prints one line of JSON for each when it is done."""
     if importlib.util.find_spec("flashinfer") is None:     # vLLM's default sampler on some GPUs
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    engine = attempt(start_engine, bench) if set(parts) & set(ENGINE) else {}
+    engine = None
     for part in parts:
-        line = engine if "failed" in engine else attempt(PARTS[part], bench)
+        if part in ENGINE and engine is None:
+            engine = attempt(start_engine, bench)
+        failed = part in ENGINE and "failed" in engine
+        line = engine if failed else attempt(PARTS[part], bench)
         print(json.dumps({"part": part} | line), flush=True)
     os._exit(0)                            # with an engine's threads alive, a normal exit may hang
 
