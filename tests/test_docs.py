@@ -22,6 +22,7 @@ FLAGS, PPO_FLAGS = plan.flags(grpo.Args()), plan.flags(ppo.Args())
 TORCHRUN = {
     "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "shutdown-timeout"}
 TOOLS = {"sort", "wirings"}
+SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal"}
 
 
 def rows(page: str, heading: str = "") -> list[list[str]]:
@@ -45,7 +46,7 @@ def test_lines_links_and_flags(page):
         anchors = [re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings]
         assert target.exists() and anchor in anchors, (name, anchor)
     named = {*re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z_-]*)", text)}
-    assert not named - FLAGS.keys() - PPO_FLAGS.keys() - TORCHRUN - TOOLS - {"help", "flag"}
+    assert not named - FLAGS.keys() - PPO_FLAGS.keys() - TORCHRUN - TOOLS - SLURM - {"help", "flag"}
 
 
 def test_every_flag_has_its_true_default():
