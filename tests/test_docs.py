@@ -21,7 +21,7 @@ CODE = "\n".join(path.read_text() for path in ROOT.glob("*.py"))
 FLAGS, PPO_FLAGS = plan.flags(grpo.Args()), plan.flags(ppo.Args())
 TORCHRUN = {
     "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "shutdown-timeout"}
-TOOLS = {"sort", "wirings"}
+TOOLS = {"sort", "wirings", "host"}
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal"}
 
 
