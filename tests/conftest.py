@@ -7,7 +7,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # two workers share the cores, and threads that wait for others spin
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
