@@ -293,6 +293,8 @@ def run(main, *args):
         status = 2
         if rank == "0" or error.alone:
             say_last(f"error: {error}")
+        else:
+            time.sleep(60)  # rank 0 has it too; torchrun ends this rank when rank 0 has ended
     except KeyboardInterrupt:
         status = 130
         if rank == "0":

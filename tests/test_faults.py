@@ -88,7 +88,7 @@ import time
 def sleepy(completion, answer, **row):
     if answer == "never":
         time.sleep(1e6)
-    return float(completion == answer)
+    return sum(a == b for a, b in zip(completion, answer)) / 6
 """
 
 
