@@ -95,8 +95,8 @@ def same(ran: Ran, one: Ran) -> None:
     assert ran.samples == one.samples
     for ours, theirs in zip(ran.rows, one.rows, strict=True):
         numbers, expected = ({name: row[name] for name in SAME if name in row}
-                             for row in (ours, theirs))    # a row has a step or an evaluation
-        assert expected and numbers == pytest.approx(expected, rel=1e-5, abs=1e-7)  # of terms near 0.1
+                             for row in (ours, theirs))  # the loss is a sum of terms near 0.1
+        assert expected and numbers == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert difference(ran.weights, one.weights) < 1e-5
 
 
