@@ -273,7 +273,10 @@ class Log:
         self.write_rows()
         if self.wandb:
             with self.wandb_may_fail():
-                self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+                kept = {k: v for k, v in row.items() if v is not None}
+                if is_evaluation(row):  # its times would replace the step's
+                    kept = {k: v for k, v in kept.items() if k.startswith("eval/")}
+                self.wandb.log(kept, step=row["step"])
         if is_evaluation(row):
             self.say(evaluation_line(row))
             return

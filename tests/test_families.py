@@ -36,8 +36,8 @@ def values(world, folder: str) -> float:
     critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
     torch.nn.init.ones_(critic.head.weight)
     ids, source = torch.arange(3, 203).view(2, 100), torch.arange(0, 200, 7)
-    inputs, positions, packed, _ = pack([(i, row, row[:1]) for i, row in enumerate(ids)],
-                                        world.device)
+    inputs, positions, packed, _ = pack(
+        [0, 1], ids.tolist(), [row[:1] for row in ids], world.device)
     with torch.no_grad():
         ours = critic({"input_ids": inputs, "position_ids": positions, "packed": packed}, source)
         hidden = AutoModel.from_pretrained(folder, attn_implementation="eager")(ids)[0]

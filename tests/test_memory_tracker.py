@@ -39,9 +39,10 @@ def packed_rows(tokens: int, group: int):
     room = LENGTH if group == 1 else tokens  # of a prompt and its completions
     new = 1 if group == 1 else LENGTH // KEYS  # tokens of a completion
     prompt = LENGTH - new
-    rows = [(owner, torch.zeros(prompt, dtype=torch.long), torch.zeros(new + 1, dtype=torch.long))
-            for owner in range(tokens // room) for _ in range((room - prompt) // new)]
-    ids, positions, packed, _ = packing.pack(rows, torch.device("cpu"))
+    owners = [owner for owner in range(tokens // room) for _ in range((room - prompt) // new)]
+    completions = [torch.zeros(new + 1, dtype=torch.long) for _ in owners]
+    ids, positions, packed, _ = packing.pack(
+        owners, [[0] * prompt for _ in owners], completions, torch.device("cpu"))
     keys = sum(segment.length + segment.prefix for segment in packed.segments) / packed.tokens
     return ids, positions, packed, keys
 

@@ -45,7 +45,8 @@ def load_and_export(world, folder: str, args: model.ModelArgs) -> torch.Tensor:
     policy = model.Policy(module, world, args, model.OptimizerArgs())
     for device in (torch.device("cpu"), world.device):
         policy.move(device)
-    ids, positions, packed, _ = pack([(i, row, row[:1]) for i, row in enumerate(IDS)], world.device)
+    ids, positions, packed, _ = pack(
+        [*range(len(IDS))], IDS.tolist(), [row[:1] for row in IDS], world.device)
     inputs = {"input_ids": ids, "position_ids": positions, "packed": packed}
     with torch.no_grad():
         micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)

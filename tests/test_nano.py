@@ -59,7 +59,7 @@ def test_one_rank_of_nano_trains_like_two_and_like_grpo(steps, other):
     for step, ((reward, norm), (its_reward, its_norm)) in enumerate(
             zip(steps[1], steps[other], strict=True), start=1):
         assert abs(reward - its_reward) < 1e-4, (step, reward, its_reward)  # printed: 4 digits
-        assert abs(norm / its_norm - 1) < 1e-5, (step, norm, its_norm)
+        assert abs(norm / its_norm - 1) < 5e-5, (step, norm, its_norm)
 
 
 def test_nano_learns(steps):

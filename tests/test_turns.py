@@ -480,9 +480,9 @@ def test_the_game_and_the_correction():
 # ---- what is refused before weights load
 
 @pytest.mark.parametrize("code, flag, words", [
-    ("def reply(row, turns): return None", "own.py", "is no FILE.py:FUNCTION"),
-    ("def reply(row, turns): return None", "none.py:reply", "is no FILE.py:FUNCTION"),
-    ("def reply(row, turns): return None", "own.py:reply:2", "is no FILE.py:FUNCTION"),
+    ("def reply(row, turns): return None", "own.py", "must be FILE.py:FUNCTION"),
+    ("def reply(row, turns): return None", "none.py:reply", "no such file"),
+    ("def reply(row, turns): return None", "own.py:reply:2", "it has no weight"),
     ("def reply(row): return None", "own.py:reply", r"with a parameter turns \(it has \['row'\]"),
     ("import nothing_like_it", "own.py:reply", "--reply cannot load"),
     ("def reply(row, turns): return turns[-1]['content'][0]", "own.py:reply", "IndexError"),
