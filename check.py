@@ -134,7 +134,7 @@ def load_tokenizer(name: str, source: str):
 
 def names_an_end(source: str) -> bool:
     """Whether a file of the model has an end-of-sequence token: some tokenizers invent one."""
-    names = "config", "generation_config", "tokenizer_config", "special_tokens_map"
+    names = "generation_config", "tokenizer_config", "special_tokens_map"
     paths = [Path(source) / f"{name}.json" for name in names]
     found = [json.loads(path.read_text()) for path in paths if path.exists()]
     return any(config.get(key) is not None
