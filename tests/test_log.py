@@ -64,10 +64,10 @@ def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(
     it = opened(tmp_path / "a-run", project="test")
     it.say = said.append
     for step in range(3):
-        with it.phase("rollout"), it.time("reward"):
-            pass
         if step == 1:
             it.step(step, {"eval/rows": 4, "eval/pass@1": 0.25})
+        with it.phase("rollout"), it.time("reward"):
+            pass
         it.step(step + 1, {"reward/mean": 0.5 * step, "lr": 1e-6, "batch/tokens": 100 + step,
                        "loss/policy": float("nan") if step == 2 else -0.25})
     it.finish(3)
