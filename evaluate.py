@@ -80,5 +80,4 @@ def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit("error: evaluate.py is no command. Would work: python grpo.py --model MODEL "
-             "--eval_data DATA --reward REWARD --eval_only")
+    sys.exit("error: evaluate.py is no command. Would work: grpo.py --eval_data DATA --eval_only")

@@ -52,8 +52,7 @@ class RunArgs:
     """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
     that of the last 10 at least the second."""
     target_eval: tuple[float, float] | None = None
-    """The same of pass@1 on --eval_data: at most the first number before the first step, and at
-    least the second after the last."""
+    """The same of pass@1 on --eval_data, before the first step and after the last."""
     export: bool = True
     """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
     timeout: float = 600.0
