@@ -122,7 +122,7 @@ class Log:
         self.doing: tuple[str, float] | None = None  # what is timed, and since when
         self.counter: tqdm | None = None  # of the completions that vLLM has made
         self.nowhere = open(os.devnull, "w")
-        self.file = self.wandb = self.bar = None
+        self.wandb = self.bar = None
 
     def say(self, text: str):
         if self.writing:

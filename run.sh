@@ -13,7 +13,7 @@
 #
 # FLAGS go to the script: .venv/bin/python grpo.py --help lists them. A job is evaluated on held-out
 # rows before and after. It is graded (exit status 1 if it missed) unless FLAGS change its length,
-# model, data or reward. Times are of two CPU cores.
+# model, data, reward or evaluation. Times are of two CPU cores.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -63,6 +63,7 @@ train() {  # SCRIPT GRADE FLAGS...: one rank for each GPU, or two ranks on a CPU
   else
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun would set 1 too, with a warning
   fi
+  case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python "$script" --help ;; esac  # once
   # The jobs' own flags come first, so those of the command line win.
   # shellcheck disable=SC2086  # GRADE is several words
   exec .venv/bin/torchrun --nproc_per_node "$ranks" "$script" --warmup_steps 10 \
@@ -71,7 +72,7 @@ train() {  # SCRIPT GRADE FLAGS...: one rank for each GPU, or two ranks on a CPU
 
 grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if the job is unchanged
   case " $1 " in
-    *" --steps"* | *" --model"* | *" --data"* | *" --reward "* | *" --eval"* | *" --help"*) ;;
+    *" --steps"* | *" --model"* | *" --data"* | *" --reward "* | *" --eval"*) ;;
     *) echo "$2" ;;
   esac
 }

@@ -90,7 +90,7 @@ class Bridge:
         ends = found[:self.closing]
         if last in self.eos_ids and last in ends:  # else: a --stop string, or another end
             found = found[ends.index(last) + 1:]
-        if max(found, default=0) >= self.vocab:  # it would break the engine
+        if max(found) >= self.vocab:  # it would break the engine
             raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
                                 f"{self.vocab:,}.")
         return found
@@ -147,7 +147,7 @@ class Episodes:
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
         self.workers = Scorer([args.turn_args.reply], args.reward_args, "reply")
         self.workers.wait()
-        self.noted = set()  # sentences that were printed
+        self.noted = set()  # subjects of the notes that were printed
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -201,17 +201,17 @@ class Episodes:
         """Prints once what is rarely meant. running: the episodes that have room for a turn."""
         said = [m["content"] for messages in replies for m in messages or []]
         controls = sum(any(c in text for c in self.bridge.controls) for text in said)
-        notes = []
         if said and not running:
-            notes.append(f"no reply leaves room for a turn within --max_tokens {self.max_tokens}: "
-                         f"the episodes end here")
+            self.say_once("room", f"no reply leaves room for a turn within --max_tokens "
+                          f"{self.max_tokens}: the episodes end here")
         if controls:
-            notes.append(f"{controls} replies have the text of a control token, which the model "
-                         f"reads as that token")
-        for text in notes:
-            if text[-40:] not in self.noted:
-                self.noted.add(text[-40:])
-                self.log.say(f"note (printed once): {text}")
+            self.say_once("control", f"{controls} replies have the text of a control token, which "
+                          f"the model reads as that token")
+
+    def say_once(self, subject: str, text: str) -> None:
+        if subject not in self.noted:
+            self.noted.add(subject)
+            self.log.say(f"note (printed once): {text}")
 
     def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:
         """Appends the reply, if the episode goes on and a token has room after it."""

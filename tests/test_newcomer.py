@@ -14,6 +14,7 @@ import evaluate
 import grpo
 import log
 import plan
+import run
 from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
@@ -225,6 +226,25 @@ def test_rows_that_all_fail_do_not_prove_that_all_do():
     assert low == 0 and 0.05 < high < 0.3
     low, high = evaluate.interval(np.ones(1000))
     assert 0.99 < low < 1 and high == 1
+
+
+@pytest.mark.parametrize("grades, missed", [
+    ({}, []), ({"target_reward": (0.2, 0.9), "target_eval": (0.1, 0.9)}, []),
+    ({"target_reward": (0.05, 0.9)}, ["--target_reward"]),
+    ({"target_reward": (0.2, 0.99)}, ["--target_reward"]),
+    ({"target_eval": (0.01, 0.9), "target_reward": (0.2, 0.9)}, ["--target_eval"]),
+    ({"target_eval": (0.1, 0.99)}, ["--target_eval"])])
+def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, grades, missed):
+    rewards, said = [0.1] * 3 + [0.5] * 5 + [0.95] * 10, []
+    rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7} for r in rewards]
+    rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
+    monkeypatch.setattr(run, "draw_curve", lambda log: None)
+    it = SimpleNamespace(log=SimpleNamespace(rows=rows, say=said.append),
+                         args=SimpleNamespace(run_args=run.RunArgs(**grades)))
+    assert run.Run.summary(it) == bool(missed)
+    assert [line.split()[1].strip(":") for line in said if line.startswith("missed")] == missed
+    assert "reward, first 3 and last 10 of 18 steps: 0.100 -> 0.950" in said
+    assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
 
 
 # ---- commands
