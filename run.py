@@ -398,8 +398,8 @@ class Run:
                 self.log.say(f"{words}: {before:.3f} -> {after:.3f}")
             if target and not (after and before <= target[0] and after >= target[1]):
                 missed = True
-                self.log.say(f"missed --{flag}: at most {target[0]} before and at least "
-                             f"{target[1]} after")
+                dist.say_last(f"missed --{flag}: at most {target[0]} before and at least "
+                              f"{target[1]} after")
         if rewards:
             draw_curve(self.log)
         seconds = sum(row["time/step"] for row in steps)

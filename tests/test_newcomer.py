@@ -239,6 +239,7 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, grades, misse
     rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7} for r in rewards]
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     monkeypatch.setattr(run, "draw_curve", lambda log: None)
+    monkeypatch.setattr(run.dist, "say_last", said.append)
     it = SimpleNamespace(log=SimpleNamespace(rows=rows, say=said.append),
                          args=SimpleNamespace(run_args=run.RunArgs(**grades)))
     assert run.Run.summary(it) == bool(missed)

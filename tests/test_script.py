@@ -140,7 +140,8 @@ def run(place) -> dict:
 def test_it_ends_graded_and_prints_what_a_person_wants_to_know(run):
     done, printed = run["done"], run["done"].stdout
     assert done.returncode != 0   # nobody learns GSM8K in 13 steps
-    for words in ("missed --target_reward", "plan for grpo.py on 2 ranks", "step  1/13",
+    assert done.stderr.splitlines()[-1].startswith("missed --target_reward"), done.stderr
+    for words in ("plan for grpo.py on 2 ranks", "step  1/13",
                   "step 13/13", "evaluation after 0 steps", "evaluation after 13 steps",
                   "reward, first 3 and last 10 of 13 steps: 0.", "tokens in",
                   "the run is in runs/gsm/"):
