@@ -45,11 +45,14 @@ class Sample:
     text: str = ""  # decoded when it is scored
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: it bears no loss
+    advantages: torch.Tensor | None = None  # (T,)
+    looks: tuple = ()  # log.look's, before and after the update
 
 
 def note_advantages(samples: list[Sample], advantages, mask):
     """Each sample keeps the mean of its row of advantages (N, T) where mask (N, T) is true."""
     for sample, row, bears in zip(samples, advantages, mask, strict=True):
+        sample.advantages = row
         sample.advantage = float(row[bears].mean()) if bears.any() else None
 
 
