@@ -46,6 +46,8 @@ class RunArgs:
     """Checkpoints to keep, the newest."""
     samples_every: int = 10
     """Steps between printing a few completions and keeping all in samples/."""
+    report: bool = True
+    """Write runs/NAME/report.html at the end."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
     target_reward: float | None = None
@@ -371,6 +373,8 @@ class Run:
                 missed = self.summary()
             missed = self.world.agree(missed)
             self.log.finish(self.args.steps)
+        if self.args.run_args.report and self.world.rank == 0:
+            write_report(self.log)
         self.log.say(f"everything is in {self.log.folder}/")
         self.close()
         return int(failed or missed)
@@ -406,3 +410,9 @@ def draw_curve(run_log: log.Log):
     from tools import plot
     with run_log.disk("curve.png") as path:
         plot.draw([[run_log.folder]], path)
+
+
+def write_report(run_log: log.Log):
+    from tools import report
+    with run_log.disk("report.html") as path:
+        report.write([run_log.folder], path, most_read=report.AT_THE_END)
