@@ -18,8 +18,8 @@ from tools import report
 
 ROOT = Path(__file__).parent.parent
 FLAGS = """--steps 3 --batch 6 --group 4 --max_prompt_tokens 64 --max_tokens 64 --samples_every 2
-    --minibatches 1 --epochs 1 --kv_cache_gb 0.1 --reward_workers 1 --no-export --max_turns 2 --lr 3e-3 --name look --reply
-    reply.py:again --reward reply.py:some""".split()
+    --minibatches 1 --epochs 1 --kv_cache_gb 0.1 --reward_workers 1 --no-export --max_turns 2 --lr 3e-3 --name look
+    --reply reply.py:again --reward reply.py:some""".split()
 REPLY = """
 def again(answer, turns, **row):
     return "again"
