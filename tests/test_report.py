@@ -18,8 +18,8 @@ from tools import report
 
 ROOT = Path(__file__).parent.parent
 FLAGS = """--steps 3 --batch 6 --group 4 --max_prompt_tokens 64 --max_tokens 64 --samples_every 2
-    --minibatches 1 --epochs 1 --kv_cache_gb 0.1 --reward_workers 1 --no-export --max_turns 2 --lr 3e-3 --name look
-    --reply reply.py:again --reward reply.py:some""".split()
+    --minibatches 1 --epochs 1 --kv_cache_gb 0.1 --reward_workers 1 --no-export --max_turns 2
+    --lr 3e-3 --name look --reply reply.py:again --reward reply.py:some""".split()
 REPLY = """
 def again(answer, turns, **row):
     return "again"
@@ -256,6 +256,8 @@ def put_in(browser, name: str, value: str) -> int:
     """Sets a field of the filter → how many completions are shown as found."""
     browser.js(f"""(() => {{ const e = document.getElementById('f-{name}'); e.value = {value!r};
         e.dispatchEvent(new Event('input')); }})()""")
+    if name == "step":
+        browser.js("choose()")                             # it is awaited
     return int(browser.js("document.getElementById('count').textContent.split(' ')[0]"))
 
 
@@ -294,8 +296,9 @@ def test_it_filters_sorts_searches_and_colors(browser, small):
     assert put_in(browser, "step", "1") == 32
     assert put_in(browser, "kind", "unscored") == put_in(browser, "kind", "truncated") == 1
     put_in(browser, "kind", "all")
-    some = put_in(browser, "low", "0.5")
-    assert 0 < some < 31 and some + put_in(browser, "high", "0.7") > put_in(browser, "high", "0.6")
+    rewards = [row["reward"] for row in parts(small)[1][1]["rows"] if row["reward"] is not None]
+    assert put_in(browser, "low", "0.3") == sum(x >= 0.3 for x in rewards) < 31
+    assert put_in(browser, "high", "0.7") == sum(0.3 <= x <= 0.7 for x in rewards) > 0
     put_in(browser, "low", "")
     put_in(browser, "high", "")
     assert put_in(browser, "search", "PROMPT 3") == 4

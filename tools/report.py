@@ -24,7 +24,7 @@ from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
 POINTS = 2000  # of a curve, at most
-AT_THE_END = 12_000_000  # bytes of samples/ that the end of a run reads: less than a second
+AT_THE_END = 8_000_000  # bytes of samples/ that the end of a run reads: less than a second
 CUT = 1000  # characters of a text, where the page has no room
 SICK = "docs/reading_metrics.md"
 RANGE = re.compile(r"(above|below|between) ([-\d.e]+)(?: and ([-\d.e]+))?")
