@@ -50,6 +50,8 @@ class Sample:
     text: str = ""  # decoded when it is scored
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: it bears no loss
+    advantages: torch.Tensor | None = None  # (T,), or () if its tokens have the same
+    looks: tuple = ()  # log.look's, before and after the update
 
 
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -162,10 +164,14 @@ class Batch:
 
     def note_advantages(self, advantages, loss_tokens) -> None:
         """For samples/: of (N,) each sample keeps its own, of (M,) the mean of its loss_tokens."""
+        each = advantages
         if len(advantages) > len(self.samples):
+            each = [advantages[span] for span in self.spans]
             advantages = self.sums(advantages) / loss_tokens
-        for sample, advantage, bears in zip(self.samples, advantages, loss_tokens, strict=True):
-            sample.advantage = float(advantage) if bears else None
+        for sample, mine, mean, bears in zip(self.samples, each, advantages, loss_tokens,
+                                             strict=True):
+            sample.advantages = mine
+            sample.advantage = float(mean) if bears else None
 
 
 # The input without rows. Its only token was not sampled, so nothing is predicted.

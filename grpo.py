@@ -31,6 +31,7 @@ from batch import GAP, Batch, Meter, Sample, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
+from log import look
 from model import Policy, learning_rate
 from plan import Rule
 from rewards import score_samples
@@ -120,6 +121,9 @@ def train(args: Args) -> int:
                     kept, refused = refill(run, args, samples)
             if step == run.start:
                 compare(run, samples)  # transformers, trainer and engine: one policy?
+            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
+            if shown:
+                look(run, kept)  # before and after the update, for samples/
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
@@ -128,10 +132,12 @@ def train(args: Args) -> int:
             metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
                                        reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
+            if shown:
+                look(run, kept)
 
         run.log.step(step + 1, metrics)
-        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            run.log.samples(f"step_{step + 1:05d}", samples, show=3)
+        if shown:
+            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.

@@ -17,9 +17,11 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import distributions
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+from batch import Batch, Sample
 from dist import World
 from errors import SettingsError
 
@@ -99,13 +101,39 @@ def write_whole(path: Path, content: str | bytes):
     unfinished.replace(path)
 
 
-def sample_row(s) -> dict:
-    """A batch.Sample as an object of samples/."""
+def look(run, samples: list[Sample]):
+    """For samples/: adds the policy's log-probs and entropies of now to `looks`. A collective."""
+    batch, args = Batch(samples), run.args
+    found = torch.zeros(2, int(batch.lengths.sum()))  # (2, M)
+    with run.log.time("look"), torch.no_grad():
+        for micro in batch.micros(run.world, range(len(samples)), args.update_tokens, "look"):
+            both = run.policy.logprobs(micro, args.temperature, "value")  # (b, t) each
+            for whole, values in zip(found, both, strict=True):
+                batch.put(whole, micro.rows, values.float().cpu())
+        found = run.world.sum(found)
+    for s, span in zip(samples, batch.spans, strict=True):
+        s.looks += (found[:, span],)
+
+
+def token_row(s: Sample, decode) -> dict:
+    """Lists with an item a token, in nats. decode: the tokenizer's."""
+    ids, (before, entropies), (after, _) = s.completion.ids.tolist(), *s.looks
+    numbers = {"engine_logprobs": s.completion.logprobs, "logprobs": before,
+               "logprobs_after": after, "entropies": entropies,
+               "advantages": np.broadcast_to(s.advantages, len(ids))}
+    # Some tokenizers drop a space at the start: a token's text is the second of two.
+    texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
+    return {"token_texts": [texts[i] for i in ids], "sampled": s.completion.sampled.tolist()} | {
+        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
+
+
+def sample_row(s: Sample, decode=None) -> dict:
+    """An object of samples/."""
     turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
     return {"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
             "turns": turns, "answer": s.prompt.row.answer, "reward": s.score.total,
             "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-            "truncated": s.completion.truncated}
+            "truncated": s.completion.truncated} | (token_row(s, decode) if s.looks else {})
 
 
 class Log:
@@ -315,11 +343,11 @@ class Log:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite "
                                f"(--max_bad_steps); a smaller --lr or --max_grad_norm may help")
 
-    def samples(self, name: str, samples: list, show: int = 0):
+    def samples(self, name: str, samples: list, show: int = 0, decode=None):
         """Writes samples/NAME.jsonl. Prints `show` of them in short."""
         if not self.writing:
             return
-        rows = [sample_row(s) for s in samples]
+        rows = [sample_row(s, decode) for s in samples]
         self.put(f"samples/{name}.jsonl", as_lines(rows))
         for row in rows[::max(1, len(rows) // max(1, show))][:show]:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"

@@ -29,6 +29,7 @@ from batch import GAP, Batch, Meter, Sample, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
+from log import look
 from model import Critic, Policy, learning_rate
 from plan import Rule
 from rewards import score_samples
@@ -103,6 +104,9 @@ def train(args: Args) -> int:
                 score_samples(run, samples, args.group)
             if step == run.start:
                 compare(run, samples)  # transformers, trainer and engine: one policy?
+            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
+            if shown:
+                look(run, samples)  # before and after the update, for samples/
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
@@ -117,10 +121,12 @@ def train(args: Args) -> int:
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
+            if shown:
+                look(run, samples)
 
         run.log.step(step + 1, metrics)
-        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            run.log.samples(f"step_{step + 1:05d}", samples, show=3)
+        if shown:
+            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         # A failed save is printed, and the run goes on.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 import tyro
 
@@ -16,6 +15,7 @@ import canary
 import checkpoint
 import data
 import dist
+import grade
 import log
 import lora
 import memory
@@ -46,6 +46,8 @@ class RunArgs:
     """Checkpoints to keep, the newest."""
     samples_every: int = 10
     """Steps between printing a few completions and keeping all in samples/."""
+    report: bool = True
+    """Write runs/NAME/report.html at the end."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
     target_reward: tuple[float, float] | None = None
@@ -368,44 +370,18 @@ class Run:
             if self.args.run_args.export:
                 failed = self.export("model")
             if self.world.rank == 0:
-                missed = self.summary()
+                missed = grade.summary(self.log, self.args.run_args)
             if not failed:
                 self.log.finish(self.args.steps)
         missing = ", ".join(self.log.unwritten)
         failed = self.world.agree(bool(failed or missed or missing))
         if missing:
             self.log.say(f"missing: {missing}; with space on the disk the same command goes on")
+        if self.args.run_args.report and self.world.rank == 0:
+            grade.write_report(self.log)
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()
         return int(failed)
-
-    def summary(self) -> bool:
-        """Prints how the run began and ended → whether it missed a grade. On rank 0."""
-        steps = [row for row in self.log.rows if not log.is_evaluation(row)]
-        rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
-        scores = [row["eval/pass@1"] for row in self.log.rows if log.is_evaluation(row)]
-        n, first, last = len(rewards), 1, 1
-        if n >= 13:
-            first, last = 3, 10
-        missed = False
-        for flag, words, before, after in [
-                ("target_reward", f"reward, first {first} and last {last} of {n} steps",
-                 rewards[:first], rewards[-last:]),
-                ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
-            target = getattr(self.args.run_args, flag)
-            if after:
-                before, after = np.mean(before), np.mean(after)
-                self.log.say(f"{words}: {before:.3f} -> {after:.3f}")
-            if target and not (after and before <= target[0] and after >= target[1]):
-                missed = True
-                dist.say_last(f"missed --{flag}: at most {target[0]} before and at least "
-                              f"{target[1]} after")
-        if rewards:
-            draw_curve(self.log)
-        seconds = sum(row["time/step"] for row in steps)
-        tokens = sum(row["rollout/tokens"] for row in steps)
-        self.log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
-        return missed
 
     def close(self):
         self.log.close()
@@ -413,10 +389,3 @@ class Run:
         if self.episodes:
             self.episodes.workers.close()
         self.engine.close()
-
-
-def draw_curve(run_log: log.Log):
-    from tools import plot
-    picture = io.BytesIO()
-    plot.draw([[run_log.folder]], picture)
-    run_log.put("curve.png", picture.getvalue())

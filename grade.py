@@ -1,0 +1,47 @@
+"""grade.py: how a run ended: its numbers, curve, page and grade. On rank 0."""
+import io
+
+import numpy as np
+
+from dist import say_last
+from log import Log, is_evaluation
+
+
+def summary(run_log: Log, flags) -> bool:
+    """Prints how the run began and ended, and draws it → whether it missed a grade."""
+    steps = [row for row in run_log.rows if not is_evaluation(row)]
+    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    scores = [row["eval/pass@1"] for row in run_log.rows if is_evaluation(row)]
+    n, first, last = len(rewards), 1, 1
+    if n >= 13:
+        first, last = 3, 10
+    missed = False
+    for flag, words, before, after in [
+            ("target_reward", f"reward, first {first} and last {last} of {n} steps",
+             rewards[:first], rewards[-last:]),
+            ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
+        target = getattr(flags, flag)
+        if after:
+            before, after = np.mean(before), np.mean(after)
+            run_log.say(f"{words}: {before:.3f} -> {after:.3f}")
+        if target and not (after and before <= target[0] and after >= target[1]):
+            missed = True
+            say_last(f"missed --{flag}: at most {target[0]} before and at least {target[1]} after")
+    if rewards:
+        draw_curve(run_log)
+    seconds = sum(row["time/step"] for row in steps)
+    tokens = sum(row["rollout/tokens"] for row in steps)
+    run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
+    return missed
+
+
+def draw_curve(run_log: Log):
+    from tools import plot
+    picture = io.BytesIO()
+    plot.draw([[run_log.folder]], picture)
+    run_log.put("curve.png", picture.getvalue())
+
+
+def write_report(run_log: Log):
+    from tools import report
+    run_log.put("report.html", report.page([run_log.folder], most_read=report.AT_THE_END))

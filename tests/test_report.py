@@ -1,0 +1,376 @@
+"""tools/report.py: the page of a run; the numbers of its tokens; the page in a real browser."""
+import base64
+import gzip
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from browser import FOUND, Browser
+from tools import report
+
+ROOT = Path(__file__).parent.parent
+FLAGS = """--steps 3 --batch 6 --group 4 --max_prompt_tokens 64 --max_tokens 64 --samples_every 2
+    --minibatches 1 --epochs 1 --kv_cache_gb 0.1 --reward_workers 1 --no-export --max_turns 2
+    --lr 3e-3 --name look --reply reply.py:again --reward reply.py:some""".split()
+REPLY = """
+def again(answer, turns, **row):
+    return "again"
+
+def some(completion, answer, **row):
+    return None if sum(map(ord, completion)) % 5 == 0 else len(set(completion)) / 10
+"""
+HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
+           "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
+
+
+def unpacked(text: str):
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def parts(page: Path) -> tuple[dict, list]:
+    """The data of a page: its head, its blocks; None for one that is left out."""
+    data = json.loads(re.search('<script id="data"[^>]*>(.*?)</script>', page.read_text())[1])
+    return unpacked(data["head"]), [unpacked(x) if x else None for x in data["blocks"]]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def made_up(prompt: int, n: int, rng, text: str | None = None) -> dict:
+    """A line of samples/ with n tokens."""
+    def numbers():
+        return [round(-rng.expovariate(1), 7) for _ in range(n)]
+
+    texts = [text] if text is not None else [rng.choice("abcdefgh ") * 2 for _ in range(n)]
+    n, advantage = len(texts), rng.gauss(0, 1)
+    return {"position": prompt, "prompt": f"prompt {prompt}", "completion": "".join(texts),
+            "turns": [{"role": "assistant", "content": "".join(texts)}], "answer": "a",
+            "reward": rng.random(), "rewards": {"exact": 1.0}, "advantage": advantage,
+            "tokens": n, "truncated": False, "token_texts": texts, "sampled": [True] * n,
+            "engine_logprobs": numbers(), "logprobs": numbers(), "logprobs_after": numbers(),
+            "entropies": [-x for x in numbers()], "advantages": [advantage] * n}
+
+
+def write_run(folder: Path, steps: int, rows, samples_every: int = 1, **args) -> Path:
+    """A run's folder with rows(step) in samples/."""
+    (folder / "samples").mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"seed": 0, "name": folder.name, "steps": steps,
+                                                  "versions": {"commit": "x"}, "lr": 1e-6} | args))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(steps):
+            metrics = {f"{group}/m{i}": random.random() for group in ("rollout", "batch")
+                       for i in range(15)}
+            file.write(json.dumps({
+                "step": step, "reward/mean": step / 9, "policy/entropy": 0.5, "time/step": 1.0,
+                "rollout/logprob_gap_mean": 9.0 if step == 2 else 1e-6} | metrics) + "\n")
+    for step in range(0, steps, samples_every):
+        (folder / f"samples/step_{step:05d}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows(step)))
+    return folder
+
+
+def write_page(runs: list[Path], path: Path, **limits):
+    path.write_text(report.page(runs, folder=path.parent, **limits))
+
+
+# ---- a real run
+
+SCRIPTS = ["grpo.py", pytest.param("ppo.py", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def run(request, tmp_path_factory) -> Path:
+    """Two ranks, two turns, some completions without a reward."""
+    place = tmp_path_factory.mktemp("run")
+    (place / "reply.py").write_text(REPLY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+               str(ROOT / request.param), *FLAGS]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=900,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return place / "runs/look"
+
+
+def test_the_numbers_of_the_tokens_are_those_of_metrics_jsonl(run):
+    """Their means, in samples/ and in the page, to 1e-6. (With several updates a step,
+    policy/entropy is taken while the policy moves.)"""
+    metrics, (head, blocks) = lines(run / "metrics.jsonl"), parts(run / "report.html")
+    assert [(b["kind"], b["step"], b["lacks"]) for b in head["blocks"]] == [
+        ("step", 1, ""), ("step", 3, "")]
+    assert head["runs"][0]["done"] and head["runs"][0]["curves"]["step"] == [1, 2, 3]
+    for info, block in zip(head["blocks"], blocks, strict=True):
+        row, t = metrics[info["step"] - 1], block["tokens"]
+        samples = lines(run / f"samples/step_{info['step']:05d}.jsonl")
+        found = {name: np.concatenate([s[name] for s in samples]) for name in (
+            "sampled", "engine_logprobs", "logprobs", "logprobs_after", "entropies", "advantages")}
+        bears = np.concatenate([[s["advantage"] is not None] * len(s["sampled"]) for s in samples])
+        bears &= found["sampled"].astype(bool)
+        gap = np.abs(found["logprobs"] - found["engine_logprobs"])
+        assert bears.sum() < found["sampled"].sum() < len(bears) == len(t["ids"])
+        assert found["sampled"].sum() == row["rollout/tokens"]
+        page = {name: np.array(x["values"]) * x["unit"] for name, x in t["numbers"].items()}
+        for name, ours, wanted in (
+                ("gap", gap, row["rollout/logprob_gap_mean"]),
+                ("entropy", found["entropies"], row["policy/entropy"]),
+                ("change", found["logprobs_after"] - found["logprobs"], None)):
+            wanted = ours[bears].mean() if wanted is None else wanted
+            assert abs(ours[bears].mean() - wanted) < 1e-6
+            assert abs(page[name][bears].mean() - wanted) < 1e-6
+        assert abs(gap[bears].max() - row["rollout/logprob_gap_max"]) < 1e-6
+        assert np.abs(page["change"][bears]).max() > 1e-3              # the update did something
+        for s in samples:
+            advantages = np.array(s["advantages"])[np.array(s["sampled"])]
+            assert s["advantage"] is None or abs(advantages.mean() - s["advantage"]) < 1e-6
+            text = "".join(s["token_texts"]).replace("<|im_end|>", "")
+            assert all(turn["content"].replace("<|im_end|>", "") in text for turn in s["turns"])
+
+
+def test_a_step_that_is_not_kept_is_not_looked_at(run):
+    assert ["time/look" in row for row in lines(run / "metrics.jsonl")] == [True, False, True]
+
+
+# ---- the page
+
+@pytest.mark.parametrize("n", [1, 30, 5000])
+def test_the_mean_of_rounded_numbers_is_right(n):
+    rng = np.random.default_rng(n)
+    values, counted = rng.exponential(1, n) ** 4, rng.random(n) < 0.7
+    counted[0] = True
+    unit = report.unit_of(values, int(counted.sum()))
+    found = np.array(report.quantized(values, counted, unit)) * unit
+    assert abs(found[counted].mean() - values[counted].mean()) < 2e-7
+    assert np.abs(found - values).max() <= 1.001 * unit <= 1e-3 * values.max()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """60 steps x 512 completions of 16 tokens."""
+    def rows(step):
+        rng = random.Random(step)
+        return [made_up(i // 8, 16, rng) for i in range(512)]
+
+    folder = write_run(tmp_path_factory.mktemp("large") / "run", 60, rows)
+    write_page([folder], folder / "report.html")
+    return folder
+
+
+def test_a_large_run_is_under_8_mb_and_what_has_no_room_is_named(large):
+    head, blocks = parts(large / "report.html")
+    assert (large / "report.html").stat().st_size < 8_000_000
+    assert len(head["blocks"]) == 60
+    lacks = [b["lacks"] for b in head["blocks"]]
+    assert lacks[0] == lacks[-1] == "" and set(lacks) <= {"", "tokens", "long texts"}
+    assert sum(lack == "" for lack in lacks) >= 20
+    for info, block in zip(head["blocks"], blocks, strict=True):
+        assert len(block["rows"]) == 512 and bool(block["tokens"]) == (not info["lacks"])
+
+
+def test_the_end_of_a_run_reads_no_more_than_a_limit(large):
+    size = (large / "samples/step_00000.jsonl").stat().st_size
+    began = time.monotonic()
+    write_page([large], large / "short.html", most_read=int(3.5 * size))
+    print(f"{time.monotonic() - began:.2f} s")
+    head, blocks = parts(large / "short.html")
+    kept = [b["step"] for b, block in zip(head["blocks"], blocks, strict=True) if block]
+    assert kept == [0, 30, 59]                             # the first, the last and the middle
+    assert {b["lacks"] for b in head["blocks"] if b["step"] not in kept} == {"completions"}
+
+
+def test_a_run_that_goes_on_has_a_page(tmp_path):
+    folder = write_run(tmp_path / "a", 3, lambda step: [made_up(0, 4, random.Random(step))])
+    for file in "metrics.jsonl", "samples/step_00001.jsonl":
+        with open(folder / file, "a") as out:
+            out.write('{"step": 3, "prom')
+    done = subprocess.run([sys.executable, ROOT / "tools/report.py", folder], text=True,
+                          capture_output=True)
+    assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
+    head, blocks = parts(folder / "report.html")
+    assert not head["runs"][0]["done"] and [len(b["rows"]) for b in blocks] == [1, 1, 1]
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "tools/report.py", tmp_path], text=True,
+                          capture_output=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: no metrics.jsonl in ")
+
+
+def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
+    assert report.changed({"batch": 8, "group": 8, "export": False, "reward": ["exact"],
+                           "advantage_eps": 1e-06, "stop": []}) == [
+        ["--batch", "8", "64"], ["--export", "off", "on"]]
+    assert ["--group", "8", "1"] in report.changed({"group": 8, "critic_lr": 1e-5})
+    found, documented = report.healthy(), (ROOT / "docs/metrics.md").read_text()
+    assert len(found) >= 8 and found["rollout/logprob_gap_mean"]["high"] > 0
+    for name, one in found.items():
+        assert f"`{name}`" in documented and (one["low"] is not None or one["high"] is not None)
+        assert len(one["means"]) > 20 and len(one["try"]) > 10
+
+
+def test_sizes():
+    assert (ROOT / "tools/report.py").stat().st_size <= 12_000
+    assert (ROOT / "tools/report.html").stat().st_size <= 20_000
+
+
+# ---- in a browser
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if not FOUND:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    with Browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """Two seeds and another run, of hostile texts too."""
+    place, rng = tmp_path_factory.mktemp("small"), random.Random(0)
+
+    def rows(step):
+        found = [made_up(i // 4, 6, rng) for i in range(32)]
+        for i, text in enumerate(HOSTILE):
+            found[i] = made_up(i // 4, 1, rng, text) | {"prompt": text, "answer": text}
+        found[20] |= {"reward": None, "advantage": None, "truncated": True}
+        put = [True, True, False, False, True, True]
+        talk = [{"role": "assistant", "content": "x"}, {"role": "user", "content": HOSTILE[0]}]
+        found[21] |= {"sampled": put, "turns": talk}
+        for name in "token_texts", "sampled":              # of an older run, or an evaluation
+            del found[22][name]
+        found[22] |= {"turns": talk, "completion": HOSTILE[0]}
+        return found
+
+    runs = [write_run(place / name, 5, rows, 4, **args) for name, args in (
+        ("a-0", {}), ("a-1", {"seed": 1}), ("b", {"lr": 0.1}))]
+    (runs[2] / "plan.txt").write_text(HOSTILE[0] + "\0")
+    return report_of(runs)
+
+
+def report_of(runs: list[Path]) -> Path:
+    write_page(runs, runs[0] / "report.html")
+    return runs[0] / "report.html"
+
+
+def put_in(browser, name: str, value: str) -> int:
+    """Sets a field of the filter → how many completions are shown as found."""
+    browser.js(f"""(() => {{ const e = document.getElementById('f-{name}'); e.value = {value!r};
+        e.dispatchEvent(new Event('input')); }})()""")
+    if name == "step":
+        browser.js("choose()")                             # it is awaited
+    return int(browser.js("document.getElementById('count').textContent.split(' ')[0]"))
+
+
+def text_of(browser, place: str) -> str:
+    return browser.js(f"document.querySelector({place!r}).textContent")
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small, width, scheme):
+    browser.size(width, scheme=scheme)
+    browser.open(small)
+    assert not browser.said and browser.asked == [small.resolve().as_uri()]
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    ink, back = (browser.js(f"getComputedStyle(document.body).{name}")
+                 for name in ("color", "backgroundColor"))
+    light = [sum(map(int, re.findall(r"\d+", color)[:3])) / 765 for color in (ink, back)]
+    assert (light[0] < 0.3 < 0.9 < light[1]) if scheme == "light" else (light[0] > 0.8 > 0.2 >
+                                                                        light[1])
+
+
+def test_hostile_texts_are_shown_and_do_nothing(browser, small):
+    browser.open(small)
+    put_in(browser, "step", "all")
+    assert put_in(browser, "search", "</script>") > 0
+    assert "</script><script>document.title" in text_of(browser, "#list")
+    assert put_in(browser, "search", "") == 6 * 32
+    assert "␀␛[31m⟨7f⟩⟨85⟩⟨2028⟩⟨202e⟩abc" in text_of(browser, "#list")
+    assert "bad" not in browser.js("document.title") and not browser.said
+    assert browser.js("document.querySelectorAll('img').length") == 0
+    assert browser.js("document.scripts.length") == 2
+
+
+def test_it_filters_sorts_searches_and_colors(browser, small):
+    browser.open(small)
+    assert put_in(browser, "step", "1") == 32
+    assert put_in(browser, "kind", "unscored") == put_in(browser, "kind", "truncated") == 1
+    put_in(browser, "kind", "all")
+    rewards = [row["reward"] for row in parts(small)[1][1]["rows"] if row["reward"] is not None]
+    assert put_in(browser, "low", "0.3") == sum(x >= 0.3 for x in rewards) < 31
+    assert put_in(browser, "high", "0.7") == sum(0.3 <= x <= 0.7 for x in rewards) > 0
+    put_in(browser, "low", "")
+    put_in(browser, "high", "")
+    assert put_in(browser, "search", "PROMPT 3") == 4
+    put_in(browser, "search", "")
+    put_in(browser, "order", "highest reward")
+    browser.js("document.getElementById('f-side').click()")
+    shown = [float(x) for x in browser.js(
+        "[...document.querySelectorAll('.top')].map(e => e.textContent.match(/reward ([-.e0-9]+)/)"
+        "?.[1]).filter(Boolean)")]
+    assert len(shown) > 20 and shown == sorted(shown, reverse=True)
+    colors = {}
+    for mode in "push", "change", "entropy", "gap", "logprob", "put":
+        put_in(browser, "color", mode)
+        colors[mode] = tuple(browser.js(
+            "[...document.querySelectorAll('.t')].map(e => getComputedStyle(e).backgroundColor)"))
+    assert len({*colors.values()}) == 6 and all(len({*x}) > 5 for k, x in colors.items()
+                                                if k != "put")
+    assert len({*colors["put"]}) == 2 and not browser.said
+
+
+def test_a_keyboard_is_enough(browser, small):
+    browser.size(1400)
+    browser.open(small)
+    browser.js("document.querySelectorAll('.card')[8].focus()")
+    for _ in range(3):
+        browser.key("ArrowRight")
+    browser.key("ArrowLeft")
+    assert text_of(browser, "#read").startswith("token 2 of 6: ")
+    browser.key("Enter")
+    assert text_of(browser, ".card.open .why").startswith(str(os.path.relpath(small.parent))[:9])
+    browser.key("Enter")
+    assert not browser.js("document.querySelector('.card.open')")
+    browser.js("document.querySelector('figure').focus()")
+    for _ in range(2):
+        browser.key("ArrowLeft")
+    assert text_of(browser, "#at") == "2"
+    assert text_of(browser, "figure span").startswith("0.2222")
+    tabs = 0
+    browser.js("document.querySelector('nav a').focus()")
+    while browser.js("document.activeElement.id") != "f-search":
+        browser.key("Tab")
+        tabs += 1
+        assert tabs < 200
+
+
+def test_curves_have_bands_over_seeds_a_range_and_a_mark_where_it_is_left(browser, small):
+    browser.open(small)
+    run, curves = text_of(browser, "#run"), text_of(browser, "#curves")
+    assert "Outside the healthy range: " in run
+    assert "rollout/logprob_gap_mean at 1 steps, first at 2" in run
+    assert "a-* (2 seeds)" in curves and "outside it at 1 steps, first at 2" in curves
+    assert browser.js("document.querySelectorAll('polygon').length") > 0
+    assert browser.js("document.querySelectorAll('rect').length") > 0
+
+
+def test_the_means_in_the_page_are_those_of_metrics_jsonl(browser, run):
+    browser.open(run / "report.html")
+    text, row = text_of(browser, "#means"), lines(run / "metrics.jsonl")[2]
+    for name, metric in ("entropy", "policy/entropy"), ("gap", "rollout/logprob_gap_mean"):
+        ours, theirs = re.search(rf"{name} (\S+) \(metrics.jsonl: (\S+)\)", text).groups()
+        assert abs(float(ours) - row[metric]) < 1e-6 and abs(float(theirs) - row[metric]) < 1e-8
+    assert not browser.said
+
+
+def test_a_large_run_opens(browser, large):
+    """Within 2 s on an idle machine; no test depends on the speed, so it is printed."""
+    print(f"{browser.open(large / 'report.html'):.0f} ms")
+    assert put_in(browser, "search", "prompt 7") == 8 and not browser.said

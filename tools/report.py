@@ -1,0 +1,265 @@
+"""tools/report.py: runs as one page: flags, curves, evaluations, completions and their tokens.
+
+    python tools/report.py RUN [RUN ...]     writes report.html in the first RUN
+
+RUN is runs/NAME, ended or not, or a folder of such folders. The page is one file, needs no server
+and loads nothing. Runs whose args.json differ in the seed and the name only are one curve, with a
+band from the lowest to the highest. tools/report.html is the page without its data.
+"""
+import argparse
+import base64
+import gzip
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from log import is_evaluation, read_metrics, write_whole  # noqa: E402
+from tools import plot  # noqa: E402
+
+PAGE = 7_800_000  # bytes at most
+POINTS = 2000  # of a curve, at most
+AT_THE_END = 8_000_000  # bytes of samples/ that the end of a run reads: less than a second
+CUT = 1000  # characters of a text, where the page has no room
+SICK = "docs/reading_metrics.md"
+RANGE = re.compile(r"(above|below|between) ([-\d.e]+)(?: and ([-\d.e]+))?")
+
+
+def packed(data) -> str:
+    """JSON, gzip, base64: what is in it cannot end a script."""
+    return base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
+
+
+# ---- from the documents
+
+def cells(page: str, count: int) -> list[list[str]]:
+    """The rows of `count` cells in the tables of a page."""
+    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in rows if len(row) == count]
+
+
+def healthy() -> dict[str, dict]:
+    """By metric: its healthy range, and what it means and what to try if it is outside."""
+    found = {}
+    for names, words, means, advice in cells(SICK, 4):
+        kind, first, second = RANGE.match(words).groups()
+        low, high = {"above": (first, None), "below": (None, first)}.get(kind, (first, second))
+        for name in re.findall("`([^`]+)`", names):
+            found[name] = {"low": low and float(low), "high": high and float(high),
+                           "words": words, "means": means, "try": advice}
+    return found
+
+
+def in_words(value) -> str:
+    """A flag's value as docs/flags.md writes it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value in (None, [], ()):
+        return "none"
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def changed(args: dict) -> list[list[str]]:
+    """[flag, value, default] of the flags that have another value than the default."""
+    found = []
+    for name, default, *_ in cells("docs/flags.md", 4):
+        name = name.strip("`-")
+        grpo, _, ppo = default.partition("; ppo.py ")
+        default = ppo if ppo and "critic_lr" in args else grpo
+        if name in args and in_words(args[name]) != default:
+            found.append([f"--{name}", in_words(args[name]), default])
+    return found
+
+
+# ---- from a run
+
+def curves(run: Path) -> dict[str, list]:
+    """Every metric by name, and "step": a list with an item a row, None where it has none."""
+    found = {}
+    for row in read_metrics(run / "metrics.jsonl"):  # a step and its evaluation are two rows
+        if is_evaluation(row):
+            row = {k: v for k, v in row.items() if k in ("step", "time/eval") or "eval/" in k}
+        found[row["step"]] = found.get(row["step"], {}) | row
+    stride = -(-len(found) // POINTS)
+    rows = [row for i, row in enumerate(found.values()) if i % stride == 0 or is_evaluation(row)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def about(run: Path, group: int) -> dict:
+    """A run without its completions."""
+    plan = run / "plan.txt"
+    args = json.loads((run / "args.json").read_text())
+    return {"name": os.path.relpath(run), "group": group, "seed": args.get("seed"),
+            "versions": args.get("versions", {}), "flags": changed(args), "curves": curves(run),
+            "plan": plan.read_text() if plan.exists() else "",
+            "steps": args.get("steps"), "done": (run / "done.json").exists()}
+
+
+def sample_rows(path: Path) -> list[dict]:
+    """A run that goes on may have written half of the last line."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def quantized(values, counted, unit: float) -> list[int]:
+    """values / unit, as integers. Where `counted`, the rest of a rounding goes to the next value:
+    their mean is right to unit / n."""
+    whole = np.rint(values / unit)
+    sums = np.rint(np.cumsum(values[counted]) / unit)
+    whole[counted] = np.diff(sums, prepend=0)
+    return whole.astype(int).tolist()
+
+
+def unit_of(values, n: int) -> float:
+    """A power of ten: 1/1000 of the largest, and a mean of n values is right to 1e-7."""
+    largest = max(float(np.abs(values).max()), 1e-9)
+    return 10.0 ** min(np.floor(np.log10(largest)) - 3, np.floor(np.log10(1e-7 * max(n, 1))))
+
+
+def tokens(rows: list[dict]) -> dict | None:
+    """The tokens of all rows, one after another, and their numbers in nats; None: there are none.
+
+    change: of the log-prob over the step. gap: |trainer - engine|. bears: whether it bears loss.
+    """
+    seen = [row for row in rows if row.get("token_texts")]
+    if not seen:
+        return None
+
+    def flat(name: str):
+        return np.concatenate([np.asarray(row[name], np.float64) for row in seen])
+
+    texts = [text for row in seen for text in row["token_texts"]]
+    vocab = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    lengths = [len(row.get("token_texts", ())) for row in rows]
+    learns = np.repeat([row["advantage"] is not None for row in seen],
+                       [n for n in lengths if n])
+    sampled, before = flat("sampled") > 0, flat("logprobs")
+    bears = sampled & learns
+    numbers = {"logprob": before, "change": flat("logprobs_after") - before,
+               "entropy": flat("entropies"), "gap": np.abs(before - flat("engine_logprobs")),
+               "advantage": flat("advantages")}
+    found = {}
+    for name, values in numbers.items():
+        values = np.where(sampled, values, 0)
+        unit = unit_of(values, int(bears.sum()))
+        found[name] = {"unit": unit, "values": quantized(values, bears, unit)}
+    return {"vocab": [*vocab], "ids": [vocab[text] for text in texts], "lengths": lengths,
+            "sampled": sampled.astype(int).tolist(), "bears": bears.astype(int).tolist(),
+            "numbers": found}
+
+
+def shortened(text, most: int | None):
+    if most is None or not isinstance(text, str) or len(text) <= most:
+        return text
+    return f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def block(rows: list[dict], with_tokens: bool, most: int | None) -> str:
+    """The completions of a file, packed. most: characters of a text."""
+    prompts = {row["prompt"]: None for row in rows}
+    index = {prompt: i for i, prompt in enumerate(prompts)}
+    kept = []
+    for row in rows:
+        turns = row.get("turns") or []
+        kept.append({
+            "p": index[row["prompt"]], "position": row.get("position"),
+            "text": shortened(row["completion"], most), "reward": row["reward"],
+            "rewards": row.get("rewards"), "advantage": row.get("advantage"),
+            "n": row["tokens"], "cut": row["truncated"],
+            "answer": shortened(as_text(row.get("answer")), most),
+            "turns": [[t["role"], shortened(as_text(t["content"]), most)] for t in turns]
+            if len(turns) > 1 else None})
+    return packed({"prompts": [shortened(p, most) for p in prompts], "rows": kept,
+                   "tokens": tokens(rows) if with_tokens else None})
+
+
+def as_text(value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def in_order(count: int) -> list[int]:
+    """0 … count - 1, the first and the last one first, then those between, evenly."""
+    found, stride = [0, count - 1], count
+    while stride > 1:
+        stride = -(-stride // 2)
+        found += range(0, count, stride)
+    return [*dict.fromkeys(found)][:count]
+
+
+def sample_files(runs: list[Path]) -> list[tuple]:
+    """(rank, number of the run, kind, step, path), in the order in which they get room."""
+    found = []
+    for k, run in enumerate(runs):
+        for kind, pattern in ("evaluation", "eval_*.jsonl"), ("step", "step_*.jsonl"):
+            paths = sorted(run.glob(f"samples/{pattern}"))
+            for rank, i in enumerate(in_order(len(paths))):
+                found.append((rank, k, kind, int(re.sub(r"\D", "", paths[i].stem)), paths[i]))
+    return sorted(found)
+
+
+def fitting(rows: list[dict], room: int, later: int) -> tuple[str, str]:
+    """The block that fits, and what it lacks. later: bytes that tokens leave to other files."""
+    for with_tokens, most, lacks in (True, None, ""), (False, None, "tokens"), (
+            False, CUT, "long texts"):
+        text = block(rows, with_tokens, most)
+        if len(text) <= room - (later if with_tokens else 0):
+            return text, lacks
+    return "", "completions"
+
+
+def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], list[str]]:
+    """(what each file of samples/ is, its block). As many as there is room for, in bytes of the
+    page, and in bytes to read; the others are named, with an empty block."""
+    files, found, bare = sample_files(runs), [], 0
+    for i, (_, k, kind, step, path) in enumerate(files):
+        text, lacks, size = "", "completions", path.stat().st_size
+        if size <= most_read:
+            most_read -= size
+            rows = sample_rows(path)
+            if i == 0:
+                bare = len(block(rows, False, CUT))
+            text, lacks = fitting(rows, room, bare * (len(files) - i - 1))
+            room -= len(text)
+        found.append(({"run": k, "kind": kind, "step": step, "lacks": lacks}, text))
+    found.sort(key=lambda one: (one[0]["run"], one[0]["kind"], one[0]["step"]))
+    return [one for one, _ in found], [text for _, text in found]
+
+
+def page(folders: list[Path], most_read: int = 2**32, folder: Path | None = None) -> str:
+    """The page of these runs. most_read: bytes of samples/ to read. folder: where it will be."""
+    groups = plot.find(folders)
+    runs = [run for group in groups for run in group]
+    place = (folder or folders[0]).resolve()
+    head = {"runs": [about(run, g) for g, group in enumerate(groups) for run in group],
+            "groups": [plot.title(group) for group in groups], "healthy": healthy(),
+            "docs": os.path.relpath(ROOT / SICK, place)}
+    empty = (ROOT / "tools" / "report.html").read_text()
+    room = PAGE - len(empty) - len(packed(head)) - 100_000
+    head["blocks"], texts = blocks(runs, room, most_read)
+    return empty.replace('"DATA"', json.dumps({"head": packed(head), "blocks": texts}))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
+    parser.add_argument("--out", type=Path, help="the page's file")
+    args = parser.parse_args()
+    if not any(plot.runs_in(run) for run in args.runs):
+        sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
+    path = args.out or args.runs[0] / "report.html"
+    text = page(args.runs, folder=path.parent)
+    write_whole(path, text)
+    print(f"report: {path} ({len(text) / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    main()
