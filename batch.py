@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
 from dist import World, balance, share
-from packing import pack
+from packing import pack, to_device
 from rewards import Score
 
 
@@ -193,20 +193,20 @@ class Micro:
         owners = [batch.sizes[row][0] for row in rows] or [0]
         completions = [torch.from_numpy(c.ids).long() for c in done]
         ids, positions, packed, sources = pack(owners, prompts, completions, device)
-        self.inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device),
-                       "packed": packed}
+        self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
+                       "position_ids": to_device(positions, device)}
         sampled = [torch.from_numpy(c.sampled) for c in done]
-        self.source = torch.cat(sources)[torch.cat(sampled)].to(device)  # (n,)
-        self.targets = torch.cat(completions)[torch.cat(sampled)].to(device)  # (n,)
+        self.source = to_device(torch.cat(sources)[torch.cat(sampled)], device)  # (n,)
+        self.targets = to_device(torch.cat(completions)[torch.cat(sampled)], device)  # (n,)
         engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in done])[:len(rows)]
-        self.engine_logprobs = engine_logprobs.to(device)  # (b, t)
+        self.engine_logprobs = to_device(engine_logprobs, device)  # (b, t)
         sampled = pad(sampled)[:len(rows)]  # (b, t)
-        self.place = sampled.flatten().nonzero().flatten().to(device)  # (n,)
-        self.tokens, self.sampled = ids.numel(), sampled.to(device)
+        self.place = to_device(sampled.flatten().nonzero().flatten(), device)  # (n,)
+        self.tokens, self.sampled = ids.numel(), to_device(sampled, device)
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) of the batch → (b, 1), or (M,) → (b, t)."""
-        return self.batch.slice(values, self.rows).to(self.device)
+        return to_device(self.batch.slice(values, self.rows), self.device)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(n,) of the predicted tokens → (b, t), zeros elsewhere. Differentiable."""

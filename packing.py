@@ -59,8 +59,8 @@ class Packed:
             done += queries.numel()
             queries = queries.clamp(max=self.tokens - 1)
             keys = torch.cat([prefix_start + torch.arange(prefix), queries], 1)
-            blocks.append((queries.to(self.device), keys.to(self.device), prefix))
-        return blocks, place.to(self.device)
+            blocks.append((to_device(queries, self.device), to_device(keys, self.device), prefix))
+        return blocks, to_device(place, self.device)
 
     @cached_property
     def varlen(self) -> tuple:
@@ -71,9 +71,20 @@ class Packed:
                      torch.arange(s.start, s.start + s.length)]
         queries = torch.tensor([s.length for s in self.segments])
         with_prefix = queries + torch.tensor([s.prefix for s in self.segments])
-        ends = [F.pad(n.cumsum(0), (1, 0)).int().to(self.device) for n in (queries, with_prefix)]
-        return (torch.cat(keys).to(self.device), *ends,
+        ends = [to_device(F.pad(n.cumsum(0), (1, 0)).int(), self.device)
+                for n in (queries, with_prefix)]
+        return (to_device(torch.cat(keys), self.device), *ends,
                 int(queries.max()), int(with_prefix.max()))
+
+
+def to_device(x, device: torch.device):
+    """A copy there. From pinned memory, so that the host does not wait for a GPU.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers
+    """
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Tensor],

@@ -19,7 +19,7 @@ from fakegpu import FakeGpu, on_gpu
 from packing import KEYS
 from tools.hostile import LONGEST, PROMPT, VOCAB, fabricate
 
-WAITS = 13  # of the host, in one micro-batch of an update: copies of its inputs. The aim is 4
+WAITS = 0  # of the host, in one micro-batch of an update
 GPU = torch.device("cuda", 0)
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
