@@ -236,7 +236,7 @@ def test_rows_that_all_fail_do_not_prove_that_all_do():
     ({"target_eval": (0.01, 0.9), "target_reward": (0.2, 0.9)}, ["--target_eval"]),
     ({"target_eval": (0.1, 0.99)}, ["--target_eval"])])
 def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, grades, missed):
-    rewards, said = [0.1] * 3 + [0.5] * 5 + [0.95] * 10, []
+    rewards, said = [0.0, 0.1, 0.2] + [0.5] * 5 + [0.95] * 10, []
     rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7} for r in rewards]
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     monkeypatch.setattr(grade, "draw_curve", lambda log: None)
