@@ -119,7 +119,7 @@ def draw(sick: str, healthy: str, metrics: list[str]):
         for name, color, label in (healthy, "#1a7f37", "healthy"), (sick, "#cf222e", "sick"):
             values = curve(name, metric)
             if None not in values:
-                axis.plot(values, color=color, label=label)
+                axis.plot(range(1, len(values) + 1), values, color=color, label=label)
                 cells.append(f"{metric} {label} {np.mean(values[-5:]):.3g}")
         axis.set_title(metric, fontsize=9)
         axis.set_xlabel("step")
