@@ -72,6 +72,8 @@ def write_run(folder: Path, steps: int, rows, samples_every: int = 1, **args) ->
             file.write(json.dumps({
                 "step": step, "reward/mean": step / 9, "policy/entropy": 0.5, "time/step": 1.0,
                 "rollout/logprob_gap_mean": 9.0 if step == 2 else 1e-6} | metrics) + "\n")
+        file.write(json.dumps({"step": steps - 1, "eval/rows": 9, "eval/pass@1": 0.5,
+                               "eval/pass@1_low": 0.25, "eval/pass@1_high": 0.625}) + "\n")
     for step in range(0, steps, samples_every):
         (folder / f"samples/step_{step:05d}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows(step)))
@@ -359,6 +361,8 @@ def test_curves_have_bands_over_seeds_a_range_and_a_mark_where_it_is_left(browse
     assert "a-* (2 seeds)" in curves and "outside it at 1 steps, first at 2" in curves
     assert browser.js("document.querySelectorAll('polygon').length") > 0
     assert browser.js("document.querySelectorAll('rect').length") > 0
+    found = browser.js("[...document.querySelectorAll('#evals tr')].map(e => e.textContent)")
+    assert any("eval/pass@140.50.25 to 0.625" in row for row in found), found
 
 
 def test_the_means_in_the_page_are_those_of_metrics_jsonl(browser, run):
