@@ -23,6 +23,7 @@ class Completion:
     engine_logprobs: list[float]  # the engine's log π of the sampled tokens
     truncated: bool  # it was cut at max_tokens
     reward: float | None  # None: it could not be scored
+    parts: dict[str, float | None]  # the rewards that it adds up
 
 
 @dataclass
@@ -133,23 +134,43 @@ def penalized(args, completion: Completion) -> float | None:
     return completion.reward + min(0.0, max(-1.0, penalty))
 
 
-def group_advantage(args, R: float, rewards: list[float]) -> float:
-    """Of one completion, whose reward R is one of its group's.
+def spread(x: list[float]) -> float:
+    """The standard deviation, ddof 1."""
+    return math.sqrt(sum((value - mean(x)) ** 2 for value in x) / max(1, len(x) - 1))
+
+
+def group_advantage(args, kind: str, R: float, rewards: list[float], batch: list[float]) -> float:
+    """Of one completion, whose reward R is one of its group's. batch: the rewards of all groups.
 
         grpo                 (R - mean) / (std + eps), ddof 1      https://arxiv.org/abs/2402.03300
         dr_grpo              R - mean                              https://arxiv.org/abs/2503.20783
         rloo                 R - mean of the others                https://arxiv.org/abs/2402.14740
         reinforce++-baseline R - mean, whitened later              https://arxiv.org/abs/2501.03262
+        lite_ppo             (R - mean) / (std of the batch + eps) https://arxiv.org/abs/2508.08221
+        maxrl                (R - mean) / mean                     https://arxiv.org/abs/2602.02710
     """
     if max(rewards) == min(rewards):
         return 0.0
-    if args.advantage == "rloo":
+    if kind == "rloo":
         return R - (sum(rewards) - R) / (len(rewards) - 1)
-    A = R - mean(rewards)
-    if args.advantage == "grpo":
-        variance = sum((x - mean(rewards)) ** 2 for x in rewards) / (len(rewards) - 1)
-        return A / (math.sqrt(variance) + args.advantage_eps)
-    return A
+    scale = {"grpo": spread(rewards) + args.advantage_eps, "maxrl": mean(rewards),
+             "lite_ppo": spread(batch) + args.advantage_eps}
+    return (R - mean(rewards)) / scale.get(kind, 1.0)
+
+
+def gdpo(args, step: Step) -> list[list[float]]:
+    """GRPO's advantage for each reward alone, their weighted sum, whitened over the completions.
+    https://arxiv.org/abs/2601.05242"""
+    total: list[list[float]] = [[0.0] if fate == "trained" else [] for fate in step.fates]
+    for spec in args.reward:
+        name, _, weight = spec.partition(":")
+        for i in step.trained():
+            first, parts = i - i % args.group, step.completions[i].parts
+            group = [c.parts[name] for c in step.completions[first:first + args.group]
+                     if c.reward is not None]
+            total[i][0] += float(weight or 1) * group_advantage(
+                args, "grpo", parts[name], group, [])
+    return [A * len(old) for A, old in zip(whiten(total), step.old, strict=True)]
 
 
 def grpo_advantages(args, step: Step) -> list[list[float]]:
@@ -164,13 +185,17 @@ def grpo_advantages(args, step: Step) -> list[list[float]]:
             r = token_rewards(step, i, rewards[i], args.kl_reward_coef)
             advantages[i] = [sum(r[t:]) for t in range(len(r))]
         return whiten(advantages)
+    if args.advantage == "gdpo":
+        return gdpo(args, step)
     for i, reward in enumerate(rewards):
         if args.kl_reward_coef and reward is not None:
             rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
     for i in step.trained():
         first = i - i % args.group
         group = [R for R in rewards[first:first + args.group] if R is not None]
-        advantages[i] = [group_advantage(args, rewards[i], group)] * len(step.old[i])
+        batch = [R for R in rewards if R is not None]
+        A = group_advantage(args, args.advantage, rewards[i], group, batch)
+        advantages[i] = [A] * len(step.old[i])
     return whiten(advantages) if args.advantage == "reinforce++-baseline" else advantages
 
 
@@ -206,8 +231,10 @@ def adaptive_kl(args, kl_coef: float, kl: float, n: int) -> float:
 
 # ---- losses of one token ----
 
-def token_loss(args, kind: str, logp, old: float, A: float, sequence_log_ratio: float):
+def token_loss(args, kind: str, logp, old: float, A: float, row: list):
     """→ the loss, the ratio r = π / π_old, and whether a bound acts.
+
+    row: (log r, A) of each token of the completion.
 
         clip        -min(r A, clip(r, 1 - low, 1 + high) A)     https://arxiv.org/abs/1707.06347
                     and at most -c A where A < 0 (dual_clip c)  https://arxiv.org/abs/1912.09729
@@ -215,26 +242,51 @@ def token_loss(args, kind: str, logp, old: float, A: float, sequence_log_ratio: 
                     completion's ratios                         https://arxiv.org/abs/2507.18071
         cispo       -sg[clip(r, 1 - low, 1 + high)] A log π     https://arxiv.org/abs/2506.13585
         reinforce   -A log π
+        sapo        -A 4/τ σ(τ (r - 1))                         https://arxiv.org/abs/2511.20347
+        gmpo        -A exp(mean of log r, at most high where A > 0, else at least -low)
+                                                                https://arxiv.org/abs/2507.20673
+        dppo        -sg[r] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
+                    π_old - π > low                             https://arxiv.org/abs/2602.04879
+        ipo         -r A, but 0 where π - π_old > high or π_old - π > low, plus c (log r)²
     """
     low, high = 1 - args.clip_low, 1 + args.clip_high
     r = (logp - old).exp()
+    moved = math.exp(float(logp.detach())) - math.exp(old)
     if kind == "reinforce":
         return -A * logp, r, False
     if kind == "cispo":
         weight = r.detach().clamp(low, high)
         return -weight * A * logp, r, bool(weight != r)
+    if kind == "sapo":
+        tau = args.sapo_taus[0] if A > 0 else args.sapo_taus[1]
+        return -A * 4 / tau / (1 + (-tau * (r - 1)).exp()), r, False
+    if kind == "gmpo":
+        bounded = [x.clamp(max=args.clip_high) if A > 0 else x.clamp(min=-args.clip_low)
+                   for x, A in row]
+        s, mine = mean(bounded).exp(), float(logp.detach()) - old
+        return -s * A, s, (A > 0 and mine > args.clip_high) or (A < 0 and mine < -args.clip_low)
+    if kind == "dppo":
+        drop = (A > 0 and moved > args.clip_high) or (A < 0 and moved < -args.clip_low)
+        return (0.0 * logp if drop else -r.detach() * A * logp), r, drop
+    if kind == "ipo":
+        drop = moved > args.clip_high or moved < -args.clip_low
+        return (0.0 if drop else -r * A) + args.log_ratio_coef * (logp - old) ** 2, r, drop
     if kind == "gspo":
-        r = math.exp(sequence_log_ratio) * (logp - logp.detach()).exp()
+        r = math.exp(mean([float(x.detach()) for x, _ in row])) * (logp - logp.detach()).exp()
     surrogate = min(r * A, r.clamp(low, high) * A)
     if args.dual_clip is not None and A < 0:
         surrogate = max(surrogate, torch.tensor(args.dual_clip * A, dtype=torch.float64))
     return -surrogate, r, bool(surrogate != r * A)
 
 
-def kl_loss(kind: str, logp, ref: float):
-    """An estimate of KL(π‖π_ref) from one token.          http://joschu.net/blog/kl-approx.html"""
-    d = logp - ref
-    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[kind]
+def kl_loss(kind: str, logp, ref: float, old: float):
+    """An estimate of KL(π‖π_ref) from one token.          http://joschu.net/blog/kl-approx.html
+
+    k3_ratio: from a token of π_old.                       https://arxiv.org/abs/2512.02556
+    """
+    d, r = logp - ref, (logp - old).exp()
+    k3 = (-d).exp() - 1 + d
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "k3_ratio": r * k3}[kind]
 
 
 def value_loss(args, V, V_old: float, R: float):
@@ -249,28 +301,51 @@ def value_loss(args, V, V_old: float, R: float):
     return max(error, clipped_error) / 2, bool(clipped_error > error)
 
 
-def engine_correction(args, old: float, engine: float) -> tuple[float, float]:
-    """The ratio π_old / π_engine, truncated (TIS) or 0 outside its bounds (IcePop,
-    arXiv:2510.18855), and as it is."""
-    ratio = math.exp(old - engine)
-    if args.engine_correction == "truncate":
-        return min(ratio, args.correction_high), ratio
-    if args.engine_correction == "mask":
-        inside = args.correction_low <= ratio <= args.correction_high
-        return ratio if inside else 0.0, ratio
-    return 1.0, ratio
+def engine_correction(args, old: list[float], engine: list[float]) -> tuple[list, list]:
+    """Of each token: what its loss is multiplied by, and the ratio π_old / π_engine behind it.
+
+        truncate, mask       the token's ratio, at most high (TIS); 0 outside [low, high] (IcePop,
+                             arXiv:2510.18855)
+        sequence_…           the same with the product of the completion's ratios
+        geometric            1 if their geometric mean is in [low, high], else 0
+    """
+    kind, gaps = args.engine_correction, [a - b for a, b in zip(old, engine, strict=True)]
+    ratios = [math.exp(gap) for gap in gaps]
+    if kind.startswith("sequence"):
+        ratios = [math.exp(sum(gaps))] * len(gaps)
+    if kind == "geometric":
+        ratios = [math.exp(mean(gaps))] * len(gaps)
+    inside = [args.correction_low <= ratio <= args.correction_high for ratio in ratios]
+    if kind == "none":
+        return [1.0] * len(gaps), ratios
+    if kind == "geometric":
+        return [float(keep) for keep in inside], ratios
+    if kind.endswith("truncate"):
+        return [min(ratio, args.correction_high) for ratio in ratios], ratios
+    return [ratio if keep else 0.0 for ratio, keep in zip(ratios, inside, strict=True)], ratios
 
 
-def token_weight(args, length: int, lengths: list[int]) -> float:
-    """The weight of each token of a completion, in a minibatch of completions of these lengths.
+def off_policy(args, A: float, logps: list[float], engine: list[float]) -> bool:
+    """Whether a token has no policy loss: A < 0, and the policy has left what the engine sampled.
+    OPSM: https://arxiv.org/abs/2512.02556"""
+    left = mean([b - a for a, b in zip(logps, engine, strict=True)])
+    return args.opsm_delta is not None and A < 0 and left > args.opsm_delta
+
+
+def token_weight(args, i: int, lengths: dict[int, int]) -> float:
+    """The weight of each token of completion i, in a minibatch {completion: its length}.
 
         token       mean over all tokens                        DAPO
         sequence    mean over completions of their means        GRPO
         constant    mean over completions of sum / max_tokens   Dr. GRPO
+        prompt      mean over prompts of the mean over the tokens of a prompt's completions  ScaleRL
     """
     if args.aggregation == "token":
-        return 1 / sum(lengths)
-    return 1 / len(lengths) / (length if args.aggregation == "sequence" else args.max_tokens)
+        return 1 / sum(lengths.values())
+    if args.aggregation == "prompt":
+        mine = sum(n for j, n in lengths.items() if j // args.group == i // args.group)
+        return 1 / mine / len({j // args.group for j in lengths})
+    return 1 / len(lengths) / (lengths[i] if args.aggregation == "sequence" else args.max_tokens)
 
 
 # ---- one step of learning ----
@@ -280,24 +355,29 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
     """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm."""
     for i in rows:
         completion, old, total = step.completions[i], step.old[i], 0.0
-        weight = token_weight(args, len(old), [len(step.old[j]) for j in rows])
+        weight = token_weight(args, i, {j: len(step.old[j]) for j in rows})
         logps, entropies = policy.logprobs(completion)
-        log_ratios = [new - before for new, before in zip(logps.tolist(), old, strict=True)]
+        log_ratios = [new - before for new, before in zip(logps, old, strict=True)]
+        row = list(zip(log_ratios, step.advantages[i], strict=True))
+        engine = completion.engine_logprobs
+        corrections, engine_ratios = engine_correction(args, old, engine)
         for t in range(len(old)):
-            loss, ratio, cut = token_loss(
-                args, kind, logps[t], old[t], step.advantages[i][t], mean(log_ratios))
-            engine = completion.engine_logprobs[t]
-            correction, engine_ratio = engine_correction(args, old[t], engine)
-            loss = loss * correction
+            A = step.advantages[i][t]
+            loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
+            dropped = off_policy(args, A, logps.tolist(), engine)
+            loss = 0.0 * loss if dropped else loss * corrections[t]
             found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
                      "policy/entropy": entropies[t],
-                     "rollout/logprob_gap_mean": abs(old[t] - engine),
-                     "policy/approx_kl": math.exp(log_ratios[t]) - 1 - log_ratios[t]}
+                     "rollout/logprob_gap_mean": abs(old[t] - engine[t]),
+                     "policy/approx_kl": log_ratios[t].exp() - 1 - log_ratios[t]}
             if args.engine_correction != "none":
-                found |= {"policy/engine_ratio": engine_ratio,
-                          "policy/engine_cut": correction != engine_ratio}
+                r, kept = engine_ratios[t], corrections[t] in (engine_ratios[t], 1.0)
+                found |= {"policy/engine_ratio": r, "policy/engine_cut": not kept}
+            if args.opsm_delta is not None:
+                found["policy/opsm_cut"] = dropped
             if kl_loss_coef:
-                found["loss/kl"] = kl_loss(args.kl_estimator, logps[t], step.ref[i][t])
+                found["loss/kl"] = kl_loss(
+                    args.kl_estimator, logps[t], step.ref[i][t], old[t])
                 loss = loss + kl_loss_coef * found["loss/kl"]
             total = total + weight * (loss - args.entropy_coef * entropies[t])
             terms.append((weight, found))
@@ -309,7 +389,7 @@ def update_critic(args, critic: Model, step: Step, rows: list[int], lr: float, t
                   old_values: list[list[float]], returns: list[list[float]]) -> float:
     """One optimizer step: L = Σ_it weight_it value_loss_it, with the policy's weights."""
     for i in rows:
-        weight, total = token_weight(args, len(returns[i]), [len(returns[j]) for j in rows]), 0.0
+        weight, total = token_weight(args, i, {j: len(returns[j]) for j in rows}), 0.0
         for t, V in enumerate(critic.values(step.completions[i])):
             loss, clipped = value_loss(args, V, old_values[i][t], returns[i][t])
             total = total + weight * loss
@@ -341,7 +421,8 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, args.loss,
                                        args.kl_loss_coef))
-        acts = bool(args.kl_loss_coef or args.entropy_coef)  # also where the advantage is 0
+        # These act also where the advantage is 0.
+        acts = bool(args.kl_loss_coef or args.entropy_coef or args.log_ratio_coef)
         with_grad += sum(acts or any(step.advantages[i]) for i in rows)
     return policy_metrics(args, step, terms, norms) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),
