@@ -50,7 +50,7 @@ class LossArgs:
 
     @property
     def has_factors(self) -> bool:
-        """Whether loss_factors is called."""
+        """Call loss_factors?"""
         return self.engine_correction != "none" or self.opsm_delta is not None
 
 
@@ -60,7 +60,7 @@ def select(mask, *tensors):
 
 
 def masked_mean(values, mask):
-    """The mean over the mask; 0 if empty."""
+    """0 if it is empty."""
     return values[mask].mean() if mask.any() else values.new_zeros(())
 
 
@@ -360,7 +360,7 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
 
 def loss_factors(args: LossArgs, logprobs, old_logprobs, engine_logprobs, advantages, mask):
-    """By the flags → their product, and metrics, (B, T)."""
+    """Their product by the flags, and metrics, (B, T)."""
     factors, found = 1, {}
     if args.engine_correction != "none":
         factors, found = engine_correction(
@@ -408,7 +408,7 @@ def opsm_keep(logprobs, engine_logprobs, advantages, mask, *, delta):
 #   token       1 / (all masked tokens)         DAPO
 #   sequence    1 / (|o_i| * sequences)         GRPO, GSPO
 #   constant    1 / (max_tokens * sequences)    Dr. GRPO
-#   prompt      1 / (its prompt's tokens * prompts)     ScaleRL, arXiv:2510.13786
+#   prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786
 #
 # A completion without loss is in no denominator; one of advantage 0 is.
 

@@ -1,4 +1,4 @@
-"""Our losses, advantages and corrections equal TRL's and verl's: their own code, run on our numbers.
+"""Losses, advantages and corrections equal TRL's and verl's: their own code, run on our numbers.
 
     pip download --no-deps -d FOLDER trl==1.16 verl==0.9.1
     PEERS=FOLDER python -m pytest -m slow tests/test_peers.py
@@ -30,6 +30,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     "PEERS" not in os.environ, reason="PEERS names no folder with the wheels of trl and verl")]
 GRPO_TRAINER, CORE = "trl/trainer/grpo_trainer.py", "verl/trainer/ppo/core_algos.py"
 CORRECTION, FUNCTIONAL = "verl/trainer/ppo/rollout_corr_helper.py", "verl/utils/torch_functional.py"
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    """TRL's nanstd divides two counts, which is float32 by default."""
+    torch.set_default_dtype(F64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @cache
