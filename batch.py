@@ -86,6 +86,11 @@ class Batch:
         parts = [torch.from_numpy(s.completion.sampled) for s in self.samples]
         return torch.cat([torch.zeros(0, dtype=torch.bool), *parts])
 
+    def part(self, name: str) -> torch.Tensor:
+        """(N,) float64: one of the rewards that --reward adds up, without its weight."""
+        parts = [s.score.parts[name] for s in self.samples]
+        return torch.tensor([x or 0.0 for x in parts], dtype=torch.float64)
+
     def mask(self, loss_tokens) -> torch.Tensor:
         """(M,) bool: the tokens that bear loss. Those of a completion with loss_tokens (N,) > 0."""
         return self.sampled & (loss_tokens > 0).repeat_interleave(self.lengths)

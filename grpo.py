@@ -34,6 +34,7 @@ from dist import World
 from log import look
 from model import Policy, learning_rate
 from plan import Rule
+from rewards import parse as parse_rewards
 from rewards import score_samples
 from run import CommonArgs, Run, parse, set_up
 
@@ -41,18 +42,28 @@ from run import CommonArgs, Run, parse, set_up
 @dataclass
 class Args(losses.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"] = "dr_grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "lite_ppo",
+                       "maxrl", "gdpo"] = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
-    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened."""
+    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened. lite_ppo:
+    (R - mean)/(std of the batch + eps). maxrl: (R - mean)/mean. gdpo: grpo for each reward, then
+    their weighted sum, whitened."""
     advantage_eps: float = 1e-6
-    """eps of --advantage grpo (verl uses 1e-6, TRL 1e-4)."""
-    loss: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
+    """eps of --advantage grpo, lite_ppo and gdpo (verl uses 1e-6, TRL 1e-4)."""
+    loss: Literal["clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo", "ipo"] = "clip"
     """clip: PPO's. gspo: one ratio for a whole completion; needs bounds near 3e-4. cispo: a
-    clipped, constant ratio times log π. reinforce: no ratio; one update per rollout."""
+    clipped, constant ratio times log π. reinforce: no ratio; one update per rollout. sapo: a smooth
+    gate. gmpo: one ratio, its tokens' clipped in log; bounds near 0.4. dppo: no loss where a
+    token's probability moved past a bound. ipo: both bounds for all tokens."""
+    sapo_taus: tuple[float, float] = (1.0, 1.05)
+    """τ of --loss sapo where A > 0, and elsewhere."""
+    log_ratio_coef: float = 0.0
+    """--loss ipo: c of c (log r)². 0: none."""
     kl_loss_coef: float = 0.0
     """β of a KL term in the loss, to the starting model. 0: no KL term."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Its expected gradient: k1 0; k2 that of KL(π‖ref); k3 (GRPO) that of KL(ref‖π)."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
+    """Its expected gradient: k1 0; k2 that of KL(π‖ref); k3 (GRPO) that of KL(ref‖π); k3_ratio, k3
+    times π/π_old: that of KL(π‖ref), off-policy too."""
     overlong_filter: bool = False
     """Truncated completions bear no loss. They still count in the mean of their group."""
     dynamic_sampling: bool = False
@@ -74,6 +85,16 @@ class Args(losses.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
+    @property
+    def bounds(self) -> dict[str, object]:
+        """What the function of --loss takes."""
+        if self.loss == "sapo":
+            return {"taus": self.sapo_taus}
+        found = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if self.loss == "ipo":
+            return found | {"log_ratio_coef": self.log_ratio_coef}
+        return found | {"dual_clip": self.dual_clip}
+
     def rules(self):
         """Yields a Rule for settings of grpo.py that contradict each other."""
         if self.group == 1 and self.advantage != "reinforce++":
@@ -94,10 +115,30 @@ class Args(losses.LossArgs, CommonArgs):
         if self.loss == "reinforce" and updates > 1:
             yield Rule(f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
                        f"{updates}).", [("loss", ["clip"])])
+        yield from self.variant_rules()
+
+    def variant_rules(self):
+        """Of advantages and losses that not every flag fits."""
+        reason = {"maxrl": "needs rewards of at least 0, and {} subtracts from them.",
+                  "gdpo": "normalizes each reward of --reward, and {} is none of them."}
+        for flag in ("overlong_buffer", "kl_reward_coef"):
+            if getattr(self, flag) and self.advantage in reason:
+                yield Rule(f"--advantage {self.advantage} {reason[self.advantage]}".format(
+                    f"--{flag}"), [(flag, [0]), ("advantage", ["dr_grpo"])])
+        if self.loss == "gmpo" and self.engine_correction in ("truncate", "mask"):
+            yield Rule(f"--loss gmpo has one ratio for a completion, and --engine_correction "
+                       f"{self.engine_correction} has one for each token.",
+                       [("engine_correction", [f"sequence_{self.engine_correction}", "none"])])
+        if self.sapo_taus != type(self).sapo_taus and self.loss != "sapo":
+            yield Rule("--sapo_taus needs --loss sapo.", [("sapo_taus", [type(self).sapo_taus])])
+        if self.log_ratio_coef and self.loss != "ipo":
+            yield Rule("--log_ratio_coef needs --loss ipo.", [("log_ratio_coef", [0.0])])
 
 
 LOSSES = {"clip": losses.clip_loss, "gspo": losses.gspo_loss,
-          "cispo": losses.cispo_loss, "reinforce": losses.reinforce_loss}
+          "cispo": losses.cispo_loss, "reinforce": losses.reinforce_loss,
+          "sapo": losses.sapo_loss, "gmpo": losses.gmpo_loss,
+          "dppo": losses.dppo_loss, "ipo": losses.ipo_loss}
 
 
 def train(args: Args) -> int:
@@ -177,12 +218,14 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
     # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
-    acts = bool(args.kl_loss_coef or args.entropy_coef)  # on every token
+    acts = bool(args.kl_loss_coef or args.entropy_coef or args.log_ratio_coef)  # on every token
     learns = (batch.sums(advantages.abs()) > 0) | acts  # (N,)
+    prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
-            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)
+            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
+            prompts=prompts[rows])
         rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
         if not rows:  # momentum alone must not move the weights
             meter.skipped += 1
@@ -192,17 +235,18 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
                 old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()
-                loss, details = LOSSES[args.loss](
-                    logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
-                    clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
-                if args.engine_correction != "none":
-                    correction, found = losses.engine_weights(args, old, micro.engine_logprobs, m)
-                    loss, details = loss * correction, details | found
+                A = micro.slice(advantages)  # (b, 1) or (b, t)
+                loss, details = LOSSES[args.loss](logprobs, old, A, m, **args.bounds)  # (b, t)
+                if args.has_factors:
+                    factors, found = losses.loss_factors(
+                        args, logprobs, old, micro.engine_logprobs, A, m)
+                    loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss, "entropy": entropy,
                             GAP: (old - micro.engine_logprobs).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
-                        logprobs, micro.slice(ref_logprobs), m, kind=args.kl_estimator)
+                        logprobs, micro.slice(ref_logprobs), m, kind=args.kl_estimator,
+                        old_logprobs=old)
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
@@ -232,8 +276,9 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
-    if args.advantage == "reinforce++":
-        return rewards_to_go(args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
+    if args.advantage in OTHER_ADVANTAGES:
+        return OTHER_ADVANTAGES[args.advantage](
+            args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
         rewards = rewards - args.kl_reward_coef * batch.sums(kl)
@@ -255,6 +300,20 @@ def rewards_to_go(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs, 
     mask = batch.mask(loss_tokens)
     advantages, = batch.by_row(of_rows, mask, rewards, old_logprobs, ref_logprobs)
     return losses.whiten(advantages, mask)
+
+
+def each_reward_normalized(args: Args, batch: Batch, rewards, loss_tokens, *unused):
+    """GDPO: (R_k - mean)/(std + eps) in its group for each reward k, their weighted sum, whitened
+    over the completions that bear loss: (N,).    https://arxiv.org/abs/2601.05242, TRL, verl"""
+    total = torch.zeros_like(rewards)
+    for part in parse_rewards(list(args.reward)):
+        total += part.weight * losses.group_advantages(
+            batch.part(part.name), args.group, kind="grpo", eps=args.advantage_eps,
+            scored=batch.scored)
+    return losses.whiten(total, loss_tokens > 0)
+
+
+OTHER_ADVANTAGES = {"reinforce++": rewards_to_go, "gdpo": each_reward_normalized}
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from errors import SettingsError
+
 
 @dataclass
 class LossArgs:
@@ -25,22 +27,31 @@ class LossArgs:
     """ε above: ratios over 1 + ε are clipped (DAPO: 0.28)."""
     dual_clip: float | None = None
     """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
+    aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
-    mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO)."""
+    mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
+    the mean over each prompt's tokens (ScaleRL)."""
     entropy_coef: float = 0.0
     """Bonus for the sampling distribution's entropy."""
     kl_reward_coef: float = 0.0
     """β of the KL to the starting model in the reward. 0: none."""
     overlong_buffer: int = 0
     """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
-    engine_correction: Literal["none", "truncate", "mask"] = "none"
+    engine_correction: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask",
+                               "geometric"] = "none"
     """Weight tokens by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
-    high] (IcePop)."""
+    high] (IcePop). sequence_: a completion's ratio. geometric: 1 or 0, by its geometric mean."""
     correction_low: float = 0.5
-    """Lower bound (mask)."""
+    """Lower bound; truncate has none."""
     correction_high: float = 2.0
     """Upper bound."""
+    opsm_delta: float | None = None
+    """No policy loss where A < 0 and a completion's mean log π_engine - log π is larger."""
+
+    @property
+    def has_factors(self) -> bool:
+        """Call loss_factors?"""
+        return self.engine_correction != "none" or self.opsm_delta is not None
 
 
 def select(mask, *tensors):
@@ -49,8 +60,13 @@ def select(mask, *tensors):
 
 
 def masked_mean(values, mask):
-    """The mean over the mask; 0 if empty."""
+    """0 if it is empty."""
     return values[mask].mean() if mask.any() else values.new_zeros(())
+
+
+def row_mean(values, mask):
+    """(B, T), 0 outside the mask -> the mean of each row's masked tokens, (B, 1)."""
+    return values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 # ---- rewards and advantages of a completion
@@ -70,6 +86,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   dr_grpo                R - mean                             https://arxiv.org/abs/2503.20783
 #   rloo                   R_i - mean of the others             https://arxiv.org/abs/2402.14740
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
+#   lite_ppo               (R - mean) / (std of all groups + eps)  https://arxiv.org/abs/2508.08221
+#   maxrl                  (R - mean) / mean, R >= 0            https://arxiv.org/abs/2602.02710
 #
 # Only rloo is unbiased: R - mean holds R_i itself, which gives (G - 1) / G of the gradient.
 # Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
@@ -100,9 +118,22 @@ def group_advantages(rewards, group, *, kind, eps, scored):
         A = A / (std + eps)
     elif kind == "rloo":
         A = R - (total - R) / others
+    elif kind == "lite_ppo":
+        A = A / (batch_std(R, S) + eps)
+    elif kind == "maxrl":
+        if (R < 0).any():  # a negative mean would turn all signs
+            raise SettingsError(f"--advantage maxrl needs rewards of at least 0 (got {R.min():g}). "
+                                f"Would work: --advantage dr_grpo.")
+        A = A * n / total  # nan where all are 0: equal
     elif kind not in ("dr_grpo", "reinforce++-baseline"):
         raise ValueError(f"There is no advantage {kind!r}.")
     return torch.where(S & ~equal, A, 0).view(-1)
+
+
+def batch_std(rewards, scored):
+    """Of the global batch's scored rewards, ddof 1.    TRL: scale_rewards="batch"."""
+    x = rewards[scored]
+    return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
 
 
 # ---- rewards of the tokens
@@ -205,8 +236,7 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, **bounds):
     The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
     """
     logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    length = mask.sum(1, keepdim=True).clamp(min=1)
-    log_s = ((logp - old).sum(1, keepdim=True) / length).detach()  # (B, 1)
+    log_s = row_mean(logp - old, mask).detach()  # (B, 1)
     return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
 
 
@@ -229,6 +259,59 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, **bounds):
     return -A * logp, _metrics(logp - old, (logp - old).exp(), torch.zeros_like(mask))
 
 
+def _ratio(logp, old):
+    """exp(logp - old), at most exp(20) as in verl: finite."""
+    return (logp - old).clamp(max=20).exp()
+
+
+def sapo_loss(logprobs, old_logprobs, advantages, mask, *, taus):
+    """SAPO: a smooth gate, no bounds.     https://arxiv.org/abs/2511.20347, TRL, verl
+
+        -A_t * 4 / tau * sigmoid(tau * (r_t - 1))    taus: tau where A > 0, and elsewhere
+    """
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
+    r, tau = _ratio(logp, old), torch.full_like(A, taus[1]).masked_fill(A > 0, taus[0])
+    gate = 4 / tau * torch.sigmoid(tau * (r - 1))
+    return -A * gate, _metrics(logp - old, r, torch.zeros_like(mask))
+
+
+def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, **unused):
+    """GMPO: -s * A_t.    https://arxiv.org/abs/2507.20673 (bounds 0.4, by sequence), TRL, verl
+
+        s = exp(1/|o| * sum_t clip(log r_t))    at most high where A > 0, else at least -low
+    """
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
+    log_r = (logp - old).clamp(max=20)
+    clipped = torch.where(A > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
+    s = row_mean(clipped, mask).exp().expand(mask.shape)
+    return -s * A, _metrics(logp - old, s, (clipped != log_r) & (A != 0))
+
+
+def dppo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, **unused):
+    """DPPO, binary total variation.       https://arxiv.org/abs/2602.04879, verl's dppo_tv
+
+        -sg[min(r_t, 20)] * A_t * logp_t
+        0 where A_t > 0 and pi - pi_old > high, or A_t < 0 and pi - pi_old < -low
+    """
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
+    moved, r = logp.exp() - old.exp(), _ratio(logp, old).detach()
+    drop = ((A > 0) & (moved > clip_high)) | ((A < 0) & (moved < -clip_low))
+    loss = torch.where(drop, 0, -r.clamp(max=20) * A * logp)
+    return loss, _metrics(logp - old, r, drop)
+
+
+def ipo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, log_ratio_coef):
+    """IPO: both bounds for any A.   https://github.com/PrimeIntellect-ai/prime-rl/pull/3418
+
+        -r_t * A_t, 0 where pi - pi_old is outside [-low, high]; plus coef * (log r_t)^2
+    """
+    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
+    moved, r = logp.exp() - old.exp(), _ratio(logp, old)
+    drop = (moved > clip_high) | (moved < -clip_low)
+    loss = torch.where(drop, 0, -r * A) + log_ratio_coef * (logp - old).square()
+    return loss, _metrics(logp - old, r, drop)
+
+
 # ---- critic, reference
 
 
@@ -244,18 +327,22 @@ def value_loss(values, old_values, returns, mask, *, clip):
     return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).to(error.dtype)
 
 
-def kl_estimate(logprobs, ref_logprobs, mask, *, kind):
+def kl_estimate(logprobs, ref_logprobs, mask, *, kind, old_logprobs=None):
     """KL(pi || ref) from samples of pi, per token, (B, T).    http://joschu.net/blog/kl-approx.html
 
         d = logp - ref          k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
+        k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
     As a loss, the expected gradient at each prefix is, for k1: 0, only noise; k2: that of
-    KL(pi || ref); k3 (GRPO): that of KL(ref || pi). Only k1 in the reward (`token_rewards`) counts
-    that a token changes the later prefixes: its policy gradient is exact.
+    KL(pi || ref), as for k3_ratio; k3 (GRPO): that of KL(ref || pi). Only k1 in the reward
+    (`token_rewards`) counts that a token changes the later prefixes: its gradient is exact.
     """
     logp, ref = select(mask, logprobs, ref_logprobs)
     d = logp - ref
+    if kind == "k3_ratio":  # r * exp(-d) is exp(ref - old): no 0 * inf
+        _, old = select(mask, logp, old_logprobs)
+        return _ratio(ref, old) + _ratio(logp, old) * (d - 1)
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[kind]
 
 
@@ -264,31 +351,56 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
 
-    kl and target share a unit: OpenAI's 6 is per sequence, verl's 0.1 per token.
+    OpenAI's target of 6 is per sequence, verl's 0.1 per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
 
 
-def engine_weights(args: LossArgs, old_logprobs, engine_logprobs, mask):
-    """`engine_correction` by the flags, and its metrics, (B, T)."""
-    return engine_correction(
-        old_logprobs, engine_logprobs, mask, kind=args.engine_correction,
-        low=args.correction_low, high=args.correction_high)
+# ---- factors of the token losses
+
+
+def loss_factors(args: LossArgs, logprobs, old_logprobs, engine_logprobs, advantages, mask):
+    """Their product by the flags, and metrics, (B, T)."""
+    factors, found = 1, {}
+    if args.engine_correction != "none":
+        factors, found = engine_correction(
+            old_logprobs, engine_logprobs, mask, kind=args.engine_correction,
+            low=args.correction_low, high=args.correction_high)
+    if args.opsm_delta is not None:
+        keep = opsm_keep(logprobs, engine_logprobs, advantages, mask, delta=args.opsm_delta)
+        factors, found = factors * keep, found | {"opsm_cut": mask & ~keep}
+    return factors, found
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
-    """Factors of the token losses that correct for sampling with the engine, detached.
+    """Factors that correct for sampling with the engine, detached.
 
-        w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, both from before the update
+        w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, from before the update
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
+        sequence_*  the product of a completion's w_t: verl truncates at 2, TRL masks above 3
+        geometric   1 if their geometric mean is in [low, high], else 0: verl's seq_mean_k1
     """
     old, engine = select(mask, old_logprobs.detach(), engine_logprobs.detach())
-    ratio = (old - engine).exp()
-    weights = {"truncate": ratio.clamp(max=high),
-               "mask": torch.where((low <= ratio) & (ratio <= high), ratio, 0)}[kind]
-    cut = (mask & (weights != ratio)).to(ratio.dtype)
-    return torch.where(mask, weights, 0), {"engine_ratio": ratio, "engine_cut": cut}
+    log_ratio = old - engine
+    if kind in ("sequence_truncate", "sequence_mask"):
+        log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
+    elif kind == "geometric":
+        log_ratio = row_mean(log_ratio, mask).expand(mask.shape)
+    ratio = log_ratio.exp()
+    inside = (low <= ratio) & (ratio <= high)
+    weights, cut = {
+        "truncate": (ratio.clamp(max=high), ratio > high),
+        "mask": (torch.where(inside, ratio, 0), ~inside),
+        "geometric": (inside.to(ratio.dtype), ~inside)}[kind.removeprefix("sequence_")]
+    return torch.where(mask, weights, 0), {
+        "engine_ratio": ratio, "engine_cut": (mask & cut).to(ratio.dtype)}
+
+
+def opsm_keep(logprobs, engine_logprobs, advantages, mask, *, delta):
+    """A_t >= 0 or 1/|o| * sum_t (engine_t - logp_t) <= delta.      arXiv:2512.02556, TRL"""
+    logp, engine, A = select(mask, logprobs.detach(), engine_logprobs, advantages)
+    return (A >= 0) | (row_mean(engine - logp, mask) <= delta)
 
 
 # ---- aggregation: the weight of a token's loss, one for all tokens of a completion
@@ -296,14 +408,18 @@ def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
 #   token       1 / (all masked tokens)         DAPO
 #   sequence    1 / (|o_i| * sequences)         GRPO, GSPO
 #   constant    1 / (max_tokens * sequences)    Dr. GRPO
+#   prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786
 #
-# A completion without loss is in no denominator; one whose advantage is 0 is.
+# A completion without loss is in no denominator; one of advantage 0 is.
 
 
-def token_weights(lengths, aggregation, *, max_tokens):
+def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
     """|o_i| (B,) of a global minibatch, 0 where nothing bears loss -> the weight of a completion's
-    tokens, (B,)."""
+    tokens, (B,). prompts (B,): numbers; None: all differ."""
     lengths = lengths.double()
     n = (lengths > 0).sum().double()
-    denominators = {"token": lengths.sum(), "sequence": lengths * n, "constant": max_tokens * n}
+    prompts = torch.arange(len(lengths)) if prompts is None else prompts
+    sums = prompts.bincount(lengths)  # of each prompt's tokens
+    denominators = {"token": lengths.sum(), "sequence": lengths * n, "constant": max_tokens * n,
+                    "prompt": sums[prompts] * (sums > 0).sum()}
     return torch.where(lengths > 0, 1 / denominators[aggregation], 0)

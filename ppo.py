@@ -188,10 +188,12 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
     policy_meter, critic_meter = Meter(world), Meter(world)
     entropy_mode = "grad" if args.entropy_coef else "value"
+    prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
-            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)
+            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
+            prompts=prompts[rows])
         rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
         if not rows:  # momentum alone must not move the weights
             policy_meter.skipped += 1
@@ -212,13 +214,14 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
                 m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
-                old = micro.slice(old_logprobs)
+                old, A = micro.slice(old_logprobs), micro.slice(advantages)  # (b, t)
                 loss, details = losses.clip_loss(
-                    logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
-                    clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
-                if args.engine_correction != "none":
-                    correction, found = losses.engine_weights(args, old, micro.engine_logprobs, m)
-                    loss, details = loss * correction, details | found
+                    logprobs, old, A, m, clip_low=args.clip_low, clip_high=args.clip_high,
+                    dual_clip=args.dual_clip)  # (b, t)
+                if args.has_factors:
+                    factors, found = losses.loss_factors(
+                        args, logprobs, old, micro.engine_logprobs, A, m)
+                    loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss, "entropy": entropy,
                             GAP: (old - micro.engine_logprobs).abs()}
                 if args.entropy_coef:

@@ -3,7 +3,7 @@
 It is slow and plain: transformers' own model, one completion at a time, float64. There is no batch,
 no padding and no mask. Every list below is over the sampled tokens of one completion: the model
 reads what a reply put in, but that is no step of the policy. Of the project it takes the flags'
-values, `args`, and nothing else.
+values, `args`, and nothing else. The losses of a token are in reference_losses.py.
 
 `args.group` neighbours of the completions share a prompt. Log-probs and entropies are in nats.
 """
@@ -12,6 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from reference_losses import (
+    engine_correction,
+    kl_loss,
+    mean,
+    off_policy,
+    token_loss,
+    token_weight,
+    value_loss,
+)
 
 
 @dataclass
@@ -23,6 +33,7 @@ class Completion:
     engine_logprobs: list[float]  # the engine's log π of the sampled tokens
     truncated: bool  # it was cut at max_tokens
     reward: float | None  # None: it could not be scored
+    parts: dict[str, float | None]  # the rewards that it adds up
 
 
 @dataclass
@@ -102,10 +113,6 @@ class Model:
 
 # ---- rewards and advantages ----
 
-def mean(x: list) -> float:
-    return sum(x) / max(1, len(x))
-
-
 def fates(args, completions: list[Completion]) -> list[str]:
     """Of each completion of grpo.py: "trained", or the first reason why it bears no loss."""
     found = []
@@ -133,23 +140,43 @@ def penalized(args, completion: Completion) -> float | None:
     return completion.reward + min(0.0, max(-1.0, penalty))
 
 
-def group_advantage(args, R: float, rewards: list[float]) -> float:
-    """Of one completion, whose reward R is one of its group's.
+def spread(x: list[float]) -> float:
+    """The standard deviation, ddof 1."""
+    return math.sqrt(sum((value - mean(x)) ** 2 for value in x) / max(1, len(x) - 1))
+
+
+def group_advantage(args, kind: str, R: float, rewards: list[float], batch: list[float]) -> float:
+    """Of one completion, whose reward R is one of its group's. batch: the rewards of all groups.
 
         grpo                 (R - mean) / (std + eps), ddof 1      https://arxiv.org/abs/2402.03300
         dr_grpo              R - mean                              https://arxiv.org/abs/2503.20783
         rloo                 R - mean of the others                https://arxiv.org/abs/2402.14740
         reinforce++-baseline R - mean, whitened later              https://arxiv.org/abs/2501.03262
+        lite_ppo             (R - mean) / (std of the batch + eps) https://arxiv.org/abs/2508.08221
+        maxrl                (R - mean) / mean                     https://arxiv.org/abs/2602.02710
     """
     if max(rewards) == min(rewards):
         return 0.0
-    if args.advantage == "rloo":
+    if kind == "rloo":
         return R - (sum(rewards) - R) / (len(rewards) - 1)
-    A = R - mean(rewards)
-    if args.advantage == "grpo":
-        variance = sum((x - mean(rewards)) ** 2 for x in rewards) / (len(rewards) - 1)
-        return A / (math.sqrt(variance) + args.advantage_eps)
-    return A
+    scale = {"grpo": spread(rewards) + args.advantage_eps, "maxrl": mean(rewards),
+             "lite_ppo": spread(batch) + args.advantage_eps}
+    return (R - mean(rewards)) / scale.get(kind, 1.0)
+
+
+def gdpo(args, step: Step) -> list[list[float]]:
+    """GRPO's advantage for each reward alone, their weighted sum, whitened over the completions.
+    https://arxiv.org/abs/2601.05242"""
+    total: list[list[float]] = [[0.0] if fate == "trained" else [] for fate in step.fates]
+    for spec in args.reward:
+        name, _, weight = spec.partition(":")
+        for i in step.trained():
+            first, parts = i - i % args.group, step.completions[i].parts
+            group = [c.parts[name] for c in step.completions[first:first + args.group]
+                     if c.reward is not None]
+            total[i][0] += float(weight or 1) * group_advantage(
+                args, "grpo", parts[name], group, [])
+    return [A * len(old) for A, old in zip(whiten(total), step.old, strict=True)]
 
 
 def grpo_advantages(args, step: Step) -> list[list[float]]:
@@ -164,13 +191,17 @@ def grpo_advantages(args, step: Step) -> list[list[float]]:
             r = token_rewards(step, i, rewards[i], args.kl_reward_coef)
             advantages[i] = [sum(r[t:]) for t in range(len(r))]
         return whiten(advantages)
+    if args.advantage == "gdpo":
+        return gdpo(args, step)
     for i, reward in enumerate(rewards):
         if args.kl_reward_coef and reward is not None:
             rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
     for i in step.trained():
         first = i - i % args.group
         group = [R for R in rewards[first:first + args.group] if R is not None]
-        advantages[i] = [group_advantage(args, rewards[i], group)] * len(step.old[i])
+        batch = [R for R in rewards if R is not None]
+        A = group_advantage(args, args.advantage, rewards[i], group, batch)
+        advantages[i] = [A] * len(step.old[i])
     return whiten(advantages) if args.advantage == "reinforce++-baseline" else advantages
 
 
@@ -204,75 +235,6 @@ def adaptive_kl(args, kl_coef: float, kl: float, n: int) -> float:
     return kl_coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * n / args.kl_horizon)
 
 
-# ---- losses of one token ----
-
-def token_loss(args, kind: str, logp, old: float, A: float, sequence_log_ratio: float):
-    """→ the loss, the ratio r = π / π_old, and whether a bound acts.
-
-        clip        -min(r A, clip(r, 1 - low, 1 + high) A)     https://arxiv.org/abs/1707.06347
-                    and at most -c A where A < 0 (dual_clip c)  https://arxiv.org/abs/1912.09729
-        gspo        the same with r = sg[s] π / sg[π], where s is the geometric mean of the
-                    completion's ratios                         https://arxiv.org/abs/2507.18071
-        cispo       -sg[clip(r, 1 - low, 1 + high)] A log π     https://arxiv.org/abs/2506.13585
-        reinforce   -A log π
-    """
-    low, high = 1 - args.clip_low, 1 + args.clip_high
-    r = (logp - old).exp()
-    if kind == "reinforce":
-        return -A * logp, r, False
-    if kind == "cispo":
-        weight = r.detach().clamp(low, high)
-        return -weight * A * logp, r, bool(weight != r)
-    if kind == "gspo":
-        r = math.exp(sequence_log_ratio) * (logp - logp.detach()).exp()
-    surrogate = min(r * A, r.clamp(low, high) * A)
-    if args.dual_clip is not None and A < 0:
-        surrogate = max(surrogate, torch.tensor(args.dual_clip * A, dtype=torch.float64))
-    return -surrogate, r, bool(surrogate != r * A)
-
-
-def kl_loss(kind: str, logp, ref: float):
-    """An estimate of KL(π‖π_ref) from one token.          http://joschu.net/blog/kl-approx.html"""
-    d = logp - ref
-    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[kind]
-
-
-def value_loss(args, V, V_old: float, R: float):
-    """½ max((V - R)², (V_clip - R)²), V_clip = clip(V, V_old - clip, V_old + clip)
-
-    → the loss, and whether the clipping made it larger.  https://github.com/openai/baselines, ppo2
-    """
-    error = (V - R) ** 2
-    if args.value_clip is None:
-        return error / 2, False
-    clipped_error = (V.clamp(V_old - args.value_clip, V_old + args.value_clip) - R) ** 2
-    return max(error, clipped_error) / 2, bool(clipped_error > error)
-
-
-def engine_correction(args, old: float, engine: float) -> tuple[float, float]:
-    """The ratio π_old / π_engine, truncated (TIS) or 0 outside its bounds (IcePop,
-    arXiv:2510.18855), and as it is."""
-    ratio = math.exp(old - engine)
-    if args.engine_correction == "truncate":
-        return min(ratio, args.correction_high), ratio
-    if args.engine_correction == "mask":
-        inside = args.correction_low <= ratio <= args.correction_high
-        return ratio if inside else 0.0, ratio
-    return 1.0, ratio
-
-
-def token_weight(args, length: int, lengths: list[int]) -> float:
-    """The weight of each token of a completion, in a minibatch of completions of these lengths.
-
-        token       mean over all tokens                        DAPO
-        sequence    mean over completions of their means        GRPO
-        constant    mean over completions of sum / max_tokens   Dr. GRPO
-    """
-    if args.aggregation == "token":
-        return 1 / sum(lengths)
-    return 1 / len(lengths) / (length if args.aggregation == "sequence" else args.max_tokens)
-
-
 # ---- one step of learning ----
 
 def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, terms: list,
@@ -280,24 +242,29 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
     """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm."""
     for i in rows:
         completion, old, total = step.completions[i], step.old[i], 0.0
-        weight = token_weight(args, len(old), [len(step.old[j]) for j in rows])
+        weight = token_weight(args, i, {j: len(step.old[j]) for j in rows})
         logps, entropies = policy.logprobs(completion)
-        log_ratios = [new - before for new, before in zip(logps.tolist(), old, strict=True)]
+        log_ratios = [new - before for new, before in zip(logps, old, strict=True)]
+        row = list(zip(log_ratios, step.advantages[i], strict=True))
+        engine = completion.engine_logprobs
+        corrections, engine_ratios = engine_correction(args, old, engine)
         for t in range(len(old)):
-            loss, ratio, cut = token_loss(
-                args, kind, logps[t], old[t], step.advantages[i][t], mean(log_ratios))
-            engine = completion.engine_logprobs[t]
-            correction, engine_ratio = engine_correction(args, old[t], engine)
-            loss = loss * correction
+            A = step.advantages[i][t]
+            loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
+            dropped = off_policy(args, A, logps.tolist(), engine)
+            loss = 0.0 * loss if dropped else loss * corrections[t]
             found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
                      "policy/entropy": entropies[t],
-                     "rollout/logprob_gap_mean": abs(old[t] - engine),
-                     "policy/approx_kl": math.exp(log_ratios[t]) - 1 - log_ratios[t]}
+                     "rollout/logprob_gap_mean": abs(old[t] - engine[t]),
+                     "policy/approx_kl": log_ratios[t].exp() - 1 - log_ratios[t]}
             if args.engine_correction != "none":
-                found |= {"policy/engine_ratio": engine_ratio,
-                          "policy/engine_cut": correction != engine_ratio}
+                r, kept = engine_ratios[t], corrections[t] in (engine_ratios[t], 1.0)
+                found |= {"policy/engine_ratio": r, "policy/engine_cut": not kept}
+            if args.opsm_delta is not None:
+                found["policy/opsm_cut"] = dropped
             if kl_loss_coef:
-                found["loss/kl"] = kl_loss(args.kl_estimator, logps[t], step.ref[i][t])
+                found["loss/kl"] = kl_loss(
+                    args.kl_estimator, logps[t], step.ref[i][t], old[t])
                 loss = loss + kl_loss_coef * found["loss/kl"]
             total = total + weight * (loss - args.entropy_coef * entropies[t])
             terms.append((weight, found))
@@ -309,7 +276,7 @@ def update_critic(args, critic: Model, step: Step, rows: list[int], lr: float, t
                   old_values: list[list[float]], returns: list[list[float]]) -> float:
     """One optimizer step: L = Σ_it weight_it value_loss_it, with the policy's weights."""
     for i in rows:
-        weight, total = token_weight(args, len(returns[i]), [len(returns[j]) for j in rows]), 0.0
+        weight, total = token_weight(args, i, {j: len(returns[j]) for j in rows}), 0.0
         for t, V in enumerate(critic.values(step.completions[i])):
             loss, clipped = value_loss(args, V, old_values[i][t], returns[i][t])
             total = total + weight * loss
@@ -341,7 +308,8 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, args.loss,
                                        args.kl_loss_coef))
-        acts = bool(args.kl_loss_coef or args.entropy_coef)  # also where the advantage is 0
+        # These act also where the advantage is 0.
+        acts = bool(args.kl_loss_coef or args.entropy_coef or args.log_ratio_coef)
         with_grad += sum(acts or any(step.advantages[i]) for i in rows)
     return policy_metrics(args, step, terms, norms) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),

@@ -283,7 +283,7 @@ ZERO = torch.zeros(1, 1)
     (KeyError, "k4", lambda: losses.kl_estimate(ZERO, ZERO, ONE, kind="k4")),
     (KeyError, "tis", lambda: losses.engine_correction(
         ZERO, ZERO, ONE, kind="tis", low=0.5, high=2.0)),
-    (KeyError, "mean", lambda: losses.token_weights(ONE, "mean", max_tokens=1)),
+    (KeyError, "mean", lambda: losses.token_weights(ZERO[0], "mean", max_tokens=1)),
 ])
 def test_a_wrong_name_or_size_is_refused(error, message, call):
     with pytest.raises(error, match=message):

@@ -107,7 +107,23 @@ RECIPES = {
     "REINFORCE++": "--advantage reinforce++ --aggregation token --kl_reward_coef 0.01 --group 1 "
                    "--minibatches 4",
     "REINFORCE++-baseline": "--advantage reinforce++-baseline --aggregation token "
-                            "--kl_loss_coef 0.01 --kl_estimator k2 --minibatches 4"}
+                            "--kl_loss_coef 0.01 --kl_estimator k2 --minibatches 4",
+    "ScaleRL": "--advantage lite_ppo --loss cispo --aggregation prompt --clip_low 1 --clip_high 4 "
+               "--dynamic_sampling --minibatches 4",
+    "Lite PPO": "--advantage lite_ppo --aggregation token --minibatches 4",
+    "SAPO": "--advantage grpo --loss sapo --sapo_taus 1.0 1.05 --aggregation sequence "
+            "--minibatches 4",
+    "GMPO": "--advantage grpo --loss gmpo --aggregation sequence --clip_low 0.4 --clip_high 0.4 "
+            "--minibatches 4",
+    "DPPO": "--advantage dr_grpo --loss dppo --aggregation token --clip_low 0.2 --clip_high 0.2 "
+            "--minibatches 4",
+    "IPO": "--advantage dr_grpo --loss ipo --aggregation token --clip_low 0.1 --clip_high 0.1 "
+           "--log_ratio_coef 0.001",
+    "GDPO": "--advantage gdpo --aggregation sequence --reward math format",
+    "DeepSeek-V3.2": "--advantage dr_grpo --aggregation sequence --kl_loss_coef 0.001 "
+                     "--kl_estimator k3_ratio --opsm_delta 0.1 --minibatches 4",
+    "TRL's": "--engine_correction sequence_mask --correction_low 0 --correction_high 3",
+    "geometric": "--engine_correction geometric --correction_low 0.999 --correction_high 1.001"}
 SOFT_LOSS = '''def soft_clip_loss(logprobs, old_logprobs, advantages, mask, *, slope, **bounds):
     logp, old, A = losses.select(mask, logprobs, old_logprobs, advantages)
     ratio = (logp - old).exp()
@@ -116,13 +132,13 @@ SOFT_LOSS = '''def soft_clip_loss(logprobs, old_logprobs, advantages, mask, *, s
 
 '''
 SOFT = [("LOSSES = {", f"{SOFT_LOSS}LOSSES = {{"),
-        ('"reinforce": losses.reinforce_loss}',
-         '"reinforce": losses.reinforce_loss, "soft": soft_clip_loss}'),
-        ('Literal["clip", "gspo", "cispo", "reinforce"]',
-         'Literal["clip", "gspo", "cispo", "reinforce", "soft"]'),
+        ('"reinforce": losses.reinforce_loss,',
+         '"reinforce": losses.reinforce_loss, "soft": soft_clip_loss,'),
+        ('Literal["clip", "gspo", "cispo", "reinforce", ',
+         'Literal["clip", "gspo", "cispo", "reinforce", "soft", '),
         ("    kl_loss_coef: float = 0.0\n",
          "    slope: float = 0.2\n    kl_loss_coef: float = 0.0\n"),
-        ("dual_clip=args.dual_clip)", "dual_clip=args.dual_clip, slope=args.slope)")]
+        ("m, **args.bounds)", "m, **args.bounds, slope=args.slope)")]
 
 
 def edited(folder: Path, name: str, script: str, *changes: tuple[str, str]) -> str:

@@ -59,7 +59,7 @@ def on_ppo(group: int = 1, steps: int = 2, **flags) -> Setting:
 MANY = dict(steps=1, minibatches=2, epochs=2)  # the ratio leaves 1 within a step
 TIGHT = dict(clip_low=0.03, clip_high=0.05)
 BOUNDS = dict(correction_low=0.7, correction_high=1.2)
-AGGREGATIONS = ("token", "sequence", "constant")
+AGGREGATIONS = ("token", "sequence", "constant", "prompt")
 SETTINGS = [
     # The default, and the advantages.
     on_grpo(), on_grpo(steps=3, minibatches=2, epochs=2), on_grpo(advantage="rloo"),
@@ -67,14 +67,23 @@ SETTINGS = [
     *(on_grpo(advantage=kind, overlong_buffer=8, **TIGHT, **MANY) for kind in (
         "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline")),
     on_grpo(group=1, advantage="reinforce++", steps=2),
+    on_grpo(advantage="lite_ppo", overlong_buffer=8, advantage_eps=0.1), on_grpo(advantage="maxrl"),
+    on_grpo(advantage="gdpo", reward=("exact", "short:0.5"), overlong_filter=True, **MANY),
     # Losses, with each aggregation.
     *(on_grpo(loss=loss, aggregation=aggregation, **TIGHT, **MANY)
       for loss in ("clip", "gspo", "cispo") for aggregation in AGGREGATIONS),
     *(on_grpo(loss="reinforce", aggregation=aggregation) for aggregation in AGGREGATIONS),
+    on_grpo(loss="sapo", sapo_taus=(1.0, 1.5), aggregation="sequence", **MANY),
+    *(on_grpo(loss="gmpo", aggregation=aggregation, **TIGHT, **MANY)
+      for aggregation in ("token", "sequence")),
+    on_grpo(loss="gmpo", advantage="reinforce++", **TIGHT, **MANY),
+    on_grpo(loss="dppo", clip_low=0.01, clip_high=0.02, **MANY),
+    on_grpo(loss="ipo", clip_low=0.01, clip_high=0.02, log_ratio_coef=0.1, **MANY),
     on_grpo(dual_clip=1.1, epochs=3), on_grpo(loss="gspo", dual_clip=1.02, **MANY),
     on_grpo(clip_low=1.0, clip_high=0.1, loss="cispo", **MANY),
     # A KL term in the loss, in the reward.
-    *(on_grpo(kl_loss_coef=0.3, kl_estimator=kind, **MANY) for kind in ("k1", "k2", "k3")),
+    *(on_grpo(kl_loss_coef=0.3, kl_estimator=kind, **MANY) for kind in (
+        "k1", "k2", "k3", "k3_ratio")),
     on_grpo(kl_loss_coef=0.3, temperature=0.6, aggregation="sequence"),
     *(on_grpo(kl_reward_coef=0.2, advantage=kind, temperature=0.8, **MANY) for kind in (
         "dr_grpo", "grpo", "reinforce++", "reinforce++-baseline")),
@@ -84,6 +93,10 @@ SETTINGS = [
       for kind in ("truncate", "mask") for more in ({}, MANY)),
     on_grpo(engine_correction="truncate", loss="cispo", temperature=0.7, **BOUNDS, **MANY),
     on_grpo(engine_correction="mask", loss="reinforce", aggregation="constant", **BOUNDS),
+    *(on_grpo(engine_correction=kind, kl_loss_coef=0.3, **BOUNDS, **MANY)
+      for kind in ("sequence_truncate", "sequence_mask", "geometric")),
+    on_grpo(engine_correction="sequence_mask", loss="gmpo", opsm_delta=0.1, **BOUNDS, **MANY),
+    on_grpo(opsm_delta=0.1, entropy_coef=0.2, **MANY), on_grpo(opsm_delta=0.0),
     # Entropy, temperature, length, optimizer.
     on_grpo(entropy_coef=0.3), on_grpo(entropy_coef=0.3, temperature=1.7, **MANY),
     on_grpo(temperature=0.5, **MANY), on_grpo(overlong_filter=True, **MANY),
@@ -99,10 +112,11 @@ SETTINGS = [
     on_ppo(gamma=0.95, lam=1.0, kl_reward_coef=0.2, **MANY), on_ppo(lam=0.0, value_clip=None),
     on_ppo(value_clip=0.02, epochs=3, steps=1, **TIGHT), on_ppo(dual_clip=1.1, epochs=3, steps=1),
     *(on_ppo(aggregation=kind, entropy_coef=0.2, temperature=0.7, **TIGHT, **MANY)
-      for kind in ("sequence", "constant")),
+      for kind in ("sequence", "constant", "prompt")),
     on_ppo(overlong_buffer=8, temperature=1.4, kl_reward_coef=0.3),
     on_ppo(kl_reward_coef=0.3, kl_target=0.01, kl_horizon=20, steps=3),
     *(on_ppo(engine_correction=kind, entropy_coef=0.2, **BOUNDS) for kind in ("truncate", "mask")),
+    on_ppo(engine_correction="geometric", opsm_delta=0.1, group=2, **BOUNDS),
     on_ppo(critic_warmup_steps=1), on_ppo(minibatches=20, steps=1),
     on_ppo(max_grad_norm=0.01, weight_decay=0.1, betas=(0.8, 0.95)),
     on_ppo(lora_rank=2, kl_reward_coef=0.2, **MANY),
@@ -135,12 +149,13 @@ def hostile(group: int, seed: int) -> list[Sample]:
                 reward = 0.25
             if (p == 2 and g > 0) or (p == 5 and g < group // 2) or (group == 1 and p % 5 == 4):
                 reward = None
+            short = None if reward is None else round(length * reward, 2) % 1  # of GDPO alone
             logprobs = np.log(1 / VOCAB) + 0.7 * rng.standard_normal(length)
             samples.append(Sample(
                 data.Prompt(p, row),
                 Completion(rng.integers(0, VOCAB, length).astype(np.int32),
                            (logprobs * sampled).astype(np.float32), truncated, sampled),
-                "text", rewards.Score(reward, {"exact": reward}, None)))
+                "text", rewards.Score(reward, {"exact": reward, "short": short}, None)))
     return samples
 
 
@@ -150,7 +165,7 @@ def plainly(sample: Sample) -> reference.Completion:
     return reference.Completion(
         sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
         completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        sample.score.total)
+        sample.score.total, sample.score.parts)
 
 
 def make_models(folder: str) -> None:

@@ -36,6 +36,26 @@ PPO_WARM = "ppo group=1 steps=2 overlong_buffer=8 temperature=1.4 kl_reward_coef
 VALUE_CLIP = "ppo group=1 steps=1 value_clip=0.02 epochs=3 clip_low=0.03 clip_high=0.05"
 PPO_TRUNCATE = f"ppo group=1 steps=2 engine_correction=truncate {BOUNDS}"
 PPO_MASK = PPO_TRUNCATE.replace("truncate", "mask")
+PPO_PROMPT = PPO_MANY.replace("sequence", "prompt")
+PPO_OPSM = ("ppo group=2 steps=2 engine_correction=geometric opsm_delta=0.1 correction_low=0.7 "
+            "correction_high=1.2")
+EPOCHS_2 = "minibatches=2 epochs=2"
+SAPO = f"grpo group=3 steps=1 loss=sapo sapo_taus=(1.0, 1.5) aggregation=sequence {EPOCHS_2}"
+GMPO = f"grpo group=3 steps=1 loss=gmpo aggregation=sequence {TIGHT}"
+GMPO_TOKENS = f"grpo group=3 steps=1 loss=gmpo advantage=reinforce++ {TIGHT}"
+DPPO = f"grpo group=3 steps=1 loss=dppo clip_low=0.01 clip_high=0.02 {EPOCHS_2}"
+IPO = ("grpo group=3 steps=1 loss=ipo clip_low=0.01 clip_high=0.02 log_ratio_coef=0.1 "
+       f"{EPOCHS_2}")
+KL_RATIO = KL.replace("k1", "k3_ratio")
+PROMPT = f"grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}"
+GDPO = ("grpo group=3 steps=1 advantage=gdpo reward=('exact', 'short:0.5') overlong_filter=True "
+        f"{EPOCHS_2}")
+LITE = "grpo group=3 steps=2 advantage=lite_ppo overlong_buffer=8 advantage_eps=0.1"
+MAXRL = "grpo group=3 steps=2 advantage=maxrl"
+OPSM = f"grpo group=3 steps=1 opsm_delta=0.1 entropy_coef=0.2 {EPOCHS_2}"
+SEQUENCES = ("grpo group=3 steps=1 engine_correction=sequence_mask kl_loss_coef=0.3 "
+             f"correction_low=0.7 correction_high=1.2 {EPOCHS_2}")
+GEOMETRIC = SEQUENCES.replace("sequence_mask", "geometric")
 
 REFILL = "reference.py::test_dynamic_sampling_trains_on_groups_whose_rewards_differ"
 RATES = "reference.py::test_ppo_passes_rates_and_the_adapted_coefficient"
@@ -62,7 +82,7 @@ WIRINGS = [
     ("grpo.py", "old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()",
      "old = logprobs.detach()", UPDATES),
     # ---- grpo.py: advantages and the mask
-    ("grpo.py", "eps=args.advantage_eps", "eps=1e-6",
+    ("grpo.py", "eps=args.advantage_eps, scored", "eps=1e-6, scored",
      "grpo group=3 steps=2 advantage=grpo advantage_eps=0.3"),
     ("grpo.py", "            batch.lengths, args.max_tokens, args.overlong_buffer)",
      "            batch.sampled.sum(1), args.max_tokens, args.overlong_buffer)", GRPO),
@@ -82,18 +102,27 @@ WIRINGS = [
     ("grpo.py", "kl_coef=args.kl_reward_coef)", "kl_coef=-args.kl_reward_coef)", KL_TOKENS),
     ("grpo.py", "loss + args.kl_loss_coef * kl", "loss - args.kl_loss_coef * kl", KL),
     ("grpo.py", "loss + args.kl_loss_coef * kl", "loss + args.kl_loss_coef * kl * "
-     "(1 if args.engine_correction == \"none\" else correction)", TRUNCATE),
+     "(1 if args.engine_correction == \"none\" else factors)", TRUNCATE),
     ("grpo.py", "kind=args.kl_estimator", "kind=\"k3\"", KL),
     ("grpo.py", "loss - args.entropy_coef * entropy", "loss + args.entropy_coef * entropy",
      TRUNCATE),
     ("grpo.py", "\"grad\" if args.entropy_coef else \"value\"", "\"value\"", TRUNCATE),
-    ("grpo.py", "bool(args.kl_loss_coef or args.entropy_coef)", "bool(args.kl_loss_coef)", ENTROPY),
+    ("grpo.py", "args.kl_loss_coef or args.entropy_coef or", "args.kl_loss_coef or", ENTROPY),
     ("grpo.py", " > 0) | acts", " > 0)", TRUNCATE),
     # ---- grpo.py: the update
-    ("grpo.py", "clip_low=args.clip_low,\n                    clip_high=args.clip_high",
-     "clip_low=args.clip_high,\n                    clip_high=args.clip_low", GRPO),
-    ("grpo.py", "dual_clip=args.dual_clip", "dual_clip=None", EPOCHS),
-    ("grpo.py", "loss, details = loss * correction, details | found", "details |= found", TRUNCATE),
+    ("grpo.py", "{\"clip_low\": self.clip_low, \"clip_high\": self.clip_high}",
+     "{\"clip_low\": self.clip_high, \"clip_high\": self.clip_low}", GRPO),
+    ("grpo.py", "{\"dual_clip\": self.dual_clip}", "{\"dual_clip\": None}", EPOCHS),
+    ("grpo.py", "\"taus\": self.sapo_taus", "\"taus\": self.sapo_taus[::-1]", SAPO),
+    ("grpo.py", "{\"log_ratio_coef\": self.log_ratio_coef}", "{\"log_ratio_coef\": 0.0}", IPO),
+    ("grpo.py", " or args.log_ratio_coef)", ")", IPO),
+    ("grpo.py", "\"gmpo\": losses.gmpo_loss", "\"gmpo\": losses.gspo_loss", GMPO),
+    ("grpo.py", "loss, details = loss * factors, details | found", "details |= found", TRUNCATE),
+    ("grpo.py", "old_logprobs=old)", "old_logprobs=logprobs.detach())", KL_RATIO),
+    ("grpo.py", "prompts=prompts[rows]", "prompts=None", PROMPT),
+    ("grpo.py", "part.weight * losses", "losses", GDPO),
+    ("grpo.py", "losses.whiten(total, loss_tokens > 0)", "total", GDPO),
+    ("grpo.py", "whiten(total, loss_tokens > 0)", "whiten(total, batch.scored)", GDPO),
     ("grpo.py", "loss_tokens[rows], args.aggregation", "loss_tokens.max() * (loss_tokens[rows] > 0)"
      ", args.aggregation", TOKEN),
     ("grpo.py", "batch.minibatches(args.minibatches, args.epochs)",
@@ -134,18 +163,45 @@ WIRINGS = [
     ("ppo.py", "critic.step(critic_lr)", "critic.step(lr)", PPO),
     ("ppo.py", "loss_tokens[rows], args.aggregation", "loss_tokens[rows], \"token\"", PPO_MANY),
     ("ppo.py", "rows = [r for r in rows if loss_tokens[r]]", "pass", PPO),
-    ("ppo.py", "loss, details = loss * correction, details | found", "details |= found",
+    ("ppo.py", "prompts=prompts[rows]", "prompts=prompts[rows] * 0", PPO_PROMPT),
+    ("ppo.py", "loss, details = loss * factors, details | found", "details |= found",
      PPO_TRUNCATE),
     ("ppo.py", "loss - args.entropy_coef * entropy", "loss + args.entropy_coef * entropy",
      PPO_MANY),
     ("ppo.py", "loss - args.entropy_coef * entropy", "loss - args.entropy_coef * entropy * "
-     "(1 if args.engine_correction == \"none\" else correction)", PPO_TRUNCATE),
+     "(1 if args.engine_correction == \"none\" else factors)", PPO_TRUNCATE),
     ("ppo.py", "\"grad\" if args.entropy_coef else \"value\"", "\"value\"", PPO_MANY),
     ("ppo.py", "        if lr == 0:\n            continue\n", "",
      "ppo group=1 steps=2 critic_warmup_steps=1"),
     ("ppo.py", "step >= args.critic_args.critic_warmup_steps",
      "step > args.critic_args.critic_warmup_steps", RATES),
     ("ppo.py", "n=len(samples)", "n=args.batch", RATES),
+    # ---- losses.py: the losses, advantages, factors and weights since 2025
+    ("losses.py", "taus[1]).masked_fill(A > 0, taus[0])", "taus[0])", SAPO),
+    ("losses.py", "log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low)",
+     "log_r.clamp(min=-clip_low), log_r.clamp(max=clip_high)", GMPO),
+    ("losses.py", "s = row_mean(clipped, mask)", "s = row_mean(log_r, mask)", GMPO_TOKENS),
+    ("losses.py", "(A < 0) & (moved < -clip_low)", "(A < 0) & (moved < -clip_high)", DPPO),
+    ("losses.py", "moved, r = logp.exp() - old.exp(), _ratio(logp, old).detach()",
+     "moved, r = logp - old, _ratio(logp, old).detach()", DPPO),
+    ("losses.py", "drop = (moved > clip_high) | (moved < -clip_low)",
+     "drop = ((moved > clip_high) & (A > 0)) | ((moved < -clip_low) & (A < 0))", IPO),
+    ("losses.py", "torch.where(drop, 0, -r * A) + log_ratio_coef * (logp - old).square()",
+     "torch.where(drop, 0, -r * A + log_ratio_coef * (logp - old).square())", IPO),
+    ("losses.py", "_ratio(logp, old) * (d - 1)", "_ratio(logp, old).detach() * (d - 1)", KL_RATIO),
+    ("losses.py", "A = A / (batch_std(R, S) + eps)", "A = A / (R.std() + eps)", LITE),
+    ("losses.py", "A = A * n / total", "A = A * n.clamp(min=3) / total", MAXRL),
+    ("losses.py", "log_ratio = log_ratio.sum(1, keepdim=True)",
+     "log_ratio = row_mean(log_ratio, mask)", SEQUENCES),
+    ("losses.py", "log_ratio = row_mean(log_ratio, mask)", "log_ratio = log_ratio.sum(1, True)",
+     GEOMETRIC),
+    ("losses.py", "row_mean(engine - logp, mask)", "row_mean(logp - engine, mask)", OPSM),
+    ("losses.py", "return (A >= 0) | (row", "return (row", OPSM),
+    ("losses.py", "factors * keep, found", "factors, found", PPO_OPSM),
+    ("losses.py", "logp, engine, A = select(mask, logprobs.detach()",
+     "logp, engine, A = select(mask, logprobs.detach() * 0.9", OPSM),
+    ("losses.py", "\"prompt\": sums[prompts] * (sums > 0).sum()",
+     "\"prompt\": sums[prompts] * len(sums)", PROMPT),
     # ---- losses.py, model.py: what both scripts call
     ("losses.py", "low=args.correction_low, high=args.correction_high",
      "low=args.correction_high, high=args.correction_low", MASK),
@@ -153,8 +209,8 @@ WIRINGS = [
      PPO_MASK),
     ("losses.py", "old_logprobs, engine_logprobs, mask, kind=args",
      "engine_logprobs, old_logprobs, mask, kind=args", TRUNCATE),
-    ("losses.py", "length = mask.sum(1, keepdim=True).clamp(min=1)",
-     "length = torch.full_like(mask[:, :1], mask.shape[1], dtype=torch.long)", GSPO),
+    ("losses.py", "values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)",
+     "values.mean(1, keepdim=True)", GSPO),
     ("model.py", "weight_decay=args.weight_decay", "weight_decay=0.0", ADAMW),
     ("model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
     # ---- batch.py

@@ -70,13 +70,13 @@ def rescored(score: Score, total: float | None) -> Score:
 
 
 def altered(samples: list[Sample], seed: int) -> list[Sample]:
-    """With other tokens and lower rewards. Lengths stay, and rewards that are equal stay equal."""
+    """With other tokens and higher rewards. Lengths stay, and rewards that are equal stay equal."""
     rng, others, found = random.Random(seed), {}, []
     for sample in samples:
         old, total = sample.completion, sample.score.total
         ids = np.array([rng.randrange(VOCAB) for _ in old.ids], np.int32)
         if total is not None:
-            total = others.setdefault(total, rng.random() - 2)
+            total = others.setdefault(total, rng.random() + 2)
         found.append(replace(sample, completion=replace(old, ids=ids),
                              score=rescored(sample.score, total)))
     return found

@@ -59,7 +59,8 @@ PROMISES = [
             "state that is neither in a model nor in its optimizer"),
     Promise("a group's gradient, whatever the other groups' tokens and rewards",
             [("group 0", "group 0, others altered")], ("gradients",),
-            "a baseline of other groups' rewards. Is it a whitening by design? Use losses.whiten")]
+            "a baseline of other groups' rewards. Is it a whitening by design? Use losses.whiten, "
+            "losses.batch_std")]
 
 
 # ---- the trials ----

@@ -33,7 +33,7 @@ class Trial:
     shared: bool = True  # prompts, by their completions in a micro-batch
     nan: bool = False  # where there is no number
     plain: bool = False  # one sequence at a time, by transformers
-    only: range | None = None  # these rows alone have a gradient, and losses.whiten does nothing
+    only: range | None = None  # these rows alone have a gradient; losses.whiten, batch_std are off
     save: bool = False  # a checkpoint after it
     load: bool = False  # that checkpoint before it
 
@@ -44,7 +44,7 @@ class Outcome:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # "policy, update 1" → (n,)
     moved: dict[str, torch.Tensor] = field(default_factory=dict)  # model → all its changes, (n,)
     metrics: dict[str, float] = field(default_factory=dict)
-    whitened: bool = False  # losses.whiten was called, where it does nothing
+    whitened: bool = False  # one of them was called, where it is off
 
 
 # ---- models ----
@@ -188,6 +188,10 @@ def conditions(trial: Trial, file, outcome: Outcome):
         outcome.whitened = True
         return torch.where(mask, values.double(), 0)
 
+    def batch_std(rewards, scored):
+        outcome.whitened = True
+        return 1.0
+
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(Batch, __init__=init, score=score))
         stack.enter_context(patch.multiple(Micro, __init__=micro, slice=sliced))
@@ -195,7 +199,7 @@ def conditions(trial: Trial, file, outcome: Outcome):
             stack.enter_context(patch.object(Batch, "micros", single_rows))
             stack.enter_context(patch.object(model.LogprobModel, "forward", plain_forward))
         if trial.only is not None:
-            stack.enter_context(patch.object(losses, "whiten", whiten))
+            stack.enter_context(patch.multiple(losses, whiten=whiten, batch_std=batch_std))
             if hasattr(file, "whiten"):
                 stack.enter_context(patch.object(file, "whiten", whiten))
         yield
