@@ -36,7 +36,8 @@ def rows(page: str, heading: str = "") -> list[list[str]]:
 @pytest.mark.parametrize("page", TEXT)
 def test_lines_links_and_flags(page):
     text = TEXT[page]
-    assert not [x for x in text.splitlines() if len(x) > 100 and not x.startswith("|")]
+    lines = [re.sub(r"\(https://\S+?\)", "()", x) for x in text.splitlines()]  # cannot be folded
+    assert not [x for x in lines if len(x) > 100 and not x.startswith("|")]
     prose = re.sub("^```.*?^```", "", text, flags=re.S | re.M)
     for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", prose):
         target = (ROOT / page).parent / name if name else ROOT / page

@@ -24,8 +24,9 @@ def tables(page: str) -> list[list[str]]:
             for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
 
 
-def test_one_step_prints_what_the_page_says():
-    done = python("tests/pages.py", "docs/one_step.md")
+@pytest.mark.parametrize("page", ["from_reward_to_loss", "mismatch", "one_step"])
+def test_a_page_prints_what_it_says(page):
+    done = python("tests/pages.py", f"docs/{page}.md")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -45,6 +46,19 @@ def test_links_to_lines_point_to_the_code_that_they_show(tmp_path):
     assert len(check_links.check(tmp_path / "page.md")) == 2
     assert len(check_links.check(tmp_path / "page.md", fix=True)) == 1    # b is there twice
     assert "[`a = 1`](file.py#L1)" in (tmp_path / "page.md").read_text()
+
+
+def test_every_claim_about_another_project_has_a_thread_or_a_commit(tmp_path):
+    assert not [sentence for page in check_links.pages() for sentence in check_links.unlinked(page)]
+    page, url = tmp_path / "details_elsewhere.md", "https://github.com/a/b"
+    for text, right in (
+            ("TRL had this bug.", False), (f"[TRL 7]({url}/issues/7) had this bug.", True),
+            (f"[TRL]({url}) had this bug.", False), ("TRL has `beta`.", True),
+            (f"* [verl]({url}/blob/{'0' * 40}/x.py#L7) fails.\n* verl hangs.", False),
+            (f"[verl]({url}/blob/main/x.py) fails.", False), ("See verl#7.", False),
+            ("| 1 | same | Somebody | a thing |", False)):
+        page.write_text(text + "\n")
+        assert (not check_links.unlinked(page)) == right, text
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
