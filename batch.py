@@ -52,6 +52,14 @@ class Sample:
     advantage: float | None = None  # mean of its tokens; None: it bears no loss
 
 
+def given(prompt: Prompt) -> Sample:
+    """A sample that nobody sampled: its row has the completion (chats.py)."""
+    ids, learned = prompt.row.target
+    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
+                            np.array(learned))
+    return Sample(prompt, completion, "", Score(0.0, {}, None))
+
+
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     """Vectors → one matrix, zeros to the right."""
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
@@ -265,6 +273,6 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         values = [s.score.parts[name] for s in samples]
         if any(v is not None for v in values):
             metrics[f"reward/{name}"] = float(np.mean([v for v in values if v is not None]))
-    if scored:
+    if scored and samples[0].score.parts:  # else there is no --reward
         metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     return metrics

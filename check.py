@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import chats
 import data
 import dist
 import memory
@@ -33,7 +34,7 @@ class Checked:
 
 class NoTokenizer:
     """Of a model that is not here: its rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template = {}, None
+    added_tokens_decoder, chat_template, eos_token = {}, None, ""
 
     def __call__(self, text, **options):
         return {"input_ids": []}
@@ -68,21 +69,26 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
     source = mistakes.attempt(find_model, args.model, make)
-    needs = mistakes.attempt(rewards.check, list(args.reward))
+    needs = []
+    if args.reward or args.needs_reward:
+        needs = mistakes.attempt(rewards.check, list(args.reward))
     lm = tokenizer = bridge = None
+    ends = []
     if source:
         lm = mistakes.attempt(model.skeleton, source)
         tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
+    if tokenizer:
+        ends = eos_ids(source, tokenizer)
     shape = mistakes.attempt(find_shape, args, lm)
 
-    rows = load_rows(args, args.data, args.seed, tokenizer, mistakes, notes)
-    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, mistakes, notes)  # for any --seed
+    rows = load_rows(args, args.data, args.seed, tokenizer, ends, mistakes, notes)
+    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, ends, mistakes, notes)  # any --seed
     everything = rows + eval_rows
     mistakes.attempt(rewards.check_rows, needs or [], everything)
     if args.turn_args.reply:
-        chat, ends, vocab = None, [], 0  # of a model that is not here: the function alone is tried
+        chat, vocab = None, 0  # of a model that is not here: the function alone is tried
         if lm and tokenizer:
-            chat, ends, vocab = tokenizer, eos_ids(source, tokenizer), lm.config.vocab_size
+            chat, vocab = tokenizer, lm.config.vocab_size
         bridge = mistakes.attempt(turns.check, args, chat, ends, vocab, everything)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
@@ -169,18 +175,19 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
                      f"{room} positions of {args.model}.{works}")
     head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
     served = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
-    if head not in served and not torch.cuda.is_available():
+    if args.needs_engine and head not in served and not torch.cuda.is_available():
         found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
     lora = args.lora_args
-    if lora.lora_rank and lora.lora_sync != "merged" and config.model_type == "stablelm":
+    adapts = args.needs_engine and lora.lora_rank and lora.lora_sync != "merged"
+    if adapts and config.model_type == "stablelm":
         found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
                      "--lora_sync merged.")
     if tokenizer and tokenizer.vocab_size > vocab:  # without added tokens
         found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
                      f"{vocab:,}.")
     for row in rows:
-        largest = max(row.prompt_ids, default=None)
+        largest = max(row.prompt_ids + (row.target or [[]])[0], default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
             found.append(f"{name}: row {row.index} of {row.source} must have tokens with ids below "
                          f"{vocab} (the largest is {largest}).")
@@ -190,13 +197,19 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
 
 # ---- rows and memory ----
 
-def load_rows(args, spec: str | None, seed: int, tokenizer, mistakes: Mistakes,
+def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int], mistakes: Mistakes,
               notes: list[str]) -> list[data.Row]:
-    """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it."""
+    """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
+
+    ends: the ids that end a completion.
+    """
     if not spec:
         return []
     tokenizer = tokenizer or NoTokenizer()
-    found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
+    if args.supervised:
+        found = mistakes.attempt(chats.load, spec, tokenizer, args, ends, seed=seed)
+    else:
+        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
     if found is None:
         return []
     rows, note = found

@@ -3,6 +3,7 @@
     runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/  best/
 """
 import fcntl
+import io
 import json
 import math
 import os
@@ -81,14 +82,18 @@ def is_evaluation(row: dict) -> bool:
 
 
 def evaluation_line(row: dict) -> str:
-    """pass@k with its interval; of several data sources pass@1 alone."""
+    """pass@k with its interval; of several data sources pass@1 alone. Of sft.py the perplexity."""
     shown = []
+    if row.get("eval/perplexity") is not None:
+        shown.append(f"perplexity {row['eval/perplexity']:.3f}")
     for key, value in row.items():
         name = key.removeprefix("eval/")
         if f"{key}_low" in row and (name.startswith("pass@") or name.endswith("/pass@1")):
             shown.append(f"{name} {value:.3f}")
             if name.startswith("pass@"):
                 shown[-1] += f" ({row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f})"
+    if row.get("eval/groups_equal") is not None:
+        shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
 
@@ -325,6 +330,47 @@ class Log:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
             prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
             self.say(f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}")
+
+
+# ---- the end ----
+
+def summary(run_log: Log, args) -> bool:
+    """Prints how the run began and ended → whether it missed a grade. args: run.RunArgs."""
+    steps = [row for row in run_log.rows if not is_evaluation(row)]
+    evaluations = [row for row in run_log.rows if is_evaluation(row)]
+    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    scores = [row["eval/pass@1"] for row in evaluations if "eval/pass@1" in row]
+    losses = [row["eval/perplexity"] for row in evaluations if row.get("eval/perplexity")]
+    n, first, last = len(rewards), 1, 1
+    if n >= 13:
+        first, last = 3, 10
+    missed = False
+    for flag, words, before, after in [
+            ("target_reward", f"reward, first {first} and last {last} of {n} steps",
+             rewards[:first], rewards[-last:]),
+            ("", "held-out perplexity, before and after", losses[:1], losses[1:][-1:]),
+            ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
+        target = vars(args).get(flag)
+        if after:
+            before, after = sum(before) / len(before), sum(after) / len(after)
+            run_log.say(f"{words}: {before:.3f} -> {after:.3f}")
+        if target and not (after and before <= target[0] and after >= target[1]):
+            missed = True
+            run_log.say(f"missed --{flag}: at most {target[0]} before and at least {target[1]} "
+                        f"after")
+    if rewards:
+        draw_curve(run_log)
+    seconds = sum(row["time/step"] for row in steps)
+    tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
+    run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
+    return missed
+
+
+def draw_curve(run_log: Log):
+    from tools import plot
+    picture = io.BytesIO()
+    plot.draw([[run_log.folder]], picture)
+    run_log.put("curve.png", picture.getvalue())
 
 
 # ---- memory ----

@@ -182,8 +182,14 @@ def is_a100() -> bool:
 
 class EngineMemory:
     """The bytes of vLLM on one GPU."""
+    weights = cache = workspace = awake = asleep = 0.0
+    holds = 1  # without an engine nothing is too long for it
 
     def __init__(self, plan, shape, card):
+        if plan.args.needs_engine:
+            self.measure(plan, shape, card)
+
+    def measure(self, plan, shape, card):
         e, lora = plan.args.engine_args, plan.args.lora_args
         c = number_bytes(plan.args.model_args.dtype, card)
         self.weights = c * shape.params / e.tp
@@ -269,17 +275,20 @@ Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
 def loads(plan, shape, card) -> list[Load]:
     """What is on one GPU in each phase of a step."""
     engine, trainer = EngineMemory(plan, shape, card), TrainerMemory(plan, shape, card)
-    found = {"rollout": trainer.waiting | {
-        "engine weights": engine.weights, "kv cache": engine.cache,
-        "engine workspace": engine.workspace}}
+    found = {}
+    if plan.args.needs_engine:
+        found["rollout"] = trainer.waiting | {
+            "engine weights": engine.weights, "kv cache": engine.cache,
+            "engine workspace": engine.workspace}
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in found:  # of several sizes, the largest comes first
             found[phase.name] = trainer.state | trainer.micro_batch(phase) | {
                 "engine asleep": engine.asleep}
     largest = max(shape.embedding, shape.hidden * shape.intermediate)
-    found["sync"] = trainer.waiting | {
-        "one weight": 4 * trainer.c * largest,  # its parts, the whole, and the weight before
-        "engine awake": engine.awake}
+    if plan.args.needs_engine:
+        found["sync"] = trainer.waiting | {
+            "one weight": 4 * trainer.c * largest,  # its parts, the whole, and the weight before
+            "engine awake": engine.awake}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
@@ -372,9 +381,10 @@ def planned(plan, shape, card) -> Plan:
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
     a, holds = plan.args, EngineMemory(plan, shape, card).holds
     lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
-             *table(loads(plan, shape, card)),
-             f"    {shape.params:,} parameters; the engine's cache holds {holds:,} of the longest "
-             f"sequences ({plan.longest:,} tokens), and one call asks for {plan.requests:,}"]
+             *table(loads(plan, shape, card)), f"    {shape.params:,} parameters"]
+    if a.needs_engine:
+        lines[-1] += (f"; the engine's cache holds {holds:,} of the longest sequences "
+                      f"({plan.longest:,} tokens), and one call asks for {plan.requests:,}")
     if a.lora_args.lora_rank:
         lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained")
     return replace(plan, memory="\n".join(lines))

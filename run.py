@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 import tyro
 
@@ -25,7 +24,7 @@ import rewards
 from check import check, eos_ids, is_tiny
 from data import DataArgs
 from errors import Mistakes, SettingsError
-from evaluate import EvalArgs, evaluation_metrics
+from evaluate import EvalArgs, evaluation_metrics, held_out_metrics
 from lora import LoraArgs
 from model import ModelArgs, OptimizerArgs
 from plan import PlanArgs
@@ -115,6 +114,10 @@ class CommonArgs:
     plan_args: PlanArgs = field(default_factory=PlanArgs)
 
     script: ClassVar[str]  # the file's name
+    supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
+    needs_reward: ClassVar[bool] = True
+    needs_engine: ClassVar[bool] = True
+    usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
 
 
 def parse(kind: type, description: str):
@@ -129,7 +132,7 @@ def parse(kind: type, description: str):
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
         dist.run(mistakes.stop)  # ends the process
-    lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
+    lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
         lr, critic_lr = 10 * lr, 10 * critic_lr
     if args.lr is None:
@@ -220,7 +223,7 @@ class Run:
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
         self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap,
                            args.optimizer_args.max_bad_steps)
-        self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
+        self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
@@ -236,7 +239,9 @@ class Run:
     def build(self):
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
-        self.build_engine()
+        self.engine = self.episodes = None
+        if self.args.needs_engine:
+            self.build_engine()
         self.scorer.wait()
         if not self.args.eval_args.eval_only:
             self.try_worst_case()
@@ -271,7 +276,6 @@ class Run:
         """The engine, asleep: the trainer has the GPU."""
         args, checked, bfloat16 = self.args, self.checked, self.dtype == torch.bfloat16
         models = self.policy, self.reference, self.critic
-        self.episodes = None
         if checked.bridge:
             self.episodes = Episodes(args, checked.bridge, self.world, self.log)
         self.engine = Engine(
@@ -307,20 +311,31 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """pass@1 and pass@k on --eval_data. The best policy so far is exported."""
+        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py). The best
+        policy so far is exported."""
+        metrics = {}
+        if self.args.supervised:
+            with self.log.time("eval"):
+                metrics = held_out_metrics(self)
+            score = -metrics["eval/loss"]
+        if self.engine:
+            metrics |= self.sample_and_score(step)
+            score = metrics["eval/pass@1"]
+        self.log.step(step, metrics)
+        if self.best is None or score > self.best["score"]:
+            self.best = {"step": step, "score": score}
+            if self.args.run_args.export and step:  # before the first step it is --model
+                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
+
+    def sample_and_score(self, step: int) -> dict[str, float]:
+        """Completions of the rows of --eval_data → metrics."""
         args = self.args.eval_args
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
             samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
             score_samples(self, samples, args.eval_samples)
-        metrics = evaluation_metrics(samples, args)
         self.log.samples(f"eval_{step:05d}", samples)
-        self.log.step(step, metrics)
-        score = metrics["eval/pass@1"]
-        if self.best is None or score > self.best["score"]:
-            self.best = {"step": step, "score": score}
-            if self.args.run_args.export and step:  # before the first step it is --model
-                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
+        return evaluation_metrics(samples, args)
 
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed. A collective."""
@@ -368,7 +383,7 @@ class Run:
             if self.args.run_args.export:
                 failed = self.export("model")
             if self.world.rank == 0:
-                missed = self.summary()
+                missed = log.summary(self.log, self.args.run_args)
             if not failed:
                 self.log.finish(self.args.steps)
         missing = ", ".join(self.log.unwritten)
@@ -379,44 +394,12 @@ class Run:
         self.close()
         return int(failed)
 
-    def summary(self) -> bool:
-        """Prints how the run began and ended → whether it missed a grade. On rank 0."""
-        steps = [row for row in self.log.rows if not log.is_evaluation(row)]
-        rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
-        scores = [row["eval/pass@1"] for row in self.log.rows if log.is_evaluation(row)]
-        n, first, last = len(rewards), 1, 1
-        if n >= 13:
-            first, last = 3, 10
-        missed = False
-        for flag, words, before, after in [
-                ("target_reward", f"reward, first {first} and last {last} of {n} steps",
-                 rewards[:first], rewards[-last:]),
-                ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
-            target = getattr(self.args.run_args, flag)
-            if after:
-                before, after = np.mean(before), np.mean(after)
-                self.log.say(f"{words}: {before:.3f} -> {after:.3f}")
-            if target and not (after and before <= target[0] and after >= target[1]):
-                missed = True
-                self.log.say(f"missed --{flag}: at most {target[0]} before and at least "
-                             f"{target[1]} after")
-        if rewards:
-            draw_curve(self.log)
-        seconds = sum(row["time/step"] for row in steps)
-        tokens = sum(row["rollout/tokens"] for row in steps)
-        self.log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
-        return missed
-
     def close(self):
         self.log.close()
         self.scorer.close()
         if self.episodes:
             self.episodes.workers.close()
-        self.engine.close()
-
-
-def draw_curve(run_log: log.Log):
-    from tools import plot
-    picture = io.BytesIO()
-    plot.draw([[run_log.folder]], picture)
-    run_log.put("curve.png", picture.getvalue())
+        if self.engine:
+            self.engine.close()
+        else:
+            self.world.barrier()  # all end together

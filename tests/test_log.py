@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import log
-import run
 from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
@@ -129,7 +128,7 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
     again.close()
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3] == [r["step"] for r in again.rows]
     assert lines(tmp_path)[0] == {"step": 1, "reward/mean": 0.5, "x": None, "n": 3}
-    run.draw_curve(again)
+    log.draw_curve(again)
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -305,7 +304,7 @@ def test_a_full_disk_costs_files_and_not_the_run(tmp_path, capsys):
     it.step(2, {"reward/mean": 0.6})
     resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
     it.samples("step_1", [sample("y" * 999, 1.0)])
-    run.draw_curve(it)
+    log.draw_curve(it)
     with pytest.raises(SettingsError, match="cannot be written .No space left on device"):
         it.lock.close()
         opened(tmp_path, start=1)

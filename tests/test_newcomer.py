@@ -238,10 +238,9 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, grades, misse
     rewards, said = [0.1] * 3 + [0.5] * 5 + [0.95] * 10, []
     rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7} for r in rewards]
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
-    monkeypatch.setattr(run, "draw_curve", lambda log: None)
-    it = SimpleNamespace(log=SimpleNamespace(rows=rows, say=said.append),
-                         args=SimpleNamespace(run_args=run.RunArgs(**grades)))
-    assert run.Run.summary(it) == bool(missed)
+    monkeypatch.setattr(log, "draw_curve", lambda run_log: None)
+    it = SimpleNamespace(rows=rows, say=said.append)
+    assert log.summary(it, run.RunArgs(**grades)) == bool(missed)
     assert [line.split()[1].strip(":") for line in said if line.startswith("missed")] == missed
     assert "reward, first 3 and last 10 of 18 steps: 0.100 -> 0.950" in said
     assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
