@@ -9,7 +9,7 @@ padded, to (b, t): no cost grows with N × the longest completion.
 """
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -85,6 +85,15 @@ class Batch:
             if i == 0 or prompt != prompts[i - 1]:
                 owner = i
             self.sizes.append((owner, len(prompt), lengths[i]))
+
+    def behind_teacher_prompts(self) -> "Batch":
+        """The same completions behind the prompts of --teacher_prompt (data.py), if there are."""
+        def moved(prompt: Prompt) -> Prompt:
+            return prompt._replace(row=replace(prompt.row, prompt_ids=prompt.row.teacher_ids))
+
+        if self.samples[0].prompt.row.teacher_ids is None:
+            return self
+        return Batch([replace(s, prompt=moved(s.prompt)) for s in self.samples])
 
     @cached_property
     def sampled(self) -> torch.Tensor:

@@ -24,6 +24,7 @@ class Checked:
     source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
     tokenizer: object
     shape: memory.Shape
+    teacher: str | None  # the folder of --teacher
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
@@ -51,7 +52,8 @@ def show_plan(args) -> int:
 def check(args, ranks: int, machine: int) -> Checked:
     """All that a run needs, but no weights. machine: the ranks of one machine."""
     found = check_files(args, ranks, machine)
-    if found.source is None:  # to make or fetch it takes time: all else was looked at first
+    if None in (found.source, found.teacher if args.teacher else ""):
+        # To make or fetch a model takes time: all else was looked at first.
         found = check_files(args, ranks, machine, make=True)
     check_memory(found, gpu_bytes(), machine)
     found.notes += [f"note: {line}" for line in plan.warnings(args)]
@@ -80,10 +82,16 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     if tokenizer:
         ends = eos_ids(source, tokenizer)
     shape = mistakes.attempt(find_shape, args, lm)
+    teacher = None
+    if args.teacher:
+        teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
 
     rows = load_rows(args, args.data, args.seed, tokenizer, ends, mistakes, notes)
     eval_rows = load_rows(args, args.eval_data, 0, tokenizer, ends, mistakes, notes)  # any --seed
     everything = rows + eval_rows
+    if args.teacher_prompt and tokenizer:
+        mistakes.attempt(
+            data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
     if args.turn_args.reply:
         chat, vocab = None, 0  # of a model that is not here: the function alone is tried
@@ -98,7 +106,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
         mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
     mistakes.stop()
     sizes = plan.Plan(args, ranks, n_rows, n_eval)
-    return Checked(source, tokenizer, shape, rows, eval_rows, notes, bridge, sizes)
+    return Checked(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge, sizes)
 
 
 # ---- the model ----
@@ -123,6 +131,33 @@ def find_model(name: str, make: bool = False) -> str | None:
         return tiny.ensure("runs", task) if make else None
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
+
+
+def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
+    """--teacher → its folder, as find_model. SettingsError unless it has the model's vocabulary.
+
+    lm, tokenizer, shape: of the model; None: it is not here. The shape gets the teacher's.
+    """
+    folder = find_model(args.teacher, make)
+    theirs = model.skeleton(folder) if folder else None
+    if shape:
+        plan_args = plan.changed(args, model=args.teacher)
+        shape.teacher = find_shape(plan_args, theirs)
+    if not (folder and tokenizer):
+        if shape and shape.teacher and shape.teacher.vocab < shape.vocab:
+            raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
+                                f"{args.model}: it has {shape.teacher.vocab:,} of its "
+                                f"{shape.vocab:,} ids.")
+        return folder
+    if load_tokenizer(args.teacher, folder).get_vocab() != tokenizer.get_vocab():
+        raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
+                            f"{args.model}: their tokenizers differ.")
+    sizes = theirs.config.vocab_size, lm.config.vocab_size
+    if args.divergence != "none" and sizes[0] != sizes[1]:
+        raise SettingsError(f"--divergence {args.divergence} needs equal heads: --teacher has "
+                            f"{sizes[0]:,} rows and --model {sizes[1]:,}. Would work: "
+                            f"--divergence none.")
+    return folder
 
 
 def load_tokenizer(name: str, source: str):

@@ -3,7 +3,7 @@ import csv
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class Row:
     control: bool = False  # control tokens inside its own text: in a chat they end a message
     finished: bool = False  # its text was a rendered chat already
     target: tuple[list[int], list[bool]] | None = None  # ids to learn from, see chats.py
+    teacher_ids: list[int] | None = None  # the prompt that --teacher_prompt makes
 
 
 class Prompt(NamedTuple):
@@ -284,3 +285,17 @@ def with_system(messages: list[dict], system: str) -> list[dict]:
     """In the place of a system message that is there."""
     return [{"role": "system", "content": system},
             *(m for m in messages if m["role"] != "system")]
+
+
+def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
+    """distill.py: the prompt of each row for the teacher. It must not be shorter than the row's
+    own: micro-batches are cut by it."""
+    for row in rows:
+        made = make_row(row.index, row.columns, row.source, tokenizer, [],
+                        replace(args, prompt_template=template))
+        row.teacher_ids = made.prompt_ids
+        if not len(row.prompt_ids) <= len(row.teacher_ids) <= args.max_prompt_tokens:
+            raise SettingsError(
+                f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
+                f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
+                f"{args.max_prompt_tokens}.")

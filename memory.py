@@ -16,6 +16,7 @@ ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
+TEACHER_HEAD = 9  # more of them for --divergence
 LADDER = [  # the cheapest first
     ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
     ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),
@@ -38,6 +39,7 @@ class Shape:
     qk_norm: bool  # q and k are normalized
     fused: bool  # attention; else its memory grows with length²
     linears: dict  # {name: in + out} of the linear layers of a layer
+    teacher: object = None  # the Shape of --teacher
 
     def __post_init__(self):
         self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -246,8 +248,10 @@ class TrainerMemory:
         offload = w.offload if card else ()  # without a GPU there is one memory
         trained = self.m * sum(self.trained.values())
         weights = trained + self.c * self.frozen
-        if a.needs_reference and not adapter and "reference" not in offload:
-            weights += self.c * shape.params
+        self.teacher, self.divergence = shape.teacher or shape, a.divergence
+        own = a.teacher or not adapter  # else it is the policy without its adapters
+        if a.needs_reference and own and "reference" not in offload:
+            weights += self.c * self.teacher.params
         self.state = {"set aside": RESERVED if card else 0, "parameters": weights / self.ranks,
                       "optimizer": 2 * trained / self.ranks}
         self.waiting = dict(self.state)  # while the engine works
@@ -266,7 +270,21 @@ class TrainerMemory:
             frozen=self.frozen > 0, ranks=self.ranks)
         if grad:
             parts["gradients"] = self.m * self.trained[who] / self.ranks
-        return parts
+        return self.beside_teacher(phase, parts)
+
+    def beside_teacher(self, phase: Phase, parts: dict[str, float]) -> dict[str, float]:
+        """With the teacher of distill.py: its own pass, or what it leaves for --divergence."""
+        w, shape, tokens = self.model_args, self.teacher, phase.tokens
+        update = phase.name == "update" and self.divergence != "none"
+        if not update and (phase.name != "score" or shape is self.shape):
+            return parts
+        alone = widest(shape, tokens, grad=False, c=self.c, m=self.m, keys=phase.keys,
+                       head_chunk=w.head_chunk)
+        if update:
+            rows = min(tokens, w.head_chunk or max(1, HEAD_LOGITS // shape.vocab))
+            parts = parts | {"teacher": (shape.root + tokens * shape.hidden) * self.c
+                             + TEACHER_HEAD * rows * shape.vocab * 4}
+        return max(parts, alone, key=lambda found: sum(found.values()))
 
 
 Load = namedtuple("Load", "phase parts total")  # bytes on one GPU

@@ -230,7 +230,7 @@ def run_rules(plan: Plan):
     args = plan.args
     name, ranks = str(args.name), args.plan_args.ranks
     # The folders runs/tiny-… hold the tiny models.
-    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|sharpen)-)\w[\w .,=+@-]*", name)
+    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|skilled|sharpen)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",

@@ -114,9 +114,13 @@ class CommonArgs:
     plan_args: PlanArgs = field(default_factory=PlanArgs)
 
     script: ClassVar[str]  # the file's name
+    critic_args: ClassVar[None] = None  # ppo.py has one
     supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
+    teacher: ClassVar[None] = None  # distill.py has these three
+    teacher_prompt: ClassVar[None] = None
+    divergence: ClassVar[str] = "none"
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
 
 
@@ -256,7 +260,7 @@ class Run:
         adapters = args.lora_args if args.lora_args.lora_rank else None
         self.critic = self.reference = self.adapter = None
 
-        def build(kind, **options):
+        def build(kind, source=source, **options):
             return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
         self.policy = model.Policy(build(model.LogprobModel, adapters=adapters), *groups)
@@ -264,10 +268,11 @@ class Run:
         if args.critic_args:
             self.critic = model.Critic(build(model.ValueModel, adapters=adapters), *groups)
             self.trained["critic"] = self.critic
-        if args.needs_reference and adapters:
+        if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
-            self.reference = model.Policy(build(model.LogprobModel, trained=False), *groups)
+            teacher = build(model.LogprobModel, self.checked.teacher or source, trained=False)
+            self.reference = model.Policy(teacher, *groups)
         if adapters:
             base = source if is_tiny(args.model) else args.model
             self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)

@@ -39,7 +39,6 @@ class Args(CommonArgs):
     group: int = 1
 
     script: ClassVar[str] = "sft.py"
-    critic_args: ClassVar[None] = None
     supervised: ClassVar[bool] = True
     needs_reward: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False

@@ -62,9 +62,9 @@ def reward(kind: str, rng: random.Random, g: int, group: int) -> float | None:
 
 
 def without_loss(sample: Sample, args) -> Sample:
-    """Unscored. What is learned without a reward (sft.py) has no token to learn."""
+    """Unscored. What is learned without a reward has no token to learn."""
     done = sample.completion
-    if args.supervised:
+    if not args.needs_reward:
         return replace(sample, completion=replace(done, sampled=np.zeros(len(done.ids), bool)))
     return replace(sample, score=rescored(sample.score, None))
 

@@ -141,8 +141,12 @@ def attention(lm, plain: bool) -> str:
 
 # ---- conditions ----
 
-def plain_forward(self, inputs, source, targets, temperature, entropy):
+def plain_forward(self, inputs, source, targets, temperature, entropy, formula=None):
     """LogprobModel.forward of one sequence as one would write it: log-probs and entropies, (n,)."""
+    if formula not in (None, model.token_logprobs):  # beside a teacher
+        hidden = self.lm.base_model(input_ids=inputs["input_ids"], use_cache=False)
+        return formula(hidden.last_hidden_state[0, source], self.head, targets,
+                       temperature / self.scale, 1 << 20, entropy)
     logits = self.lm(input_ids=inputs["input_ids"], use_cache=False).logits[0, source]  # (n, V)
     logps = (logits / temperature).log_softmax(-1)
     entropies = -(logps.exp() * logps).sum(-1)
