@@ -113,13 +113,6 @@ def test_k1_as_a_loss_teaches_nothing():
 def test_a_bound_on_the_log_ratio_can_turn_the_gradient():
     """The exact gradient makes token 0 likelier. Bounded to ±1 it makes it less likely."""
     p = torch.tensor([0.30, 0.60, 0.10], dtype=torch.float64)
-    q = torch.tensor([0.80, 0.19, 0.01], dtype=torch.float64)
-    ratio = (q / p).log()
-    turned = []
-    for bound in (0.1, 0.5, 1.0, 100.0):
-        a = ratio.clamp(-bound, bound)
-        turned.append(p * (a - (p * a).sum()))  # -gradient in the logits
-    assert turned[-1][1] < 0 and turned[-1][0] > 0
     q = torch.tensor([0.20, 0.7999, 0.0001], dtype=torch.float64)
     ratio = (q / p).log()  # -0.4, 0.29, -6.9
     exact, bounded = (p * (a - (p * a).sum()) for a in (ratio, ratio.clamp(-1, 1)))
