@@ -54,7 +54,7 @@ class Args(losses.ClipArgs, CommonArgs):
     def rules(self):
         """Yields a Rule for settings of distill.py that contradict each other."""
         if not (self.teacher or self.teacher_prompt):
-            yield Rule("--teacher or --teacher_prompt must be given: who teaches what?", [])
+            yield Rule("--teacher or --teacher_prompt must be given: else nobody teaches.", [])
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])
@@ -67,7 +67,6 @@ def train(args: Args) -> int:
         run.world.step = step
         if step in run.evaluations:
             run.evaluate(step)
-
         with run.log.time("step"):
             with run.engine.generating(run.policy):
                 prompts = run.stream.next(args.batch)

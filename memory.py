@@ -16,7 +16,7 @@ ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
-TEACHER_HEAD = 9  # more of them for --divergence
+TEACHER_HEAD = 6  # more of them for --divergence
 LADDER = [  # the cheapest first
     ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
     ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),

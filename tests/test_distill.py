@@ -3,6 +3,7 @@
 A vocabulary of 3 and completions of 2 tokens: 9 outcomes, each with its probability. The policy and
 the teacher are tables of logits, one row for each prefix.
 """
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -13,10 +14,12 @@ import data
 import distill
 import head
 import losses
+import memory
 import plan
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
+from live import Live
 from tools.hostile import fabricate, make_models
 from tools.trial import Trial, run_trials
 
@@ -170,6 +173,46 @@ def test_chunks_give_the_same(kind):
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_divergences_memory_is_within_the_plan(kind):
+    """It does not grow with the micro-batch: a few matrices (chunk, V) more than without."""
+    vocab, hidden, chunk, peaks = 2000, 8, 16, {}
+    weight, theirs = torch.randn(vocab, hidden, requires_grad=True), torch.randn(vocab, hidden)
+    for n in (64, 1024):
+        h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
+        teacher = head.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
+        with Live() as live:
+            logp, _, divergence = head.token_divergences(
+                h, lambda x: x @ weight.T, t, 1.0, chunk, "value", teacher)
+            (logp + divergence).sum().backward()
+        weight.grad = None
+        peaks[n] = live.peak
+        assert live.largest <= chunk * vocab * 4
+    copies = (peaks[64] - 3 * weight.nbytes) / (chunk * vocab * 4)
+    print(f"{kind}: {copies:.1f} matrices")
+    assert 0.5 < copies / (memory.UPDATE_HEAD + memory.TEACHER_HEAD) <= 1
+    assert peaks[1024] - peaks[64] <= (1024 - 64) * (4 * hidden + 12) * 4
+
+
+def test_the_plan_counts_a_larger_teacher():
+    small, large = (memory.shape_of(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B"))
+
+    def total(teacher=None, **flags):
+        found = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
+        shape = replace(small, teacher=teacher)
+        return {load.phase: load.total for load in memory.loads(found, shape, 80 * memory.GIB)}
+
+    alone, with_large, exact = total(), total(large), total(large, divergence="jsd")
+    more = 2 * (large.params - small.params)  # bfloat16
+    for phase in ("rollout", "update", "sync"):
+        assert with_large[phase] - alone[phase] == more
+    assert with_large["score"] - alone["score"] > more
+    assert exact["update"] - with_large["update"] > 2 * large.root
+    assert {**exact, "update": 0} == {**with_large, "update": 0}
+    kept = total(large, offload=("reference",))
+    assert with_large["rollout"] - kept["rollout"] == 2 * large.params
+
+
 # ---- the shipped update ----
 
 def arguments(**flags):
@@ -212,11 +255,11 @@ def test_the_teacher_sees_its_own_prompt(tmp_path):
         wanted |= {f"{kind}, without": Trial(args, samples(None)),
                    f"{kind}, same": Trial(args, samples([])),
                    f"{kind}, other": Trial(args, samples([7, 3])),
-                   f"{kind}, 2 ranks": Trial(small, samples([7, 3]), ranks=2)}
+                   f"{kind}, small": Trial(small, samples([7, 3]))}
     found = run_trials(wanted, distill, str(tmp_path))
     for kind in ("none", "jsd"):
         one, two, three, four = (found[f"{kind}, {name}"].gradients["policy, update 1"]
-                                 for name in ("without", "same", "other", "2 ranks"))
+                                 for name in ("without", "same", "other", "small"))
         assert torch.allclose(one, two, rtol=0, atol=1e-14), kind
         assert (three - one).norm() > 1e-3 * one.norm(), kind
         assert (four - three).norm() <= 1e-12 * three.norm(), kind
