@@ -70,17 +70,10 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
-    source = mistakes.attempt(find_model, args.model, make)
-    needs = []
+    source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
+    needs, bridge = [], None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
-    lm = tokenizer = bridge = None
-    ends = []
-    if source:
-        lm = mistakes.attempt(model.skeleton, source)
-        tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
-    if tokenizer:
-        ends = eos_ids(source, tokenizer)
     shape = mistakes.attempt(find_shape, args, lm)
     teacher = None
     if args.teacher:
@@ -110,6 +103,15 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
 
 
 # ---- the model ----
+
+def load_model(name: str, make: bool, mistakes: Mistakes):
+    """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
+    source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
+    if source:
+        lm = mistakes.attempt(model.skeleton, source)
+        tokenizer = mistakes.attempt(load_tokenizer, name, source)
+    return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
+
 
 def is_tiny(name: str) -> bool:
     return name.partition(":")[0] == "tiny"

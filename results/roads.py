@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of every road; not given: those of ROADS")
     parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--tag", default="", help="a part of the runs' names")
+    parser.add_argument("--tag", default="", help="a part of the runs' names: --tag=-try")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if not args.table:
