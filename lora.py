@@ -71,21 +71,21 @@ class Base:
         self.layers = [m for m in policy.module.modules() if isinstance(m, Lora)]
 
     def logprobs(self, *args):
-        with self.scaled(0):
+        with self.without():
             return self.policy.logprobs(*args)
 
     def hidden(self, micro):
-        with self.scaled(0):
+        with self.without():
             return self.policy.hidden(micro)
 
     def whole_head(self):
         return self.policy.whole_head()
 
     @contextmanager
-    def scaled(self, factor: float):
+    def without(self):
         scale = self.layers[0].scale
         for layer in self.layers:
-            layer.scale = factor
+            layer.scale = 0
         yield
         for layer in self.layers:
             layer.scale = scale
