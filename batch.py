@@ -9,7 +9,7 @@ padded, to (b, t): no cost grows with N × the longest completion.
 """
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -54,6 +54,14 @@ class Sample:
     looks: tuple = ()  # log.look's, before and after the update
 
 
+def given(prompt: Prompt) -> Sample:
+    """A sample that nobody sampled: its row has the completion (chats.py)."""
+    ids, learned = prompt.row.target
+    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
+                            np.array(learned))
+    return Sample(prompt, completion, "", Score(0.0, {}, None))
+
+
 def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     """Vectors → one matrix, zeros to the right."""
     return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
@@ -79,6 +87,15 @@ class Batch:
             if i == 0 or prompt != prompts[i - 1]:
                 owner = i
             self.sizes.append((owner, len(prompt), lengths[i]))
+
+    def behind_teacher_prompts(self) -> "Batch":
+        """The same completions behind the prompts of --teacher_prompt (data.py), if there are."""
+        def moved(prompt: Prompt) -> Prompt:
+            return prompt._replace(row=replace(prompt.row, prompt_ids=prompt.row.teacher_ids))
+
+        if self.samples[0].prompt.row.teacher_ids is None:
+            return self
+        return Batch([replace(s, prompt=moved(s.prompt)) for s in self.samples])
 
     @cached_property
     def sampled(self) -> torch.Tensor:
@@ -276,6 +293,6 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         values = [s.score.parts[name] for s in samples]
         if any(v is not None for v in values):
             metrics[f"reward/{name}"] = float(np.mean([v for v in values if v is not None]))
-    if scored:
+    if scored and samples[0].score.parts:  # else there is no --reward
         metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     return metrics

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import chats
 import data
 import dist
 import memory
@@ -23,6 +24,7 @@ class Checked:
     source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
     tokenizer: object
     shape: memory.Shape
+    teacher: str | None  # the folder of --teacher
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
@@ -33,7 +35,7 @@ class Checked:
 
 class NoTokenizer:
     """Of a model that is not here: its rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template = {}, None
+    added_tokens_decoder, chat_template, eos_token = {}, None, ""
 
     def __call__(self, text, **options):
         return {"input_ids": []}
@@ -50,7 +52,8 @@ def show_plan(args) -> int:
 def check(args, ranks: int, machine: int) -> Checked:
     """All that a run needs, but no weights. machine: the ranks of one machine."""
     found = check_files(args, ranks, machine)
-    if found.source is None:  # to make or fetch it takes time: all else was looked at first
+    if None in (found.source, found.teacher if args.teacher else ""):
+        # To make or fetch a model takes time: all else was looked at first.
         found = check_files(args, ranks, machine, make=True)
     check_memory(found, gpu_bytes(), machine)
     found.notes += [f"note: {line}" for line in plan.warnings(args)]
@@ -67,22 +70,26 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
-    source = mistakes.attempt(find_model, args.model, make)
-    needs = mistakes.attempt(rewards.check, list(args.reward))
-    lm = tokenizer = bridge = None
-    if source:
-        lm = mistakes.attempt(model.skeleton, source)
-        tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
+    source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
+    needs, bridge = [], None
+    if args.reward or args.needs_reward:
+        needs = mistakes.attempt(rewards.check, list(args.reward))
     shape = mistakes.attempt(find_shape, args, lm)
+    teacher = None
+    if args.teacher:
+        teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
 
-    rows = load_rows(args, args.data, args.seed, tokenizer, mistakes, notes)
-    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, mistakes, notes)  # for any --seed
+    rows = load_rows(args, args.data, args.seed, tokenizer, ends, mistakes, notes)
+    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, ends, mistakes, notes)  # any --seed
     everything = rows + eval_rows
+    if args.teacher_prompt and tokenizer:
+        mistakes.attempt(
+            data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
     if args.turn_args.reply:
-        chat, ends, vocab = None, [], 0  # of a model that is not here: the function alone is tried
+        chat, vocab = None, 0  # of a model that is not here: the function alone is tried
         if lm and tokenizer:
-            chat, ends, vocab = tokenizer, eos_ids(source, tokenizer), lm.config.vocab_size
+            chat, vocab = tokenizer, lm.config.vocab_size
         bridge = mistakes.attempt(turns.check, args, chat, ends, vocab, everything)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
@@ -92,10 +99,19 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
         mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
     mistakes.stop()
     sizes = plan.Plan(args, ranks, n_rows, n_eval)
-    return Checked(source, tokenizer, shape, rows, eval_rows, notes, bridge, sizes)
+    return Checked(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge, sizes)
 
 
 # ---- the model ----
+
+def load_model(name: str, make: bool, mistakes: Mistakes):
+    """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
+    source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
+    if source:
+        lm = mistakes.attempt(model.skeleton, source)
+        tokenizer = mistakes.attempt(load_tokenizer, name, source)
+    return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
+
 
 def is_tiny(name: str) -> bool:
     return name.partition(":")[0] == "tiny"
@@ -117,6 +133,33 @@ def find_model(name: str, make: bool = False) -> str | None:
         return tiny.ensure("runs", task) if make else None
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
+
+
+def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
+    """--teacher → its folder, as find_model. SettingsError unless it has the model's vocabulary.
+
+    lm, tokenizer, shape: of the model; None: it is not here. The shape gets the teacher's.
+    """
+    folder = find_model(args.teacher, make)
+    theirs = model.skeleton(folder) if folder else None
+    if shape:
+        plan_args = plan.changed(args, model=args.teacher)
+        shape.teacher = find_shape(plan_args, theirs)
+    if not (folder and tokenizer):
+        if shape and shape.teacher and shape.teacher.vocab < shape.vocab:
+            raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
+                                f"{args.model}: it has {shape.teacher.vocab:,} of its "
+                                f"{shape.vocab:,} ids.")
+        return folder
+    if load_tokenizer(args.teacher, folder).get_vocab() != tokenizer.get_vocab():
+        raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
+                            f"{args.model}: their tokenizers differ.")
+    sizes = theirs.config.vocab_size, lm.config.vocab_size
+    if args.divergence != "none" and sizes[0] != sizes[1]:
+        raise SettingsError(f"--divergence {args.divergence} needs equal heads: --teacher has "
+                            f"{sizes[0]:,} rows and --model {sizes[1]:,}. Would work: "
+                            f"--divergence none.")
+    return folder
 
 
 def load_tokenizer(name: str, source: str):
@@ -169,18 +212,19 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
                      f"{room} positions of {args.model}.{works}")
     head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
     served = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
-    if head not in served and not torch.cuda.is_available():
+    if args.needs_engine and head not in served and not torch.cuda.is_available():
         found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
     lora = args.lora_args
-    if lora.lora_rank and lora.lora_sync != "merged" and config.model_type == "stablelm":
+    adapts = args.needs_engine and lora.lora_rank and lora.lora_sync != "merged"
+    if adapts and config.model_type == "stablelm":
         found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
                      "--lora_sync merged.")
     if tokenizer and tokenizer.vocab_size > vocab:  # without added tokens
         found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
                      f"{vocab:,}.")
     for row in rows:
-        largest = max(row.prompt_ids, default=None)
+        largest = max(row.prompt_ids + (row.target or [[]])[0], default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
             found.append(f"{name}: row {row.index} of {row.source} must have tokens with ids below "
                          f"{vocab} (the largest is {largest}).")
@@ -190,13 +234,19 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
 
 # ---- rows and memory ----
 
-def load_rows(args, spec: str | None, seed: int, tokenizer, mistakes: Mistakes,
+def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int], mistakes: Mistakes,
               notes: list[str]) -> list[data.Row]:
-    """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it."""
+    """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
+
+    ends: the ids that end a completion.
+    """
     if not spec:
         return []
     tokenizer = tokenizer or NoTokenizer()
-    found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
+    if args.supervised:
+        found = mistakes.attempt(chats.load, spec, tokenizer, args, ends, seed=seed)
+    else:
+        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
     if found is None:
         return []
     rows, note = found

@@ -3,7 +3,7 @@ import csv
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,9 @@ class Row:
     columns: dict
     source: str  # `data_source`, or the name
     control: bool = False  # control tokens inside its own text: in a chat they end a message
+    finished: bool = False  # its text was a rendered chat already
+    target: tuple[list[int], list[bool]] | None = None  # ids to learn from, see chats.py
+    teacher_ids: list[int] | None = None  # the prompt that --teacher_prompt makes
 
 
 class Prompt(NamedTuple):
@@ -69,15 +72,18 @@ class Stream:
         return prompts
 
 
-def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[Row], str]:
-    """The prompts of `spec` in order, and a sentence with their counts."""
+def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
+         make=None) -> tuple[list[Row], str]:
+    """The prompts of `spec` in order, and a sentence with their counts. make: in the place of
+    make_row."""
+    make = make or make_row
     raw, name = read(spec, seed)
     tokens = tokenizer.added_tokens_decoder.values()
     controls = [token.content for token in tokens if token.special and token.content]
     rows = []
     for index, columns in enumerate(raw):
         try:
-            row = make_row(index, columns, name, tokenizer, controls, args)
+            row = make(index, columns, name, tokenizer, controls, args)
         except TemplateError as error:
             raise SettingsError(f"the model's chat template fails with row {index} of {spec} "
                                 f"(counted from 0): {' '.join(str(error).split())}") from error
@@ -110,8 +116,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0) -> tuple[list[R
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
              args: DataArgs) -> Row | None:
     """A row as the model sees it. None: it asks nothing. controls: texts of control tokens."""
-    there = {column: value for column, value in columns.items()
-             if value is not None and value == value}  # NaN differs from itself
+    there = not_null(columns)
     messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
     if not messages:
         return None
@@ -126,7 +131,12 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
     inside = not finished and any(
         control in content for control in controls for content in contents)
-    return Row(index, text, ids, answer, columns, source, inside)
+    return Row(index, text, ids, answer, columns, source, inside, finished)
+
+
+def not_null(columns: dict) -> dict:
+    return {column: value for column, value in columns.items()
+            if value is not None and value == value}  # NaN differs from itself
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
@@ -263,10 +273,29 @@ def render(messages: list[dict], tokenizer, system: str | None, finished: bool) 
             raise SettingsError("a finished chat text takes no --system and no other messages.")
         return messages[0]["content"]
     if system is not None:
-        messages = [{"role": "system", "content": system},
-                    *(m for m in messages if m["role"] != "system")]
+        messages = with_system(messages, system)
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+
+
+def with_system(messages: list[dict], system: str) -> list[dict]:
+    """In the place of a system message that is there."""
+    return [{"role": "system", "content": system},
+            *(m for m in messages if m["role"] != "system")]
+
+
+def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
+    """distill.py: the prompt of each row for the teacher. It must not be shorter than the row's
+    own: micro-batches are cut by it."""
+    for row in rows:
+        made = make_row(row.index, row.columns, row.source, tokenizer, [],
+                        replace(args, prompt_template=template))
+        row.teacher_ids = made.prompt_ids
+        if not len(row.prompt_ids) <= len(row.teacher_ids) <= args.max_prompt_tokens:
+            raise SettingsError(
+                f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
+                f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
+                f"{args.max_prompt_tokens}.")

@@ -5,11 +5,13 @@ not on the step, so evaluations of two policies are paired.
 """
 import sys
 from dataclasses import dataclass
-from math import comb
+from math import comb, exp
 
 import numpy as np
+import torch
 
-from batch import Sample
+from batch import Batch, Meter, Sample, given
+from data import Prompt
 
 
 @dataclass
@@ -64,7 +66,40 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
     found["length_mean"] = sum(s.completion.tokens for s in samples) / len(samples)
     if totals:
         found["reward"] = sum(totals) / len(totals)
+    if n > 1:
+        found |= group_spread(samples, n)
     return {prefix + name: value for name, value in found.items()}
+
+
+def group_spread(samples: list[Sample], n: int) -> dict[str, float]:
+    """What a reward can teach next: over rows with n completions each, the mean standard deviation
+    of their rewards, and the share of rows whose rewards are all equal: no gradient in grpo.py."""
+    totals = [s.score.total for s in samples]
+    rows = [[x for x in totals[i:i + n] if x is not None] for i in range(0, len(totals), n)]
+    spreads = np.array([np.std(row) for row in rows if len(row) > 1])
+    if not len(spreads):
+        return {}
+    return {"group_std": spreads.mean(), "groups_equal": (spreads < 1e-9).mean()}
+
+
+def held_out_metrics(run) -> dict[str, float]:
+    """How well sft.py's policy predicts --eval_data: means over all tokens to learn. A collective.
+
+    eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
+    """
+    args, world = run.args, run.world
+    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.checked.eval_rows)])
+    rows, meter = list(range(len(batch.samples))), Meter(world)
+    weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
+    with torch.no_grad():
+        for micro in batch.micros(world, rows, args.score_tokens, "held out"):
+            logprobs, entropy = run.policy.logprobs(micro, args.temperature, "value")
+            meter.add(micro, micro.slice(weights),
+                      {"eval/loss": -logprobs, "eval/entropy": entropy})
+    found = meter.metrics()
+    return {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
+            "eval/perplexity": exp(min(found["eval/loss"], 700.0)),
+            "eval/entropy": found["eval/entropy"]}
 
 
 def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:

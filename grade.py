@@ -10,8 +10,10 @@ from log import Log, is_evaluation
 def summary(run_log: Log, flags) -> bool:
     """Prints how the run began and ended, and draws it → whether it missed a grade."""
     steps = [row for row in run_log.rows if not is_evaluation(row)]
+    evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
-    scores = [row["eval/pass@1"] for row in run_log.rows if is_evaluation(row)]
+    scores = [row["eval/pass@1"] for row in evaluations if "eval/pass@1" in row]
+    losses = [row["eval/perplexity"] for row in evaluations if row.get("eval/perplexity")]
     n, first, last = len(rewards), 1, 1
     if n >= 13:
         first, last = 3, 10
@@ -19,8 +21,9 @@ def summary(run_log: Log, flags) -> bool:
     for flag, words, before, after in [
             ("target_reward", f"reward, first {first} and last {last} of {n} steps",
              rewards[:first], rewards[-last:]),
+            ("", "held-out perplexity, before and after", losses[:1], losses[1:][-1:]),
             ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
-        target = getattr(flags, flag)
+        target = vars(flags).get(flag)
         if after:
             before, after = np.mean(before), np.mean(after)
             run_log.say(f"{words}: {before:.3f} -> {after:.3f}")
@@ -30,7 +33,7 @@ def summary(run_log: Log, flags) -> bool:
     if rewards:
         draw_curve(run_log)
     seconds = sum(row["time/step"] for row in steps)
-    tokens = sum(row["rollout/tokens"] for row in steps)
+    tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
     return missed
 

@@ -72,7 +72,6 @@ class Args(losses.LossArgs, CommonArgs):
     """The most extra rollouts of one step with --dynamic_sampling."""
 
     script: ClassVar[str] = "grpo.py"
-    critic_args: ClassVar[None] = None  # ppo.py has one
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -83,14 +83,18 @@ def is_evaluation(row: dict) -> bool:
 
 
 def evaluation_line(row: dict) -> str:
-    """pass@k with its interval; of several data sources pass@1 alone."""
+    """pass@k with its interval; of several data sources pass@1 alone. Of sft.py the perplexity."""
     shown = []
+    if row.get("eval/perplexity") is not None:
+        shown.append(f"perplexity {row['eval/perplexity']:.3f}")
     for key, value in row.items():
         name = key.removeprefix("eval/")
         if f"{key}_low" in row and (name.startswith("pass@") or name.endswith("/pass@1")):
             shown.append(f"{name} {value:.3f}")
             if name.startswith("pass@"):
                 shown[-1] += f" ({row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f})"
+    if row.get("eval/groups_equal") is not None:
+        shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
 

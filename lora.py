@@ -4,6 +4,7 @@
 """
 import json
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,13 +71,24 @@ class Base:
         self.layers = [m for m in policy.module.modules() if isinstance(m, Lora)]
 
     def logprobs(self, *args):
+        with self.without():
+            return self.policy.logprobs(*args)
+
+    def hidden(self, micro):
+        with self.without():
+            return self.policy.hidden(micro)
+
+    def whole_head(self):
+        return self.policy.whole_head()
+
+    @contextmanager
+    def without(self):
         scale = self.layers[0].scale
         for layer in self.layers:
             layer.scale = 0
-        found = self.policy.logprobs(*args)
+        yield
         for layer in self.layers:
             layer.scale = scale
-        return found
 
 
 def put_in(lm, args: LoraArgs, dtype):

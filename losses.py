@@ -1,4 +1,4 @@
-"""The formulas of grpo.py and ppo.py, as pure functions of tensors.
+"""The formulas of grpo.py, ppo.py and distill.py, as pure functions of tensors.
 
 N completions of the global batch in request order; `group` neighbours share a prompt.
 Token tensors are (B, T), right-padded, and begin with the completion.
@@ -19,8 +19,8 @@ from errors import SettingsError
 
 
 @dataclass
-class LossArgs:
-    """loss and reward penalties"""
+class ClipArgs:
+    """The loss of a token."""
     clip_low: float = 0.2
     """ε below: ratios under 1 - ε are clipped."""
     clip_high: float = 0.2
@@ -31,12 +31,6 @@ class LossArgs:
     """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
     mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
     the mean over each prompt's tokens (ScaleRL)."""
-    entropy_coef: float = 0.0
-    """Bonus for the sampling distribution's entropy."""
-    kl_reward_coef: float = 0.0
-    """β of the KL to the starting model in the reward. 0: none."""
-    overlong_buffer: int = 0
-    """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
     engine_correction: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask",
                                "geometric"] = "none"
     """Weight tokens by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
@@ -52,6 +46,17 @@ class LossArgs:
     def has_factors(self) -> bool:
         """Call loss_factors?"""
         return self.engine_correction != "none" or self.opsm_delta is not None
+
+
+@dataclass
+class LossArgs(ClipArgs):
+    """loss and reward penalties"""
+    entropy_coef: float = 0.0
+    """Bonus for the sampling distribution's entropy."""
+    kl_reward_coef: float = 0.0
+    """β of the KL to the starting model in the reward. 0: none."""
+    overlong_buffer: int = 0
+    """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
 
 
 def select(mask, *tensors):
@@ -344,6 +349,34 @@ def kl_estimate(logprobs, ref_logprobs, mask, *, kind, old_logprobs=None):
         _, old = select(mask, logp, old_logprobs)
         return _ratio(ref, old) + _ratio(logp, old) * (d - 1)
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[kind]
+
+
+def divergence(logits, teacher_logits, kind):
+    """Of the policy p and a teacher q over the whole vocabulary: logits (n, V) each -> (n,).
+
+        reverse_kl  KL(p || q) = sum_v p (log p - log q)      https://arxiv.org/abs/2306.08543
+        forward_kl  KL(q || p) = sum_v q (log q - log p)      https://arxiv.org/abs/1503.02531
+        jsd         KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2    https://arxiv.org/abs/2306.13649
+
+    Its gradient in the logits is written down, and not left to autograd: it keeps one matrix (n, V)
+    and is exactly 0 where p = q.
+
+        reverse_kl  p (log p - log q - KL(p || q))            forward_kl  p - q
+        jsd         p (log p - log m - KL(p || m)) / 2
+    """
+    logp, logq = logits.detach().log_softmax(-1), teacher_logits.detach().log_softmax(-1)
+    p, q = logp.exp(), logq.exp()
+    # log m = log((p + q)/2), without a difference of large numbers.
+    logm = torch.maximum(logp, logq) + torch.log1p(torch.expm1(-(logp - logq).abs()) / 2)
+    other = {"reverse_kl": logq, "forward_kl": logp, "jsd": logm}[kind]
+    found, of_p = (q * (logq - other)).sum(-1), (p * (logp - other)).sum(-1)  # (n,)
+    if kind == "reverse_kl":
+        found, gradient = of_p, p * (logp - logq - of_p.unsqueeze(-1))
+    elif kind == "forward_kl":
+        gradient = p - q
+    else:
+        found, gradient = (found + of_p) / 2, p * (logp - logm - of_p.unsqueeze(-1)) / 2
+    return found + (gradient * (logits - logits.detach())).sum(-1)
 
 
 def adaptive_kl(coef, kl, *, target, horizon, n):

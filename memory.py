@@ -16,6 +16,7 @@ ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
+TEACHER_HEAD = 6  # more of them for --divergence
 LADDER = [  # the cheapest first
     ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
     ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),
@@ -38,6 +39,7 @@ class Shape:
     qk_norm: bool  # q and k are normalized
     fused: bool  # attention; else its memory grows with length²
     linears: dict  # {name: in + out} of the linear layers of a layer
+    teacher: object = None  # the Shape of --teacher
 
     def __post_init__(self):
         self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -182,8 +184,14 @@ def is_a100() -> bool:
 
 class EngineMemory:
     """The bytes of vLLM on one GPU."""
+    weights = cache = workspace = awake = asleep = 0.0
+    holds = 1  # without an engine nothing is too long for it
 
     def __init__(self, plan, shape, card):
+        if plan.args.needs_engine:
+            self.measure(plan, shape, card)
+
+    def measure(self, plan, shape, card):
         e, lora = plan.args.engine_args, plan.args.lora_args
         c = number_bytes(plan.args.model_args.dtype, card)
         self.weights = c * shape.params / e.tp
@@ -240,8 +248,10 @@ class TrainerMemory:
         offload = w.offload if card else ()  # without a GPU there is one memory
         trained = self.m * sum(self.trained.values())
         weights = trained + self.c * self.frozen
-        if a.needs_reference and not adapter and "reference" not in offload:
-            weights += self.c * shape.params
+        self.teacher, self.divergence = shape.teacher or shape, a.divergence
+        own = a.teacher or not adapter  # else it is the policy without its adapters
+        if a.needs_reference and own and "reference" not in offload:
+            weights += self.c * self.teacher.params
         self.state = {"set aside": RESERVED if card else 0, "parameters": weights / self.ranks,
                       "optimizer": 2 * trained / self.ranks}
         self.waiting = dict(self.state)  # while the engine works
@@ -260,7 +270,21 @@ class TrainerMemory:
             frozen=self.frozen > 0, ranks=self.ranks)
         if grad:
             parts["gradients"] = self.m * self.trained[who] / self.ranks
-        return parts
+        return self.beside_teacher(phase, parts)
+
+    def beside_teacher(self, phase: Phase, parts: dict[str, float]) -> dict[str, float]:
+        """With the teacher of distill.py: its own pass, or what it leaves for --divergence."""
+        w, shape, tokens = self.model_args, self.teacher, phase.tokens
+        update = phase.name == "update" and self.divergence != "none"
+        if not update and (phase.name != "score" or shape is self.shape):
+            return parts
+        alone = widest(shape, tokens, grad=False, c=self.c, m=self.m, keys=phase.keys,
+                       head_chunk=w.head_chunk)
+        if update:
+            rows = min(tokens, w.head_chunk or max(1, HEAD_LOGITS // shape.vocab))
+            parts = parts | {"teacher": (shape.root + tokens * shape.hidden) * self.c
+                             + TEACHER_HEAD * rows * shape.vocab * 4}
+        return max(parts, alone, key=lambda found: sum(found.values()))
 
 
 Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
@@ -269,17 +293,20 @@ Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
 def loads(plan, shape, card) -> list[Load]:
     """What is on one GPU in each phase of a step."""
     engine, trainer = EngineMemory(plan, shape, card), TrainerMemory(plan, shape, card)
-    found = {"rollout": trainer.waiting | {
-        "engine weights": engine.weights, "kv cache": engine.cache,
-        "engine workspace": engine.workspace}}
+    found = {}
+    if plan.args.needs_engine:
+        found["rollout"] = trainer.waiting | {
+            "engine weights": engine.weights, "kv cache": engine.cache,
+            "engine workspace": engine.workspace}
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in found:  # of several sizes, the largest comes first
             found[phase.name] = trainer.state | trainer.micro_batch(phase) | {
                 "engine asleep": engine.asleep}
     largest = max(shape.embedding, shape.hidden * shape.intermediate)
-    found["sync"] = trainer.waiting | {
-        "one weight": 4 * trainer.c * largest,  # its parts, the whole, and the weight before
-        "engine awake": engine.awake}
+    if plan.args.needs_engine:
+        found["sync"] = trainer.waiting | {
+            "one weight": 4 * trainer.c * largest,  # its parts, the whole, and the weight before
+            "engine awake": engine.awake}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 
 
@@ -372,9 +399,10 @@ def planned(plan, shape, card) -> Plan:
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
     a, holds = plan.args, EngineMemory(plan, shape, card).holds
     lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
-             *table(loads(plan, shape, card)),
-             f"    {shape.params:,} parameters; the engine's cache holds {holds:,} of the longest "
-             f"sequences ({plan.longest:,} tokens), and one call asks for {plan.requests:,}"]
+             *table(loads(plan, shape, card)), f"    {shape.params:,} parameters"]
+    if a.needs_engine:
+        lines[-1] += (f"; the engine's cache holds {holds:,} of the longest sequences "
+                      f"({plan.longest:,} tokens), and one call asks for {plan.requests:,}")
     if a.lora_args.lora_rank:
         lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained")
     return replace(plan, memory="\n".join(lines))

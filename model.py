@@ -2,6 +2,7 @@
 import math
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import packing
 from batch import Micro
 from dist import World
 from errors import SettingsError
-from head import recomputed, token_logprobs
+from head import hidden_alone, recomputed, token_logprobs
 from lora import LoraArgs
 from memory import HEAD_LOGITS
 
@@ -260,9 +261,9 @@ class LogprobModel(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
-    def forward(self, inputs, source, targets, temperature, entropy):
-        return token_logprobs(hidden_states(self.lm, inputs, source), self.head, targets,
-                              temperature / self.scale, self.chunk, entropy)
+    def forward(self, inputs, source, targets, temperature, entropy, formula=token_logprobs):
+        return formula(hidden_states(self.lm, inputs, source), self.head, targets,
+                       temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, ids, keep):
         """transformers' own forward of ids (L,), at the positions `keep` → (keep, V)."""
@@ -344,10 +345,23 @@ class Policy(Trained):
         if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
             self.left_out.add("lm_head.weight")
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none"):
-        """log π and entropy of each completion token: (b, t) each."""
-        logp, ent = self.run(micro, micro.targets, temperature, entropy)
-        return micro.spread(logp), micro.spread(ent)
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
+                 formula=token_logprobs):
+        """log π and entropy of each completion token: (b, t) each. formula: of head.py."""
+        found = self.run(micro, micro.targets, temperature, entropy, formula)
+        return tuple(micro.spread(values) for values in found)
+
+    def hidden(self, micro: Micro):
+        """What the head gets for each predicted token: (n, H), without gradient."""
+        with torch.no_grad():
+            return self.run(micro, micro.targets, 1.0, "none", hidden_alone)
+
+    @contextmanager
+    def whole_head(self):
+        """Gives the module. Inside, its head can be called outside of its forward."""
+        self.module.unshard()
+        yield self.module
+        self.module.reshard()
 
     def weights(self, dtype=None, merge: bool = True):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.

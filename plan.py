@@ -109,6 +109,8 @@ class Plan:
             passes += [("critic update", part, critic.critic_update_tokens) for part in parts]
         if a.needs_old_logprobs or a.needs_reference:
             passes.append(("score", rows, a.score_tokens))
+        if a.supervised and self.n_eval:
+            passes.append(("score", self.n_eval, a.score_tokens))
         if critic:
             passes.append(("critic score", rows, critic.critic_score_tokens))
         # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens. That
@@ -129,12 +131,13 @@ class Plan:
             lines.append(f"  data       {self.n_rows:,} prompts, "
                          f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
                          f"{self.batches[-1]:,} prompts in the last")
-        lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
-                     f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
-                     f"{spread(n, self.ranks)} a rank for its "
-                     f"{a.reward_args.reward_workers} reward workers")
+        if not a.supervised:
+            lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
+                         f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
+                         f"{spread(n, self.ranks)} a rank for its "
+                         f"{a.reward_args.reward_workers} reward workers")
         lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(prompts)]
-        if self.n_eval:
+        if self.n_eval and a.needs_engine:
             samples = a.eval_args.eval_samples
             m = self.n_eval * samples
             lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
@@ -228,7 +231,7 @@ def run_rules(plan: Plan):
     args = plan.args
     name, ranks = str(args.name), args.plan_args.ranks
     # The folders runs/tiny-… hold the tiny models.
-    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|sharpen)-)\w[\w .,=+@-]*", name)
+    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|skilled|sharpen)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
@@ -255,14 +258,14 @@ def limit_rules(plan: Plan):
             ("overlong_buffer", a.max_tokens, "--max_tokens")]
     if given["eval_temperature"] == 0:
         most.append(("eval_samples", 1, "--eval_temperature is 0"))
-    if a.engine_correction in ("mask", "sequence_mask", "geometric"):
+    if given.get("engine_correction") in ("mask", "sequence_mask", "geometric"):
         most.append(("correction_low", a.correction_high, "--correction_high"))
     tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {a.max_tokens}"
     least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
     if given["target_reward"] is not None:
         least.append(("steps", 13, "for --target_reward"))  # its first 3 and last 10
     wrong = [(name, f"at most {limit:,}", limit, why)
-             for name, limit, why in most if given[name] > limit]
+             for name, limit, why in most if given.get(name, 0) > limit]
     wrong += [(name, f"at least {limit:,}", limit, why)
               for name, limit, why in least if given[name] < limit]
     for name, words, limit, why in wrong:

@@ -141,6 +141,7 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
 
 def check(specs: list[str]) -> list:
     """[(reward, column that it needs), …]. SettingsError if one cannot load."""
+    parse(specs)
     with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
         scorer.wait()
         return scorer.needs
@@ -232,11 +233,12 @@ class Worker:
 
 
 class Scorer:
-    """Worker processes, with one thread for each. kind: reward, or reply (turns.py)."""
+    """Worker processes, with one thread for each. kind: reward, or reply (turns.py). Without specs
+    every score is 0, of no parts."""
 
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.specs, self.kind, self.timeout = specs, kind, args.reward_timeout
-        self.parts = parse(specs, kind)
+        self.parts = parse(specs, kind) if specs else []
         self.tried = threading.Event()  # was a worker started, or refused?
         self.groups = False  # does a reward take all completions of a prompt in one call?
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
@@ -244,12 +246,14 @@ class Scorer:
         self.calls = queue.Queue()  # slices of a batch's items; None ends a thread
         self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
         self.threads = [threading.Thread(target=self._serve, daemon=True)
-                        for _ in range(args.reward_workers)]
+                        for _ in range(args.reward_workers if specs else 0)]
         for thread in self.threads:
             thread.start()
 
     def wait(self) -> None:
         """Until a worker has loaded the rewards. SettingsError if none can."""
+        if not self.specs:
+            return
         self.tried.wait()
         if self.needs is None:
             error = SettingsError(self.refused)
@@ -258,6 +262,8 @@ class Scorer:
 
     def score(self, items: list[Item], size: int = 1) -> list[Score]:
         """A score for each item. Each `size` items in a row are one call."""
+        if not self.specs:
+            return [Score(0.0, {}, None) for _ in items]
         self.items, self.scores, self.failed_starts = items, [None] * len(items), 0
         for start in range(0, len(items), size):
             self.calls.put(slice(start, start + size))

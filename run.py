@@ -25,7 +25,7 @@ import rewards
 from check import check, eos_ids, is_tiny
 from data import DataArgs
 from errors import Mistakes, SettingsError
-from evaluate import EvalArgs, evaluation_metrics
+from evaluate import EvalArgs, evaluation_metrics, held_out_metrics
 from lora import LoraArgs
 from model import ModelArgs, OptimizerArgs
 from plan import PlanArgs
@@ -117,6 +117,14 @@ class CommonArgs:
     plan_args: PlanArgs = field(default_factory=PlanArgs)
 
     script: ClassVar[str]  # the file's name
+    critic_args: ClassVar[None] = None  # ppo.py has one
+    supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
+    needs_reward: ClassVar[bool] = True
+    needs_engine: ClassVar[bool] = True
+    teacher: ClassVar[None] = None  # distill.py has these three
+    teacher_prompt: ClassVar[None] = None
+    divergence: ClassVar[str] = "none"
+    usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
 
 
 def parse(kind: type, description: str):
@@ -131,7 +139,7 @@ def parse(kind: type, description: str):
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
         dist.run(mistakes.stop)  # ends the process
-    lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (1e-6, 1e-5)
+    lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
         lr, critic_lr = 10 * lr, 10 * critic_lr
     if args.lr is None:
@@ -222,7 +230,7 @@ class Run:
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
         self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap,
                            args.optimizer_args.max_bad_steps)
-        self.kl_coef = args.kl_reward_coef  # ppo.py may adapt it
+        self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
@@ -238,7 +246,9 @@ class Run:
     def build(self):
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
-        self.build_engine()
+        self.engine = self.episodes = None
+        if self.args.needs_engine:
+            self.build_engine()
         self.scorer.wait()
         if not self.args.eval_args.eval_only:
             self.try_worst_case()
@@ -253,7 +263,7 @@ class Run:
         adapters = args.lora_args if args.lora_args.lora_rank else None
         self.critic = self.reference = self.adapter = None
 
-        def build(kind, **options):
+        def build(kind, source=source, **options):
             return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
         self.policy = model.Policy(build(model.LogprobModel, adapters=adapters), *groups)
@@ -261,10 +271,11 @@ class Run:
         if args.critic_args:
             self.critic = model.Critic(build(model.ValueModel, adapters=adapters), *groups)
             self.trained["critic"] = self.critic
-        if args.needs_reference and adapters:
+        if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
-            self.reference = model.Policy(build(model.LogprobModel, trained=False), *groups)
+            teacher = build(model.LogprobModel, self.checked.teacher or source, trained=False)
+            self.reference = model.Policy(teacher, *groups)
         if adapters:
             base = source if is_tiny(args.model) else args.model
             self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)
@@ -273,7 +284,6 @@ class Run:
         """The engine, asleep: the trainer has the GPU."""
         args, checked, bfloat16 = self.args, self.checked, self.dtype == torch.bfloat16
         models = self.policy, self.reference, self.critic
-        self.episodes = None
         if checked.bridge:
             self.episodes = Episodes(args, checked.bridge, self.world, self.log)
         self.engine = Engine(
@@ -309,20 +319,31 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """pass@1 and pass@k on --eval_data. The best policy so far is exported."""
+        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py). The best
+        policy so far is exported."""
+        metrics = {}
+        if self.args.supervised:
+            with self.log.time("eval"):
+                metrics = held_out_metrics(self)
+            score = -metrics["eval/loss"]
+        if self.engine:
+            metrics |= self.sample_and_score(step)
+            score = metrics["eval/pass@1"]
+        self.log.step(step, metrics)
+        if self.best is None or score > self.best["score"]:
+            self.best = {"step": step, "score": score}
+            if self.args.run_args.export and step:  # before the first step it is --model
+                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
+
+    def sample_and_score(self, step: int) -> dict[str, float]:
+        """Completions of the rows of --eval_data → metrics."""
         args = self.args.eval_args
         prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
             samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
             score_samples(self, samples, args.eval_samples)
-        metrics = evaluation_metrics(samples, args)
         self.log.samples(f"eval_{step:05d}", samples)
-        self.log.step(step, metrics)
-        score = metrics["eval/pass@1"]
-        if self.best is None or score > self.best["score"]:
-            self.best = {"step": step, "score": score}
-            if self.args.run_args.export and step:  # before the first step it is --model
-                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
+        return evaluation_metrics(samples, args)
 
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed. A collective."""
@@ -388,4 +409,7 @@ class Run:
         self.scorer.close()
         if self.episodes:
             self.episodes.workers.close()
-        self.engine.close()
+        if self.engine:
+            self.engine.close()
+        else:
+            self.world.barrier()  # all end together

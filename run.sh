@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run: a minute
 # ./run.sh ppo [FLAGS]    the same with ppo.py
+# ./run.sh sft [FLAGS]    sft.py on the right answers: a minute
+# ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute once for it
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
 # ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
@@ -97,6 +99,12 @@ case "${1:-}" in
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py "$(grade "$*" "$sorted")" $sorting "$@" ;;
+  sft)   shift; setup
+         train sft.py "$(grade "$*" "--target_eval 0.1 0.95")" --steps 40 --lr 1e-3 \
+           --reward exact --eval_data tiny@test "$@" ;;
+  distill) shift; setup
+         train distill.py "$(grade "$*" "--target_reward 0.2 0.9 --target_eval 0.1 0.9")" \
+           --steps 30 --teacher tiny:skilled --reward exact --eval_data tiny@test "$@" ;;
   kk)    shift; setup
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.5 --target_eval 0.3 0.5")" --steps 40 \
            --model tiny:kk --data tiny:kk --reward kk01 --eval_data tiny:kk@test --lr 1e-4 \

@@ -96,6 +96,8 @@ Task = namedtuple("Task", "sample batch skill_steps habit_steps clumsy")
 TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
          "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7),
          "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7),
+         # A teacher for distill.py: no bad habits.
+         "skilled": Task(sort_digits, batch=128, skill_steps=100, habit_steps=0, clumsy=0.0),
          # Mostly right, so it needs no reward: docs/sharpening.md.
          "sharpen": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.4)}
 

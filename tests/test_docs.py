@@ -8,17 +8,21 @@ import pytest
 import torch
 import tyro
 
+import distill
 import grpo
 import losses
 import memory
 import plan
 import ppo
+import sft
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 CODE = "\n".join(path.read_text() for path in ROOT.glob("*.py"))
-FLAGS, PPO_FLAGS = plan.flags(grpo.Args()), plan.flags(ppo.Args())
+SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
+FLAGS, PPO_FLAGS, SFT_FLAGS, DISTILL_FLAGS = (plan.flags(s.Args()) for s in SCRIPTS.values())
+ALL_FLAGS = DISTILL_FLAGS | SFT_FLAGS | PPO_FLAGS | FLAGS
 TORCHRUN = {
     "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "shutdown-timeout"}
 TOOLS = {"sort", "wirings", "host"}
@@ -47,7 +51,7 @@ def test_lines_links_and_flags(page):
         anchors = [re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings]
         assert target.exists() and anchor in anchors, (name, anchor)
     named = {*re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z_-]*)", text)}
-    assert not named - FLAGS.keys() - PPO_FLAGS.keys() - TORCHRUN - TOOLS - SLURM - {"help", "flag"}
+    assert not named - ALL_FLAGS.keys() - TORCHRUN - TOOLS - SLURM - {"help", "flag"}
 
 
 def test_every_flag_has_its_true_default():
@@ -59,12 +63,20 @@ def test_every_flag_has_its_true_default():
         return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     expected = {}
-    for name in FLAGS | PPO_FLAGS:
-        both = [typed(flags[name]) for flags in (FLAGS, PPO_FLAGS) if name in flags]
-        expected[name] = both[0] if len(set(both)) == 1 else f"{both[0]}; ppo.py {both[1]}"
+    for name in ALL_FLAGS:  # such as "8; ppo.py, sft.py 1": the first script's, then the others'
+        values = {s: typed(plan.flags(SCRIPTS[s].Args())[name]) for s in SCRIPTS
+                  if name in plan.flags(SCRIPTS[s].Args())}
+        usual = next(iter(values.values()))
+        others = {}
+        for script, value in values.items():
+            if value != usual:
+                others.setdefault(value, []).append(f"{script}.py")
+        expected[name] = "; ".join(
+            [usual, *(f"{', '.join(scripts)} {value}" for value, scripts in others.items())])
     found = {row[0].strip("`-"): row[1] for row in rows("docs/flags.md") if len(row) == 4}
     assert {name: found[name] for name in found.keys() - {"flag", ""}} == expected
-    for script, own, other in (("grpo", FLAGS, PPO_FLAGS), ("ppo", PPO_FLAGS, FLAGS)):
+    for script, own, other in (("grpo", FLAGS, PPO_FLAGS), ("ppo", PPO_FLAGS, FLAGS),
+                               ("distill", DISTILL_FLAGS, FLAGS | SFT_FLAGS)):
         section = {row[0].strip("`-") for row in rows("docs/flags.md", f"`{script}.py`")}
         assert section - {"flag", ""} == own.keys() - other.keys()
 

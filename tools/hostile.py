@@ -21,7 +21,7 @@ def fabricate(args, seed: int) -> list[Sample]:
     """Two groups of each kind, or one where groups are larger than 1. In all kinds lengths differ.
     The first completion is truncated. Prompts repeat side by side (2, 3) and apart (0, 5)."""
     rng, samples, prompts, group = random.Random(seed), [], [], args.group
-    names = [part.name for part in parse(list(args.reward))]
+    names = [part.name for part in parse(list(args.reward))] if args.reward else []
     for p in range(len(KINDS) if group > 1 else 2 * len(KINDS)):
         length = PROMPT if p == 0 else rng.randint(1, PROMPT)
         prompts.append([rng.randrange(VOCAB) for _ in range(length)])
@@ -61,7 +61,11 @@ def reward(kind: str, rng: random.Random, g: int, group: int) -> float | None:
     return rng.random()
 
 
-def unscored(sample: Sample) -> Sample:
+def without_loss(sample: Sample, args) -> Sample:
+    """Unscored. What is learned without a reward has no token to learn."""
+    done = sample.completion
+    if not args.needs_reward:
+        return replace(sample, completion=replace(done, sampled=np.zeros(len(done.ids), bool)))
     return replace(sample, score=rescored(sample.score, None))
 
 

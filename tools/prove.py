@@ -2,6 +2,7 @@
 
     ./run.sh prove --advantage rloo        grpo.py with these flags
     ./run.sh prove ppo.py --lam 0.9        ppo.py with these flags
+    ./run.sh prove sft.py                  sft.py
     ./run.sh prove mine.py --beta 0.1      your edited copy of one of them, with its own flags
 
 It calls the file's own `learn` on the samples of hostile.py, with a random model of two layers of
@@ -21,7 +22,7 @@ import torch
 
 import plan
 from run import parse
-from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, unscored
+from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
 
 LIMIT = 1e-9  # of a relative difference; float64 gives 1e-14, a mistake 1e-3 or more
@@ -68,9 +69,10 @@ PROMISES = [
 def shrunk(args):
     """The user's settings, with sizes that fit a model of two layers."""
     sizes = dict(group=min(args.group, 4), minibatches=min(args.minibatches, 3),
-                 epochs=min(args.epochs, 2), max_tokens=LONGEST,
-                 overlong_buffer=min(args.overlong_buffer, 8), dtype="float64", shard_size=0,
+                 epochs=min(args.epochs, 2), max_tokens=LONGEST, dtype="float64", shard_size=0,
                  offload=(), cpu_offload=False)
+    if plan.flags(args).get("overlong_buffer"):
+        sizes["overlong_buffer"] = min(args.overlong_buffer, 8)
     return budgets(plan.changed(args, **sizes), 1 << 20, 1 << 20)
 
 
@@ -86,7 +88,7 @@ def trials(args) -> dict[str, Trial]:
     groups = [rows[i:i + size] for i in range(0, len(rows), size)]
     rng = random.Random(2)
     mixed = [rng.sample(group, size) for group in rng.sample(groups, len(groups))]
-    more = [unscored(sample) for sample in fabricate(args, seed=3)]
+    more = [without_loss(sample, args) for sample in fabricate(args, seed=3)]
     more = rows[:size] + more[:size] + rows[size:] + more[size:2 * size]
     others = rows[:size] + altered(rows[size:], seed=4)
     one = plan.changed(args, minibatches=1, epochs=args.minibatches * args.epochs)
@@ -190,7 +192,7 @@ def show(results: list[Result]) -> None:
 
 
 def load(path: str):
-    """A file of grpo.py's or ppo.py's form, as a module."""
+    """A file of grpo.py's form, as a module."""
     sys.path.append(str(Path(path).resolve().parent))
     spec = importlib.util.spec_from_file_location(f"proved_{Path(path).stem}", path)
     file = importlib.util.module_from_spec(spec)
@@ -206,7 +208,8 @@ def main() -> int:
     if sys.argv[1:] and sys.argv[1].endswith(".py"):
         path = sys.argv.pop(1)
     if not Path(path).is_file():
-        sys.exit(f"error: {path} is no file. Would work: grpo.py, ppo.py or a copy of one of them.")
+        sys.exit(f"error: {path} is no file. Would work: grpo.py, ppo.py, sft.py, distill.py or a "
+                 "copy of one of them.")
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
     results = prove(file, args)

@@ -141,8 +141,12 @@ def attention(lm, plain: bool) -> str:
 
 # ---- conditions ----
 
-def plain_forward(self, inputs, source, targets, temperature, entropy):
+def plain_forward(self, inputs, source, targets, temperature, entropy, formula=None):
     """LogprobModel.forward of one sequence as one would write it: log-probs and entropies, (n,)."""
+    if formula not in (None, model.token_logprobs):  # beside a teacher
+        hidden = self.lm.base_model(input_ids=inputs["input_ids"], use_cache=False)
+        return formula(hidden.last_hidden_state[0, source], self.head, targets,
+                       temperature / self.scale, 1 << 20, entropy)
     logits = self.lm(input_ids=inputs["input_ids"], use_cache=False).logits[0, source]  # (n, V)
     logps = (logits / temperature).log_softmax(-1)
     entropies = -(logps.exp() * logps).sum(-1)
@@ -209,12 +213,12 @@ def attempt(trial: Trial, file, models: Models) -> Outcome:
     """Call the file's `learn` once for each step."""
     args, world, outcome = trial.args, models.world, Outcome()
     made = models.fresh(trial)
-    learner, reference, options = made["policy"], made.pop("reference", None), {}
+    learner, options = made["policy"], {}
     if args.critic_args is not None:
         learner = made["policy"], made["critic"]
         options = {"critic_lr": args.critic_args.critic_lr, "kl_coef": args.kl_reward_coef}
-    if args.needs_reference and models.adapters:
-        reference = lora.Base(made["policy"])
+    if args.needs_reference:
+        options["reference"] = made.pop("reference", None) or lora.Base(made["policy"])
     checkpoints = Path(models.folder, "checkpoints")
     if trial.load:
         checkpoint.load(checkpoint.Saved(checkpoints / "step_1", {}), world, made)
@@ -222,8 +226,7 @@ def attempt(trial: Trial, file, models: Models) -> Outcome:
         for samples in trial.steps:
             for one in made.values():
                 one.gradients.clear()
-            outcome.metrics = file.learn(
-                args, world, learner, samples, lr=args.lr, reference=reference, **options)
+            outcome.metrics = file.learn(args, world, learner, samples, lr=args.lr, **options)
     if trial.save:
         trouble = checkpoint.save(checkpoints, world, made, {"step": 1}, keep=1)
         if trouble:

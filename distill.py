@@ -1,0 +1,160 @@
+"""distill.py: on-policy distillation: the student samples, a teacher scores every token.
+
+    torchrun --nproc_per_node 4 distill.py --teacher FOLDER    any number of ranks: the same update
+
+It is grpo.py with another advantage: A_t = log π_T(t) - log π_old(t). The teacher is loaded like
+grpo.py's reference. --divergence compares whole distributions instead. With --teacher_prompt the
+teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
+as in grpo.py. What is minimized: docs/distillation.md.
+"""
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+import dist
+import losses
+from batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
+from canary import compare
+from check import show_plan
+from dist import World
+from head import beside
+from model import Policy, learning_rate
+from plan import Rule
+from rewards import score_samples
+from run import CommonArgs, parse, set_up
+
+
+@dataclass
+class Args(losses.ClipArgs, CommonArgs):
+    """The flags of distill.py. Those of the loss are in ClipArgs."""
+    teacher: str | None = None
+    """A folder or hub name, with the vocabulary of --model. Not given: the starting model."""
+    teacher_prompt: str | None = None
+    """The user's message as the teacher sees it, with {question}, {answer} or any {column}."""
+    divergence: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
+    """The loss, over the whole vocabulary at every prefix. none: of the sampled token alone."""
+    distill_coef: float = 1.0
+    """Weight of the teacher."""
+    reward_coef: float = 0.0
+    """Weight of the reward's advantage, R - mean of its group. 0: rewards are only measured."""
+    reward: tuple[str, ...] = ()
+    script: ClassVar[str] = "distill.py"
+    needs_reward: ClassVar[bool] = False
+    needs_old_logprobs: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True  # the teacher
+
+    def rules(self):
+        """Yields a Rule for settings of distill.py that contradict each other."""
+        if not (self.teacher or self.teacher_prompt):
+            yield Rule("--teacher or --teacher_prompt must be given: else nobody teaches.", [])
+        if self.reward_coef and not (self.reward and self.group > 1):
+            yield Rule("--reward_coef needs --reward, and --group of at least 2.",
+                       [("reward_coef", [0.0])])
+
+
+def train(args: Args) -> int:
+    """The loop → exit status. Every line is the same on all ranks."""
+    run = set_up(args)  # check, join, open, resume, build
+    for step in range(run.start, run.end):
+        run.world.step = step
+        if step in run.evaluations:
+            run.evaluate(step)
+        with run.log.time("step"):
+            with run.engine.generating(run.policy):
+                prompts = run.stream.next(args.batch)
+                samples = run.engine.sample(prompts, args.group, args.temperature)
+                score_samples(run, samples, args.group)  # without --reward: texts alone
+            if step == run.start:
+                compare(run, samples)  # transformers, trainer and engine: one policy?
+            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
+            metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
+                args, run.world, run.policy, samples, lr=lr, reference=run.reference,
+                phase=run.log.phase) | {"data/position": run.stream.position}
+
+        run.log.step(step + 1, metrics)
+        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
+            run.log.samples(f"step_{step + 1:05d}", samples, show=3)
+        run.log.watch(metrics)  # gradients that are not finite, and the gap
+        stopping = run.stop.agreed()  # SIGTERM, on any rank
+        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping:
+            return run.stopped(step + 1, error)
+    return run.finish()  # the last evaluation, the export, the grade
+
+
+def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr: float,
+          reference: Policy, phase=nullcontext) -> dict[str, float]:
+    """One step of learning from N samples → metrics, the same on every rank."""
+    batch, exact = Batch(samples), args.divergence != "none"
+    seen = batch.behind_teacher_prompts()
+    with phase("score"):  # (M,) each, of the same tokens
+        old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
+                                   lambda m: policy.logprobs(m, args.temperature)[0])
+        teacher_logprobs = seen.score(world, args.score_tokens, "teacher",
+                                      lambda m: reference.logprobs(m, args.temperature)[0])
+    advantages = compute_advantages(args, batch, old_logprobs, teacher_logprobs)  # (M,)
+    batch.note_advantages(advantages, batch.tokens)  # for samples/
+
+    # Update:   L = sum_it weight_it * (-min(r_it A_it, clip(r_it, ...) A_it) + coef * D_it)
+    #   D_it = the divergence of π(. | prefix) from π_T(. | prefix), with --divergence
+    meter, learns = Meter(world), (batch.sums(advantages.abs()) > 0) | exact  # (N,)
+    for rows in batch.minibatches(args.minibatches, args.epochs):
+        weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
+        weights[rows] = losses.token_weights(
+            batch.tokens[rows], args.aggregation, max_tokens=args.max_tokens,
+            prompts=torch.tensor(rows) // args.group)
+        with phase("update"):
+            for theirs in seen.micros(world, rows, args.update_tokens, "update", learns):
+                micro = Micro(batch, theirs.rows, theirs.device, theirs.learns)  # same tokens
+                m, w, old = micro.sampled, micro.slice(weights), micro.slice(old_logprobs)
+                with beside(reference, theirs, args.temperature, args.divergence) as formula:
+                    logprobs, entropy, *divergence = policy.logprobs(
+                        micro, args.temperature, "value", formula)
+                    loss, details = losses.clip_loss(
+                        logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
+                        clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
+                    if args.has_factors:
+                        factors, found = losses.loss_factors(
+                            args, logprobs, old, micro.engine_logprobs, micro.slice(advantages), m)
+                        loss, details = loss * factors, details | found
+                    details |= {"loss/policy": loss, "entropy": entropy,
+                                "teacher_kl": old - micro.slice(teacher_logprobs),
+                                GAP: (old - micro.engine_logprobs).abs()}
+                    if exact:
+                        details["loss/divergence"] = divergence[0]
+                        loss = loss + args.distill_coef * divergence[0]
+                    policy.backward((w * torch.where(m, loss, 0)).sum())
+                meter.add(micro, w, details)
+            meter.norms.append(policy.step(lr))
+    return {"batch/prompts": len(samples) // args.group, "batch/trained": len(samples),
+            "batch/tokens": sum(p + c for _, p, c in batch.sizes), **meter.metrics(), "lr": lr}
+
+
+def compute_advantages(args: Args, batch: Batch, old_logprobs, teacher_logprobs):
+    """One number a token, (M,): the teacher's log-ratio, and the reward's advantage."""
+    advantages = torch.zeros(len(batch.sampled), dtype=torch.float64)
+    if args.divergence == "none":
+        gains = torch.where(batch.sampled, teacher_logprobs.double() - old_logprobs.double(), 0)
+        advantages += args.distill_coef * gains
+    if args.reward_coef:
+        of_group = losses.group_advantages(batch.rewards, args.group, kind="dr_grpo", eps=0.0,
+                                           scored=batch.scored)  # (N,)
+        advantages += args.reward_coef * of_group.repeat_interleave(batch.lengths)
+    return advantages
+
+
+def main() -> None:
+    """The command line."""
+    args = parse(Args, __doc__)
+    dist.run(show_plan if args.plan_args.plan else train, args)
+
+
+if __name__ == "__main__":
+    main()

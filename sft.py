@@ -1,0 +1,133 @@
+"""sft.py: supervised training on chats: what the assistant says becomes more likely.
+
+    python sft.py --data chats.jsonl                    one rank, the tiny model that tiny.py makes
+    torchrun --nproc_per_node 4 sft.py --data ...       four ranks; any number makes the same update
+
+It is grpo.py without the rollout and the reward. The completions are in the data, and the loss is
+-log π of each token that the assistant says. Nothing is sampled, so there is no engine. With
+--eval_data and --reward there is one: it shows what a reward could teach next.
+
+Read `train`, then `learn`. Which tokens the assistant says: chats.py. The trainer's memory:
+ModelArgs in model.py.
+"""
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import exp
+from typing import ClassVar
+
+import torch
+
+import dist
+import losses
+from batch import Batch, Meter, Sample, given
+from check import show_plan
+from dist import World
+from model import Policy, learning_rate
+from plan import Rule
+from run import CommonArgs, parse, set_up
+
+
+@dataclass
+class Args(CommonArgs):
+    """The flags of sft.py: those of CommonArgs, two of them with other defaults."""
+    reward: tuple[str, ...] = ()
+    group: int = 1
+
+    script: ClassVar[str] = "sft.py"
+    supervised: ClassVar[bool] = True
+    needs_reward: ClassVar[bool] = False
+    needs_old_logprobs: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+    usual_lr: ClassVar[float] = 1e-5
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether held-out rows are sampled and scored. Their perplexity needs no engine."""
+        return bool(self.eval_data and self.reward)
+
+    def rules(self):
+        """Yields a Rule for settings that sft.py has no use for."""
+        if self.group != 1:
+            yield Rule(f"--group must be 1: a row has one completion (got {self.group}). For an "
+                       f"evaluation there is --eval_samples.", [("group", [1])])
+        if self.reward and not self.eval_data:
+            yield Rule("--reward needs --eval_data: sft.py learns from no reward.",
+                       [("reward", [()])])
+        if self.run_args.target_reward:
+            yield Rule("--target_reward grades rollouts, and sft.py has none.",
+                       [("target_reward", [None])])
+
+
+def train(args: Args) -> int:
+    """The loop → exit status. Every line is the same on all ranks."""
+    run = set_up(args)  # check, join, open, resume, build
+    for step in range(run.start, run.end):
+        run.world.step = step
+        if step in run.evaluations:
+            run.evaluate(step)
+
+        with run.log.time("step"):
+            samples = [given(prompt) for prompt in run.stream.next(args.batch)]
+            lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
+            metrics = {"data/position": run.stream.position}
+            metrics |= learn(args, run.world, run.policy, samples, lr=lr, phase=run.log.phase)
+
+        run.log.step(step + 1, metrics)
+        run.log.watch(metrics)  # gradients that are not finite
+        stopping = run.stop.agreed()  # SIGTERM, on any rank
+        # A failed save is printed, and the run goes on.
+        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping:
+            return run.stopped(step + 1, error)
+    return run.finish()  # the last evaluation, the export, the grade
+
+
+def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr: float,
+          phase=nullcontext) -> dict[str, float]:
+    """One step of learning from N samples: --epochs x --minibatches optimizer steps → metrics.
+
+    Metrics and new weights are the same on every rank, on any number of ranks, with any budgets.
+    """
+    batch = Batch(samples)
+    metrics = {"batch/prompts": len(samples), "batch/trained": int((batch.tokens > 0).sum()),
+               "batch/tokens": sum(p + c for _, p, c in batch.sizes),
+               "batch/learned_tokens": int(batch.tokens.sum())}
+
+    # Update:   L = -sum_it weight_it * log π_it        weight_it = 1 / tokens of the minibatch
+    # Tokens of the assistant alone. The weights are fixed before `micros` splits rows over ranks,
+    # whose gradients FSDP sums: a mean of each rank's mean would be another loss.
+    meter = Meter(world)
+    for rows in batch.minibatches(args.minibatches, args.epochs):
+        weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
+        weights[rows] = losses.token_weights(
+            batch.tokens[rows], "token", max_tokens=args.max_tokens)
+        rows = [r for r in rows if batch.tokens[r]]
+        if not rows:  # momentum alone must not move the weights
+            meter.skipped += 1
+            continue
+        with phase("update"):
+            for micro in batch.micros(world, rows, args.update_tokens, "update"):
+                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
+                logprobs, entropy = policy.logprobs(micro, args.temperature, "value")
+                loss = -logprobs  # (b, t)
+                policy.backward((w * torch.where(m, loss, 0)).sum())
+                meter.add(micro, w, {"loss/policy": loss, "entropy": entropy})
+            meter.norms.append(policy.step(lr))
+    metrics |= meter.metrics() | {"lr": lr}
+    metrics["policy/perplexity"] = exp(min(metrics.get("loss/policy", 0.0), 700.0))
+    return metrics
+
+
+def main() -> None:
+    """The command line."""
+    args = parse(Args, __doc__)
+    dist.run(show_plan if args.plan_args.plan else train, args)
+
+
+if __name__ == "__main__":
+    main()
