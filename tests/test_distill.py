@@ -3,6 +3,7 @@
 A vocabulary of 3 and completions of 2 tokens: 9 outcomes, each with its probability. The policy and
 the teacher are tables of logits, one row for each prefix.
 """
+import json
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 import data
 import distill
+import faults
 import head
 import losses
 import memory
@@ -285,3 +287,29 @@ def test_the_teachers_prompt_has_more_in_it():
     for template, limit in (("{answer}", 512), ("{question} {question} {answer}", 15)):
         with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):
             data.add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
+
+
+# ---- the run ----
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
+    """The teacher is the run's own model, with the answer in its prompt."""
+    flags = ["--model", faults.model(), "--steps", "4", "--teacher_prompt", "{question} {answer}",
+             "--save_every", "1", "--divergence", "jsd", "--max_prompt_tokens", "40"]
+    found = {}
+    for name, kill in (("whole", None), ("killed", 2), ("killed", None)):
+        attempt = faults.Attempt(tmp_path, *flags, "--name", name, script="distill",
+                                 torchrun=False)
+        try:
+            if kill:
+                assert attempt.printed(f"saved runs/{name}/checkpoints/step_{kill}")
+            else:
+                status, text = attempt.end()
+                assert status == 0, text
+        finally:
+            attempt.kill()
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [{k: v for k, v in json.loads(line).items() if not k.startswith(
+            ("time/", "memory/")) and not k.endswith("_per_s")} for line in lines]
+    assert "resumed from" in text and len(found["whole"]) == 4
+    assert found["killed"] == found["whole"]
