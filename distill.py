@@ -24,11 +24,11 @@ from batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from canary import compare
 from check import show_plan
 from dist import World
-from head import beside
 from model import Policy, learning_rate
 from plan import Rule
 from rewards import score_samples
 from run import CommonArgs, parse, set_up
+from teacher import beside
 
 
 @dataclass

@@ -1,12 +1,8 @@
 """head.py: hidden states → log-probs and entropies, without all logits at once."""
-from contextlib import contextmanager
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
-
-import losses
 
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -47,47 +43,6 @@ def compiled():
     return torch.compile(of_logits, dynamic=True)
 
 
-# ---- distill.py ----
-
-class Teacher(NamedTuple):
-    """Another model, at the same tokens."""
-    hidden: torch.Tensor  # (n, H) of its own
-    head: object  # (n, H) → logits (n, V)
-    temperature: float
-    divergence: str  # losses.divergence
-
-
 def hidden_alone(hidden, *options):
     """In the place of token_logprobs."""
     return hidden
-
-
-@contextmanager
-def beside(teacher, micro, temperature: float, divergence: str):
-    """Gives token_divergences beside a teacher, a model.Policy or lora.Base, on this micro-batch.
-    Inside, the teacher's head can be called; "none": token_logprobs."""
-    if divergence == "none":
-        yield token_logprobs
-        return
-    hidden = teacher.hidden(micro)  # (n, H)
-    with teacher.whole_head() as model:
-        yield partial(token_divergences, teacher=Teacher(
-            hidden, model.head, temperature / model.scale, divergence))
-
-
-def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: str,
-                      teacher: Teacher):
-    """What token_logprobs gives, and the divergence from the teacher: (n,), (n,), (n,)."""
-    if len(hidden) > chunk:
-        part = token_divergences
-        if torch.is_grad_enabled():
-            part = partial(recomputed, token_divergences)
-        parts = [part(h, head, t, temperature, chunk, entropy, teacher._replace(hidden=other))
-                 for h, t, other in zip(hidden.split(chunk), targets.split(chunk),
-                                        teacher.hidden.split(chunk), strict=True)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    logits = head(hidden)
-    with torch.no_grad():
-        theirs = teacher.head(teacher.hidden) / teacher.temperature
-    return (*of_logits(logits, targets, temperature, entropy),
-            losses.divergence(logits / temperature, theirs, teacher.divergence))

@@ -1,4 +1,4 @@
-"""The formulas of grpo.py, ppo.py and distill.py, as pure functions of tensors.
+"""The formulas, as pure functions of tensors.
 
 N completions of the global batch in request order; `group` neighbours share a prompt.
 Token tensors are (B, T), right-padded, and begin with the completion.
@@ -94,9 +94,9 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   lite_ppo               (R - mean) / (std of all groups + eps)  https://arxiv.org/abs/2508.08221
 #   maxrl                  (R - mean) / mean, R >= 0            https://arxiv.org/abs/2602.02710
 #
-# Only rloo is unbiased: R - mean holds R_i itself, which gives (G - 1) / G of the gradient.
-# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
-# advantage is 0 for it, and in a group with fewer than two scored or with equal rewards.
+# rloo is unbiased. R - mean holds R_i itself: (G - 1) / G of it. Dividing by std reweights prompts
+# by difficulty. An unscored completion is in no mean or std. The advantage is 0 for it, and in a
+# group with fewer than two scored or with equal rewards.
 
 
 def _groups(rewards, group, scored):
@@ -351,34 +351,6 @@ def kl_estimate(logprobs, ref_logprobs, mask, *, kind, old_logprobs=None):
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[kind]
 
 
-def divergence(logits, teacher_logits, kind):
-    """Of the policy p and a teacher q over the whole vocabulary: logits (n, V) each -> (n,).
-
-        reverse_kl  KL(p || q) = sum_v p (log p - log q)      https://arxiv.org/abs/2306.08543
-        forward_kl  KL(q || p) = sum_v q (log q - log p)      https://arxiv.org/abs/1503.02531
-        jsd         KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2    https://arxiv.org/abs/2306.13649
-
-    Its gradient in the logits is written down, and not left to autograd: it keeps one matrix (n, V)
-    and is exactly 0 where p = q.
-
-        reverse_kl  p (log p - log q - KL(p || q))            forward_kl  p - q
-        jsd         p (log p - log m - KL(p || m)) / 2
-    """
-    logp, logq = logits.detach().log_softmax(-1), teacher_logits.detach().log_softmax(-1)
-    p, q = logp.exp(), logq.exp()
-    # log m = log((p + q)/2), without a difference of large numbers.
-    logm = torch.maximum(logp, logq) + torch.log1p(torch.expm1(-(logp - logq).abs()) / 2)
-    other = {"reverse_kl": logq, "forward_kl": logp, "jsd": logm}[kind]
-    found, of_p = (q * (logq - other)).sum(-1), (p * (logp - other)).sum(-1)  # (n,)
-    if kind == "reverse_kl":
-        found, gradient = of_p, p * (logp - logq - of_p.unsqueeze(-1))
-    elif kind == "forward_kl":
-        gradient = p - q
-    else:
-        found, gradient = (found + of_p) / 2, p * (logp - logm - of_p.unsqueeze(-1)) / 2
-    return found + (gradient * (logits - logits.detach())).sum(-1)
-
-
 def adaptive_kl(coef, kl, *, target, horizon, n):
     """The coefficient after a rollout of n completions.    https://arxiv.org/abs/1909.08593
 
@@ -436,7 +408,7 @@ def opsm_keep(logprobs, engine_logprobs, advantages, mask, *, delta):
     return (A >= 0) | (row_mean(engine - logp, mask) <= delta)
 
 
-# ---- aggregation: the weight of a token's loss, one for all tokens of a completion
+# ---- aggregation: the weight of a token's loss
 #
 #   token       1 / (all masked tokens)         DAPO
 #   sequence    1 / (|o_i| * sequences)         GRPO, GSPO

@@ -18,6 +18,7 @@ import head
 import losses
 import memory
 import plan
+import teacher as beside
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
@@ -63,7 +64,7 @@ def exact_gradient(policy, teacher, kind: str = "reverse_kl"):
     """Of the shipped divergence at every prefix, weighted by how often the policy visits it."""
     visits = torch.cat([torch.ones(1, dtype=torch.float64), policy[0].softmax(-1)])
     policy = policy.clone().requires_grad_()
-    return torch.autograd.grad((visits * losses.divergence(policy, teacher, kind)).sum(), policy)[0]
+    return torch.autograd.grad((visits * beside.divergence(policy, teacher, kind)).sum(), policy)[0]
 
 
 def true_gradient(policy, teacher, whole: bool):
@@ -139,7 +140,7 @@ def test_a_divergence_is_its_definition_and_its_gradient_autograds(kind):
     m = (p + q) / 2
     theirs = {"reverse_kl": (p * (p / q).log()).sum(-1), "forward_kl": (q * (q / p).log()).sum(-1),
               "jsd": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2}[kind]
-    ours = losses.divergence(logits, teacher, kind)
+    ours = beside.divergence(logits, teacher, kind)
     assert torch.allclose(ours, theirs, rtol=1e-12)
     pairs = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (ours, theirs)]
     assert torch.allclose(*pairs, rtol=0, atol=1e-14)
@@ -149,11 +150,11 @@ def test_a_divergence_is_its_definition_and_its_gradient_autograds(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_teacher_that_is_the_student_gives_exactly_nothing(kind, dtype):
     logits = (10 * tables(3)).to(dtype).requires_grad_()
-    found = losses.divergence(logits, logits.detach().clone(), kind)
+    found = beside.divergence(logits, logits.detach().clone(), kind)
     gradient, = torch.autograd.grad(found.sum(), logits)
     assert not found.any() and not gradient.any()
     far = torch.tensor([[0.0, -200.0, -1e4]], dtype=dtype).requires_grad_()
-    found = losses.divergence(far, -far.detach(), kind)
+    found = beside.divergence(far, -far.detach(), kind)
     found.sum().backward()
     assert found.isfinite().all() and far.grad.isfinite().all()
 
@@ -166,9 +167,9 @@ def test_chunks_give_the_same(kind):
     targets, found = torch.randint(11, (7,)), []
     for chunk in (2, 7):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        teacher = head.Teacher(other, lambda x: x @ theirs.T, 1.5, kind)
-        out = head.token_divergences(h, lambda x, w=w: x @ w.T, targets, 1.5, chunk, "value",
-                                     teacher)
+        teacher = beside.Teacher(other, lambda x: x @ theirs.T, 1.5, kind)
+        out = beside.token_divergences(h, lambda x, w=w: x @ w.T, targets, 1.5, chunk, "value",
+                                       teacher)
         plain = head.token_logprobs(h, lambda x, w=w: x @ w.T, targets, 1.5, 7, "value")
         assert torch.allclose(out[0], plain[0]) and torch.allclose(out[1], plain[1])
         found.append([*out, *torch.autograd.grad(sum(x.sum() for x in (out[0], out[2])), (h, w))])
@@ -182,9 +183,9 @@ def test_the_divergences_memory_is_within_the_plan(kind):
     weight, theirs = torch.randn(vocab, hidden, requires_grad=True), torch.randn(vocab, hidden)
     for n in (64, 1024):
         h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
-        teacher = head.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
+        teacher = beside.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
         with Live() as live:
-            logp, _, divergence = head.token_divergences(
+            logp, _, divergence = beside.token_divergences(
                 h, lambda x: x @ weight.T, t, 1.0, chunk, "value", teacher)
             (logp + divergence).sum().backward()
         weight.grad = None
