@@ -28,11 +28,12 @@ class Mistake(NamedTuple):
 
 BACKWARD = "policy.backward((w * torch.where(m, loss, 0)).sum())"
 WEIGHTS = """losses.token_weights(
-            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens)"""
+            loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
+            prompts=prompts[rows])"""
 ROWS = "m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)"
 NOTE = "    batch.note_advantages(advantages, loss_tokens)  # for samples/\n"
-WHITEN = ("micro.slice(advantages), m,",
-          "losses.whiten(micro.slice(advantages).expand(m.shape), m), m,")
+WHITEN = ("micro.slice(advantages)  #",
+          "losses.whiten(micro.slice(advantages).expand(m.shape), m)  #")
 BASELINE = '    if args.advantage == "reinforce++-baseline":\n'
 MISTAKES = {
     "a mean over the micro-batch": Mistake(
@@ -42,11 +43,11 @@ MISTAKES = {
         BUDGET, BACKWARD,
         "policy.backward((w * m.sum(1, True) * torch.where(m, loss, 0).mean(1, True)).sum())"),
     "a sum over padding": Mistake(
-        NAN, "if args.engine_correction != \"none\":\n",
+        NAN, "if args.has_factors:\n",
         "loss = loss * (logprobs - old).detach().sum(1, keepdim=True).exp()\n"
-        "                if args.engine_correction != \"none\":\n"),
+        "                if args.has_factors:\n"),
     "a loss that reads its neighbour": Mistake(
-        LOOP, "micro.slice(advantages), m,", "micro.slice(advantages).roll(1, 0), m,"),
+        LOOP, "micro.slice(advantages)  #", "micro.slice(advantages).roll(1, 0)  #"),
     "a baseline of all groups": Mistake(
         GROUP, BASELINE, f"    advantages = rewards - rewards[batch.scored].mean()\n{BASELINE}"),
     "a best-of-all bonus": Mistake(
