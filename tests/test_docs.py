@@ -120,7 +120,7 @@ def check_pasted(pasted: str, printed: str) -> None:
         assert " ".join(part.split()) in printed, f"{part}\nis not in\n{printed}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/flags.md", "docs/lora.md", "docs/memory.md"])
+@pytest.mark.parametrize("page", ["docs/flags.md", "docs/lora.md", "docs/memory.md"])
 def test_pasted_output_is_what_the_command_prints(page):
     pasted = [block for block in blocks(page) if block.startswith("$ python ")]
     assert pasted
