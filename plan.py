@@ -179,7 +179,9 @@ INF = float("inf")
 RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other number: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
      "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
-    ("reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("reward_workers reward_concurrency", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("reward_retries", "from 0 to 100", lambda x: 0 <= x <= 100),
+    ("reward_pause", "from 0 to 3,600", lambda x: 0 <= x <= 3600),
     ("max_num_seqs", "from 0 to 4,096", lambda x: 0 <= x <= 4096),
     ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
     ("lr critic_lr gpu_gb kl_target kl_horizon max_gap", "more than 0", lambda x: 0 < x < INF),
