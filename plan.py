@@ -179,6 +179,7 @@ INF = float("inf")
 RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other number: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
      "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
+    ("max_environments", "at least 1", lambda x: 1 <= x < INF),
     ("reward_workers reward_concurrency", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
     ("reward_retries", "from 0 to 100", lambda x: 0 <= x <= 100),
     ("reward_pause", "from 0 to 3,600", lambda x: 0 <= x <= 3600),
@@ -204,7 +205,7 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
 
 NEEDS = {  # flags that change nothing without another one
     "eval_every eval_only eval_samples eval_temperature eval_pass target_eval": "eval_data",
-    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply"}
+    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns max_environments": "reply"}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -224,6 +225,10 @@ def outside(args, ranks: int) -> dict[str, Rule]:
 
 # ---- rules of several flags: each is in its range here ----
 
+def names_of(specs: tuple[str, ...]) -> list[str]:
+    return [spec.partition(":")[0] for spec in specs]
+
+
 def run_rules(plan: Plan):
     """Of --name, which becomes a folder, and of flags that need another flag."""
     args = plan.args
@@ -241,6 +246,8 @@ def run_rules(plan: Plan):
     if "" in stop:
         yield Rule("--stop must not have an empty string.",
                    [("stop", [tuple(text for text in stop if text)])])
+    if "environment" in names_of(args.reward) and not args.turn_args.reply:
+        yield Rule("--reward environment needs --reply FILE.py:CLASS.", [("reward", [("exact",)])])
     given, default = flags(args), flags(type(args)())
     for names, needed in NEEDS.items():
         for name in names.split():
@@ -363,6 +370,6 @@ def warnings(args) -> list[str]:
         found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
     if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
         found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
-    if args.turn_args.reply and "exact" in [spec.partition(":")[0] for spec in args.reward]:
+    if args.turn_args.reply and "exact" in names_of(args.reward):
         found.append("--reward exact compares the whole episode, replies too, with the answer.")
     return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from examples import reasoning_gym_tasks
-from rewards import Item, Part, RewardArgs, messages, number, parse
+from rewards import Item, Move, Part, RewardArgs, messages, number, parse
 from verifiers import REWARDS, math_reward
 
 # A parameter of a reward shows its kind. The first that fits counts.
@@ -49,6 +49,8 @@ def load(part: Part, wanted: str) -> Reward:
     function = find(part)
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
+    if wanted == "reply" and inspect.isclass(function):
+        return Reward("environment", Environments(function), None, [], False)
     parameters = inspect.signature(function).parameters if callable(function) else {}
     named = {name: p for name, p in parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -204,6 +206,8 @@ async def tried(reward: Reward, call: Call, part: slice, args: RewardArgs, slots
 
 def start(reward: Reward, items: list[Item]):
     """What the function returns for one completion, or for all of TRL's group."""
+    if reward.kind == "environment":
+        return reward.function.play(*items)
     given = arguments(reward.kind, items)
     if reward.takes is not None:
         given = {name: value for name, value in given.items() if name in reward.takes}
@@ -211,6 +215,8 @@ def start(reward: Reward, items: list[Item]):
 
 
 def values_of(reward: Reward, result, items: list[Item]) -> list:
+    if reward.kind == "environment":
+        return [result]
     if reward.kind == "reply":
         return [messages(result)]
     if isinstance(result, dict) and reward.kind in ("verl", "openrlhf"):
@@ -256,6 +262,62 @@ def columns_of(items: list[Item]) -> dict:
                     "log_metric": print}
 
 
+class Environments:
+    """Those of a --reply CLASS that live in this worker, by the seeds of their episodes."""
+
+    def __init__(self, kind: type):
+        self.kind, self.live, self.most = kind, {}, 1
+        self.methods = [name for name in ("reply", "reward", "close")
+                        if inspect.isfunction(getattr(kind, name, None))]
+        if "reply" not in self.methods:
+            sys.exit(f"the class {kind.__name__} needs a method reply(turns).")
+        if any(inspect.iscoroutinefunction(getattr(kind, name)) for name in self.methods):
+            sys.exit(f"the methods of the class {kind.__name__} must be def, not async def.")
+
+    def play(self, move: Move) -> list[dict] | float | None:
+        """Its reply, as messages. None: the episode is over. Of a move that is over: the reward."""
+        it = self.live.pop(move.seed, None)
+        if it is None or not move.said:  # an evaluation has the same episodes each time
+            it = self.replayed(move)
+        if move.over:
+            return self.ended(it, move)
+        said = messages(it.reply([dict(turn) for turn in move.turns]))
+        self.live[move.seed] = it
+        while len(self.live) > self.most:
+            self.close(self.live.pop(next(iter(self.live))))
+        return said
+
+    def replayed(self, move: Move):
+        """Made, and given its turns again. ValueError if it does not answer as before."""
+        it, end = self.kind(dict(move.row), move.seed), 1
+        for said in move.said:
+            now = messages(it.reply([dict(turn) for turn in move.turns[:end]]))
+            if now != said:
+                raise ValueError(f"the environment answered otherwise when it was played again: "
+                                 f"{str(said)[:200]}, then {str(now)[:200]}")
+            end += 1 + len(said or [])
+        return it
+
+    def ended(self, it, move: Move) -> float | None:
+        reward = self.reward(it)
+        if move.checked:
+            again = self.reward(self.replayed(move))
+            if again != reward:
+                raise ValueError(f"the environment answered otherwise when it was played again: "
+                                 f"its reward was {reward}, then {again}")
+        return reward
+
+    def reward(self, it) -> float | None:
+        """None: it has none, or cannot tell."""
+        found = number(it.reward()) if "reward" in self.methods else None
+        self.close(it)
+        return found
+
+    def close(self, it) -> None:
+        if "close" in self.methods:
+            it.close()
+
+
 def guard():
     """Go on in a fork. When it ends, this process kills all that it started."""
     prctl = ctypes.CDLL(None).prctl
@@ -297,7 +359,11 @@ def work(fd: str, memory: str, kind: str, args: str, *specs: str):
     args = RewardArgs(**json.loads(args))
     groups = any(reward.kind == "trl" for reward in rewards)
     together = any(reward.waits for reward in rewards)
-    send([groups, together, [need for reward in rewards for need in reward.needs]])
+    methods = []
+    for reward in rewards:
+        if reward.kind == "environment":
+            reward.function.most, methods = args.max_environments, reward.function.methods
+    send([groups, together, methods, [need for reward in rewards for need in reward.needs]])
     inbox = pipe.makefile("rb")
     while True:
         calls = [Call(start, items) for start, items in pickle.load(inbox)]

@@ -42,6 +42,8 @@ class RewardArgs:
     """An `async def` reward that raises or is late is tried again so often."""
     reward_pause: float = 1.0
     """Seconds before the first retry. Each further pause is twice as long."""
+    max_environments: int = 256
+    """Environments of a --reply CLASS that live at once in one worker. More are made again."""
 
 
 class Item(NamedTuple):
@@ -54,6 +56,17 @@ class Item(NamedTuple):
     truncated: bool
     completion_ids: list[int] | None = None
     turns: list[dict] | None = None  # messages; None: one turn
+
+
+class Move(NamedTuple):
+    """What an environment (--reply FILE.py:CLASS) is asked: its reply to the last turn."""
+    row: dict
+    seed: int  # of the episode, which it also names
+    turns: list[dict]
+    said: list[list[dict] | None]  # its replies so far
+    over: bool = False  # not a reply, but its reward: the episode is over
+    checked: bool = False  # is it played again then?
+    completion: str = ""  # as of an Item, for errors
 
 
 @dataclass
@@ -240,9 +253,13 @@ class Worker:
 
 
 class Scorer:
-    """Worker processes, with one thread for each. kind: reward, or reply (turns.py)."""
+    """Worker processes, with one thread for each. kind: reward, or reply (turns.py).
 
-    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
+    homes: each item has its worker, which keeps the environment.
+    """
+
+    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward",
+                 homes: bool = False):
         self.specs, self.kind, self.args = specs, kind, args
         self.parts = parse(specs, kind)
         self.tried = threading.Event()  # was a worker started, or refused?
@@ -251,9 +268,11 @@ class Scorer:
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
         self.calls = queue.Queue()  # lists of slices of a batch's items; None ends a thread
+        self.methods = []  # of a --reply CLASS
         self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
-        self.threads = [threading.Thread(target=self._serve, daemon=True)
-                        for _ in range(args.reward_workers)]
+        self.inboxes = [queue.Queue() if homes else self.calls for _ in range(args.reward_workers)]
+        self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
+                        for inbox in self.inboxes]
         for thread in self.threads:
             thread.start()
 
@@ -265,32 +284,35 @@ class Scorer:
             error.alone = True  # the workers of another rank may have loaded
             raise error
 
-    def score(self, items: list[Item], size: int = 1) -> list[Score]:
-        """A score for each item. Each `size` items in a row are one call."""
+    def score(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Score]:
+        """A score for each item. Each `size` items in a row are one call. homes: a number for each
+        item; items of the same number have the same worker."""
         self.items, self.scores, self.failed_starts = items, [None] * len(items), 0
         calls = [slice(start, start + size) for start in range(0, len(items), size)]
         share = 1
         if self.together:
             share = math.ceil(len(calls) / len(self.threads)) or 1
         for i in range(0, len(calls), share):
-            self.calls.put(calls[i:i + share])
-        self.calls.join()
+            home = homes[i] if homes else 0
+            self.inboxes[home % len(self.inboxes)].put(calls[i:i + share])
+        for inbox in self.inboxes:
+            inbox.join()
         return self.scores
 
     def close(self):
-        for _ in self.threads:
-            self.calls.put(None)
+        for inbox in self.inboxes:
+            inbox.put(None)
         for thread in self.threads:
             thread.join(5)
 
-    def _serve(self):
+    def _serve(self, inbox: queue.Queue):
         """A thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
         worker = self._replace(None)
-        while calls := self.calls.get():
+        while calls := inbox.get():
             if not worker or worker.process.poll() is not None:  # it died idle
                 worker = self._replace(worker)
             answered = self._score_calls(worker, calls)
-            self.calls.task_done()
+            inbox.task_done()
             if not answered:
                 worker = self._replace(worker)
         if worker:
@@ -307,7 +329,8 @@ class Scorer:
             worker = None
             try:
                 worker = Worker(self.specs, self.kind, self.args)
-                self.groups, self.together, self.needs = worker.receive(START_SECONDS)
+                self.groups, self.together, self.methods, self.needs = worker.receive(
+                    START_SECONDS)
                 self.failed_starts = 0
                 return worker
             except Exception as error:
@@ -365,6 +388,8 @@ class Scorer:
     def _sum(self, values: list, error: str | None) -> Score:
         if self.kind == "reply":
             reply, = values
+            if isinstance(reply, float):  # the reward of an environment
+                return Score(0.0, {"reply": None, "reward": number(reply)}, error)
             return Score(None if error else 0.0, {"reply": messages(reply)}, error)
         parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
         if None in parts.values():
