@@ -182,7 +182,10 @@ INF = float("inf")
 RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other number: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
      "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
-    ("reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("max_environments", "at least 1", lambda x: 1 <= x < INF),
+    ("reward_workers reward_concurrency", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("reward_retries", "from 0 to 100", lambda x: 0 <= x <= 100),
+    ("reward_pause", "from 0 to 3,600", lambda x: 0 <= x <= 3600),
     ("max_num_seqs", "from 0 to 4,096", lambda x: 0 <= x <= 4096),
     ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
     ("lr critic_lr gpu_gb kl_target kl_horizon max_gap", "more than 0", lambda x: 0 < x < INF),
@@ -206,7 +209,7 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
 
 NEEDS = {  # flags that change nothing without another one
     "eval_every eval_only eval_samples eval_temperature eval_pass target_eval": "eval_data",
-    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply"}
+    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns max_environments": "reply"}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -226,6 +229,10 @@ def outside(args, ranks: int) -> dict[str, Rule]:
 
 # ---- rules of several flags: each is in its range here ----
 
+def names_of(specs: tuple[str, ...]) -> list[str]:
+    return [spec.partition(":")[0] for spec in specs]
+
+
 def run_rules(plan: Plan):
     """Of --name, which becomes a folder, and of flags that need another flag."""
     args = plan.args
@@ -243,6 +250,8 @@ def run_rules(plan: Plan):
     if "" in stop:
         yield Rule("--stop must not have an empty string.",
                    [("stop", [tuple(text for text in stop if text)])])
+    if "environment" in names_of(args.reward) and not args.turn_args.reply:
+        yield Rule("--reward environment needs --reply FILE.py:CLASS.", [("reward", [("exact",)])])
     given, default = flags(args), flags(type(args)())
     for names, needed in NEEDS.items():
         for name in names.split():
@@ -368,6 +377,6 @@ def warnings(args) -> list[str]:
     if (loss in ("clip", "gspo", "gmpo", "dppo", "ipo")
             and args.minibatches * args.epochs == 1):
         found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
-    if args.turn_args.reply and "exact" in [spec.partition(":")[0] for spec in args.reward]:
+    if args.turn_args.reply and "exact" in names_of(args.reward):
         found.append("--reward exact compares the whole episode, replies too, with the answer.")
     return found

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from errors import SettingsError
@@ -36,6 +36,14 @@ class RewardArgs:
     """Worker processes per rank."""
     reward_timeout: float = 10.0
     """Seconds for one completion. A late one has no score and is counted."""
+    reward_concurrency: int = 64
+    """Calls of `async def` rewards that run at once in one worker."""
+    reward_retries: int = 2
+    """An `async def` reward that raises or is late is tried again so often."""
+    reward_pause: float = 1.0
+    """Seconds before the first retry. Each further pause is twice as long."""
+    max_environments: int = 256
+    """Environments of a --reply CLASS that live at once in one worker. More are made again."""
 
 
 class Item(NamedTuple):
@@ -50,6 +58,17 @@ class Item(NamedTuple):
     turns: list[dict] | None = None  # messages; None: one turn
 
 
+class Move(NamedTuple):
+    """What an environment (--reply FILE.py:CLASS) is asked: its reply to the last turn."""
+    row: dict
+    seed: int  # of the episode, which it also names
+    turns: list[dict]
+    said: list[list[dict] | None]  # its replies so far
+    over: bool = False  # not a reply, but its reward: the episode is over
+    checked: bool = False  # is it played again then?
+    completion: str = ""  # as of an Item, for errors
+
+
 @dataclass
 class Score:
     """What a completion got. Of a reply: total 0, and its messages as the part."""
@@ -57,6 +76,8 @@ class Score:
     parts: dict[str, float | None]
     error: str | None  # None if the reward returned None
     printed: str = ""  # by the call
+    retries: int = 0  # of `async def` rewards
+    pause: float = 0.0  # seconds before these retries, together
 
 
 class Part(NamedTuple):
@@ -189,7 +210,7 @@ def is_message(value) -> bool:
 class Worker:
     """A process that kills all that its rewards started when it ends."""
 
-    def __init__(self, specs: list[str], kind: str):
+    def __init__(self, specs: list[str], kind: str, args: RewardArgs):
         self.received, self.printed = b"", b""
         self.socket, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
@@ -197,7 +218,7 @@ class Worker:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", WORKER, str(theirs.fileno()), str(int(MEMORY_GB * 2**30)),
-                 kind, *specs],
+                 kind, json.dumps(asdict(args)), *specs],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
 
@@ -234,19 +255,27 @@ class Worker:
 
 class Scorer:
     """Worker processes, with one thread for each. kind: reward, or reply (turns.py). Without specs
-    every score is 0, of no parts."""
+    every score is 0, of no parts.
 
-    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
-        self.specs, self.kind, self.timeout = specs, kind, args.reward_timeout
+    homes: each item has its worker, which keeps the environment.
+    """
+
+    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward",
+                 homes: bool = False):
+        self.specs, self.kind, self.args = specs, kind, args
         self.parts = parse(specs, kind) if specs else []
         self.tried = threading.Event()  # was a worker started, or refused?
         self.groups = False  # does a reward take all completions of a prompt in one call?
+        self.together = False  # is a reward `async def`? Then a worker gets its share at once
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
-        self.calls = queue.Queue()  # slices of a batch's items; None ends a thread
+        self.calls = queue.Queue()  # lists of slices of a batch's items; None ends a thread
+        self.methods = []  # of a --reply CLASS
         self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
-        self.threads = [threading.Thread(target=self._serve, daemon=True)
+        self.inboxes = [queue.Queue() if homes else self.calls
                         for _ in range(args.reward_workers if specs else 0)]
+        self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
+                        for inbox in self.inboxes]
         for thread in self.threads:
             thread.start()
 
@@ -260,30 +289,37 @@ class Scorer:
             error.alone = True  # the workers of another rank may have loaded
             raise error
 
-    def score(self, items: list[Item], size: int = 1) -> list[Score]:
-        """A score for each item. Each `size` items in a row are one call."""
+    def score(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Score]:
+        """A score for each item. Each `size` items in a row are one call. homes: a number for each
+        item; items of the same number have the same worker."""
         if not self.specs:
             return [Score(0.0, {}, None) for _ in items]
         self.items, self.scores, self.failed_starts = items, [None] * len(items), 0
-        for start in range(0, len(items), size):
-            self.calls.put(slice(start, start + size))
-        self.calls.join()
+        calls = [slice(start, start + size) for start in range(0, len(items), size)]
+        share = 1
+        if self.together:
+            share = math.ceil(len(calls) / len(self.threads)) or 1
+        for i in range(0, len(calls), share):
+            home = homes[i] if homes else 0
+            self.inboxes[home % len(self.inboxes)].put(calls[i:i + share])
+        for inbox in self.inboxes:
+            inbox.join()
         return self.scores
 
     def close(self):
-        for _ in self.threads:
-            self.calls.put(None)
+        for inbox in self.inboxes:
+            inbox.put(None)
         for thread in self.threads:
             thread.join(5)
 
-    def _serve(self):
+    def _serve(self, inbox: queue.Queue):
         """A thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
         worker = self._replace(None)
-        while call := self.calls.get():
+        while calls := inbox.get():
             if not worker or worker.process.poll() is not None:  # it died idle
                 worker = self._replace(worker)
-            answered = self._score_call(worker, call)
-            self.calls.task_done()
+            answered = self._score_calls(worker, calls)
+            inbox.task_done()
             if not answered:
                 worker = self._replace(worker)
         if worker:
@@ -299,8 +335,9 @@ class Scorer:
                 return None
             worker = None
             try:
-                worker = Worker(self.specs, self.kind)
-                self.groups, self.needs = worker.receive(START_SECONDS)
+                worker = Worker(self.specs, self.kind, self.args)
+                self.groups, self.together, self.methods, self.needs = worker.receive(
+                    START_SECONDS)
                 self.failed_starts = 0
                 return worker
             except Exception as error:
@@ -310,32 +347,56 @@ class Scorer:
             finally:
                 self.tried.set()
 
-    def _score_call(self, worker: Worker | None, call: slice) -> bool:
-        """False: the worker gave no valid answer."""
-        items = self.items[call]
+    def _score_calls(self, worker: Worker | None, calls: list[slice]) -> bool:
+        """False: the worker stopped answering. Which of several calls did it is not known then:
+        those without an answer are queued again, each alone."""
+        left = {call.start: call for call in calls}
+        size = calls[0].stop - calls[0].start  # of a call; the last one may be shorter
         try:
             if not worker:
                 raise OSError(f"no worker starts: {self.refused}")
-            worker.socket.settimeout(self.timeout)
-            worker.socket.sendall(pickle.dumps((call.start, items)))
-            start, values, errors = worker.receive(self.timeout * len(items))
-            if start != call.start:
-                raise ValueError(start)
-            scores = [self._sum(*one) for _, *one in zip(items, values, errors, strict=True)]
-            answered = True
+            worker.socket.settimeout(self.args.reward_timeout)
+            sent = [(call.start, self.items[call]) for call in calls]
+            worker.socket.sendall(pickle.dumps(sent))
+            while left:
+                message = worker.receive(self.args.reward_timeout * size)
+                if message is None and self.together:  # a sign of life
+                    continue
+                start, *answer = message
+                self.scores[left[start]] = self._scores(self.items[left[start]], *answer)
+                del left[start]
         except Exception as error:  # a reward can write into the socket
-            why = str(error) if isinstance(error, OSError) else f"no valid answer ({error!r})"
-            why += f"\nThe completion: {items[0].completion[:300]!r}"
-            scores = [self._sum([None] * len(self.parts), why) for _ in items]
+            if len(calls) > 1:
+                for call in left.values():
+                    self.calls.put([call])
+                left = {}
+            for call in left.values():
+                self.scores[call] = self._no_scores(self.items[call], error)
             answered = False
-        if worker:
-            scores[0].printed = worker.take_printed()[-1000:]
-        self.scores[call] = scores
+        else:
+            answered = True
+        first = self.scores[calls[0]]
+        if worker and first[0]:  # None: it is queued again
+            first[0].printed = worker.take_printed()[-1000:]
         return answered
+
+    def _no_scores(self, items: list[Item], error: Exception) -> list[Score]:
+        why = str(error) if isinstance(error, OSError) else f"no valid answer ({error!r})"
+        why += f"\nThe completion: {items[0].completion[:300]!r}"
+        return [self._sum([None] * len(self.parts), why) for _ in items]
+
+    def _scores(self, items: list[Item], values: list, errors: list, retries: int,
+                pause: float) -> list[Score]:
+        """The scores of a call, from a worker's answer. An exception if it is no valid one."""
+        scores = [self._sum(*one) for _, *one in zip(items, values, errors, strict=True)]
+        scores[0].retries, scores[0].pause = int(retries), float(pause)
+        return scores
 
     def _sum(self, values: list, error: str | None) -> Score:
         if self.kind == "reply":
             reply, = values
+            if isinstance(reply, float):  # the reward of an environment
+                return Score(0.0, {"reply": None, "reward": number(reply)}, error)
             return Score(None if error else 0.0, {"reply": messages(reply)}, error)
         parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
         if None in parts.values():

@@ -8,7 +8,7 @@ Ids are only appended: what was sampled is never decoded and encoded again. See 
 import re
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import isfile
 
 import numpy as np
@@ -17,9 +17,10 @@ from jinja2 import TemplateError
 from batch import Completion
 from data import Prompt, Row
 from errors import Mistakes, SettingsError
-from rewards import Item, Score, Scorer, check_rows, report
+from rewards import Item, Move, Score, Scorer, check_rows, report
 from rollout import Request
 
+CHECKED = 8  # one in so many episodes of an environment is played again
 WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 
 
@@ -27,7 +28,8 @@ WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the firs
 class TurnArgs:
     """Several turns."""
     reply: str | None = None
-    """FILE.py:FUNCTION that answers the model, or ends the episode. Not given: one turn."""
+    """FILE.py:FUNCTION that answers the model, or ends the episode; or FILE.py:CLASS, an
+    environment with a state. Not given: one turn."""
     max_turns: int = 8
     """The model's turns in an episode, at most."""
 
@@ -39,6 +41,7 @@ class Bridge:
     eos_ids: list[int]
     vocab: int
     system: str | None
+    methods: list[str] = field(default_factory=list)  # of a --reply CLASS
 
     def __post_init__(self):
         tokens = self.tokenizer.added_tokens_decoder.values()
@@ -104,10 +107,13 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
         raise SettingsError(f"--reply must be FILE.py:FUNCTION (got {spec}); it has no weight.")
     if not isfile(file[1]):
         raise SettingsError(f"--reply {spec}: no such file.")
-    messages = first_reply(spec, args.reward_args, rows)
+    messages, methods = first_reply(spec, args.reward_args, rows)
+    rewards = [reward.partition(":")[0] for reward in args.reward]
+    if "environment" in rewards and "reward" not in methods:
+        raise SettingsError(f"--reward environment needs a class with reward() in --reply {spec}.")
     if not tokenizer:
         return None
-    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
+    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system, methods)
     # Without a reply its roles are not known: one of two must work.
     tries = [messages] if messages else [[{"role": r, "content": "z"}] for r in ("user", "tool")]
     mistakes = Mistakes()
@@ -118,17 +124,25 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
     return bridge
 
 
-def first_reply(spec: str, args, rows: list[Row]) -> list[dict] | None:
-    """Messages for the first row and an empty turn. SettingsError if the function fails."""
+def first_reply(spec: str, args, rows: list[Row]) -> tuple[list[dict] | None, list[str]]:
+    """Messages for the first row and an empty turn, and the methods of a class. SettingsError if it
+    fails, or answers otherwise when it is played again."""
     with closing(Scorer([spec], args, "reply")) as scorer:
         scorer.wait()
         check_rows(scorer.needs, rows, "reply")
         if not rows:
-            return None
-        score, = scorer.score([item(rows[0], [said("")])])
-        if score.error:
-            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{score.error}")
-        return score.parts["reply"]
+            return None, scorer.methods
+        first = item(rows[0], [said("")])
+        if scorer.methods:
+            first = move(rows[0], 0, [said("")], [])
+        score, = scorer.score([first])
+        reply, error = score.parts["reply"], score.error
+        if scorer.methods and not error:
+            end, = scorer.score([first._replace(said=[reply], over=True, checked=True)])
+            error = end.error
+        if error:
+            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{error}")
+        return reply, scorer.methods
 
 
 def said(text: str) -> dict:
@@ -139,13 +153,20 @@ def item(row: Row, turns: list[dict]) -> Item:
     return Item(row.prompt, "", row.answer, row.columns, 0, False, None, turns)
 
 
+def move(row: Row, seed: int, turns: list[dict], replies: list) -> Move:
+    columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
+    return Move(columns, seed, turns, replies, completion=turns[-1]["content"])
+
+
 class Episodes:
     """Goes on with completions until their episodes are over."""
 
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        self.workers = Scorer([args.turn_args.reply], args.reward_args, "reply")
+        self.stateful = bool(bridge.methods)
+        self.workers = Scorer(
+            [args.turn_args.reply], args.reward_args, "reply", homes=self.stateful)
         self.workers.wait()
         self.noted = set()  # subjects of the notes that were printed
 
@@ -157,16 +178,27 @@ class Episodes:
         """
         for c in completions:
             c.turns = []
+        replied = [[] for _ in completions]  # to each turn of each
+
+        def asked(i: int) -> tuple[int, Completion, Item | Move]:
+            return self.asked(i, prompts[i].row, completions[i], seed(i, 0), replied[i])
+
+        self.mine = set(self.world.mine(range(len(completions))))  # it keeps their environments
         new, running = completions, range(len(completions))  # `new` has a turn of each `running`
         for turn in range(1, self.max_turns + 1):
             for i, text in zip(running, self.decode(new), strict=True):
                 completions[i].turns.append(said(text))
             running = [i for i in running if not completions[i].truncated]
-            if turn == self.max_turns or not running:
+            last = turn == self.max_turns
+            if not running or (last and not self.stateful):
                 break
-            replies = self.reply([(prompts[i].row, completions[i]) for i in running])
+            replies = self.reply([asked(i) for i in running])
+            for i, (score, _) in zip(running, replies, strict=True):
+                replied[i].append(score.parts["reply"])
             running = [i for i, (score, ids) in zip(running, replies, strict=True)
-                       if self.goes_on(completions[i], score, ids)]
+                       if self.goes_on(completions[i], score, ids, last)]
+            if last:
+                break
             self.note([score.parts["reply"] for score, _ in replies], running)
             new = complete([Request(
                 prompts[i].row.prompt_ids + completions[i].ids.tolist(), seed(i, turn),
@@ -174,6 +206,26 @@ class Episodes:
             for i, c in zip(running, new, strict=True):
                 append(completions[i], c.ids, c.logprobs, True)
                 completions[i].truncated = c.truncated
+        if self.stateful:
+            self.end([asked(i) for i, c in enumerate(completions) if not c.failed])
+
+    def asked(self, i: int, row: Row, c: Completion, seed: int, replied: list
+              ) -> tuple[int, Completion, Item | Move]:
+        """What a worker is asked about completion i."""
+        return i, c, move(row, seed, c.turns, replied) if self.stateful else item(row, c.turns)
+
+    def end(self, episodes: list[tuple[int, Completion, Move]]) -> None:
+        """Ends the environments. The last turn gets their rewards as `reward`. A collective."""
+        most = self.workers.args.max_environments * len(self.workers.inboxes)
+        if len(self.mine) > most:
+            self.say_once("live", f"of {len(self.mine)} environments of a rank, {most} live at "
+                          f"once (--max_environments): the others are made again for each turn")
+        ends = [(i, c, it._replace(over=True, checked=it.seed % CHECKED == 0))
+                for i, c, it in episodes]
+        for (_, c, _), (score, _) in zip(ends, self.reply(ends), strict=True):
+            c.failed = score.error is not None
+            if "reward" in self.bridge.methods:
+                c.turns[-1]["reward"] = score.parts.get("reward")
 
     def decode(self, turns: list[Completion]) -> list[str]:
         """Each rank decodes its share. A collective."""
@@ -181,11 +233,14 @@ class Episodes:
         mine = self.world.mine(turns)
         return self.world.gather([decode(c.ids, skip_special_tokens=True) for c in mine])
 
-    def reply(self, episodes: list[tuple[Row, Completion]]) -> list[tuple[Score, list[int]]]:
+    def reply(self, episodes: list[tuple[int, Completion, Item | Move]]
+              ) -> list[tuple[Score, list[int]]]:
         """Each one's reply and the ids to append. Each rank makes its share. A collective."""
         mine, made = self.world.mine(episodes), []
-        scores = self.workers.score([item(row, c.turns) for row, c in mine])
-        for (_, c), score in zip(mine, scores, strict=True):
+        if self.stateful:
+            mine = [episode for episode in episodes if episode[0] in self.mine]
+        scores = self.workers.score([it for *_, it in mine], homes=[i for i, *_ in mine])
+        for (_, c, _), score in zip(mine, scores, strict=True):
             messages, ids = score.parts["reply"], []
             try:
                 if messages:
@@ -213,9 +268,12 @@ class Episodes:
             self.noted.add(subject)
             self.log.say(f"note (printed once): {text}")
 
-    def goes_on(self, c: Completion, score: Score, ids: list[int]) -> bool:
-        """Appends the reply, if the episode goes on and a token has room after it."""
+    def goes_on(self, c: Completion, score: Score, ids: list[int], last: bool = False) -> bool:
+        """Appends the reply, if the episode goes on and a token has room after it. last: it has no
+        turn left, and only its environment has seen this one."""
         c.failed, messages = score.total is None, score.parts["reply"]
+        if last:
+            return False
         c.truncated = bool(messages) and len(c.ids) + len(ids) >= self.max_tokens
         if not messages or c.truncated:
             return False

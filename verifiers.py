@@ -9,6 +9,7 @@ import re
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
+    "environment": "verifiers:environment",
     "exact": "verifiers:exact", "math": "verifiers:math_reward", "format": "verifiers:format_tags",
     "short": "verifiers:short", "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
@@ -31,6 +32,11 @@ def last_answer(text: str) -> str | None:
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
+
+
+def environment(turns) -> float | None:
+    """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
+    return turns[-1].get("reward")
 
 
 def math_reward(completion, answer, **row):

@@ -492,7 +492,7 @@ def test_the_game_and_the_correction():
 def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(code)
-    args = SimpleNamespace(turn_args=turns.TurnArgs(flag), reward_args=RewardArgs(1),
+    args = SimpleNamespace(turn_args=turns.TurnArgs(flag), reward_args=RewardArgs(1), reward=(),
                            data_args=data.DataArgs())
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
