@@ -261,7 +261,9 @@ class LogprobModel(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
-    def forward(self, inputs, source, targets, temperature, entropy, formula=token_logprobs):
+    def forward(self, inputs, source, targets, temperature, entropy, formula=None):
+        if formula is None:
+            formula = token_logprobs
         return formula(hidden_states(self.lm, inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
@@ -345,9 +347,8 @@ class Policy(Trained):
         if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
             self.left_out.add("lm_head.weight")
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
-                 formula=token_logprobs):
-        """log π and entropy of each completion token: (b, t) each. formula: of head.py."""
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
+        """log π and entropy of each completion token: (b, t) each. formula: see teacher.py."""
         found = self.run(micro, micro.targets, temperature, entropy, formula)
         return tuple(micro.spread(values) for values in found)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from head import of_logits, recomputed, token_logprobs
+from head import of_logits, recomputed
 
 
 class Teacher(NamedTuple):
@@ -19,9 +19,9 @@ class Teacher(NamedTuple):
 @contextmanager
 def beside(teacher, micro, temperature: float, kind: str):
     """Gives token_divergences beside a teacher, a model.Policy or lora.Base, on this micro-batch.
-    Inside, the teacher's head can be called; "none": token_logprobs."""
+    Inside, the teacher's head can be called. kind "none": None."""
     if kind == "none":
-        yield token_logprobs
+        yield None
         return
     hidden = teacher.hidden(micro)  # (n, H)
     with teacher.whole_head() as model:
