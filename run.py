@@ -173,7 +173,7 @@ def set_up(args) -> "Run":
     saved, notes = find_checkpoint(args, world, folder, settings)
     # 4. Open the run's folder.
     run = Run(args, world, folder, checked, saved, settings)
-    open_folder(run, flags | {"ranks": ranks, "versions": versions})
+    open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
     run.log.say(checked.plan.text(short=True))
     for note in checked.notes + notes:
         run.log.say(f"  {note}")

@@ -71,8 +71,11 @@ def changed(args: dict) -> list[list[str]]:
     found = []
     for name, default, *_ in cells("docs/flags.md", 4):
         name = name.strip("`-")
-        grpo, _, ppo = default.partition("; ppo.py ")
-        default = ppo if ppo and "critic_lr" in args else grpo
+        default, *others = default.split("; ")  # "8; ppo.py, sft.py 1"
+        for other in others:
+            scripts, _, value = other.rpartition(" ")
+            if args.get("script", "grpo.py") in scripts.split(", "):
+                default = value
         if name in args and in_words(args[name]) != default:
             found.append([f"--{name}", in_words(args[name]), default])
     return found
