@@ -15,6 +15,7 @@ torch.set_num_threads(1)  # two workers share the cores, and threads that wait f
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a machine has GPUs
+os.environ["PYTHON_EXEC"] = str(Path(__file__).parent / "python")  # torchrun's ranks: forked.py
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,6 +17,7 @@ import data
 import dist
 import model
 from batch import Batch, Completion, Sample
+from forked import PYTHON
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
 
@@ -154,7 +155,7 @@ def with_engine(name: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         make(name, f"{folder}/model")
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+            [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
              __file__, f"{folder}/model", f"{folder}/out"], cwd=ROOT, text=True,
             capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"

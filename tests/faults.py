@@ -39,8 +39,9 @@ class Attempt:
     def __init__(self, cwd: Path, *flags: str, script="grpo", ranks=2, faults="", torchrun=True,
                  **env: str):
         self.out = open(Path(cwd) / f"out-{time.time_ns()}.txt", "w+")
-        python, env = Path(sys.executable), {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
-        launch = [python.with_name("torchrun"), "--nproc_per_node", str(ranks)]
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # of ranks too
+        env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
+        launch = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", str(ranks)]
         target = [HERE / "faulty.py", script] if faults else [ROOT / f"{script}.py"]
         self.process = subprocess.Popen(
             [*(launch if torchrun else [python]), *target, *FLAGS, *flags], cwd=cwd,

@@ -35,6 +35,7 @@ import rollout
 import test_packing
 from batch import Batch, Micro
 from dist import balance, cut, share, tokens  # noqa: F401
+from forked import PYTHON
 from learning import Case, fabricate, whole
 
 F64 = torch.float64
@@ -297,7 +298,7 @@ def engine_gap(tied: bool = True) -> float:
     with tempfile.TemporaryDirectory() as folder:
         test_engine.make(Path(folder, "model"), tied)
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+            [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
              "tests/engine_worker.py", f"{folder}/model", f"{folder}/out"], check=True,
             cwd=Path(__file__).parent.parent, capture_output=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -3,10 +3,11 @@ for weeks before anyone had a GPU to run it on."""
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,7 +19,7 @@ def test_every_part_runs_on_a_cpu(tmp_path, only, lines):
     results.write_text("\n\n".join(
         ["# Measured", "## One GPU — `python bench/gpu.py`", "old", "## Next", "kept\n"]))
     done = subprocess.run(
-        [sys.executable, "bench/gpu.py", "--device", "cpu", "--where", str(tmp_path / "here"),
+        [PYTHON, "bench/gpu.py", "--device", "cpu", "--where", str(tmp_path / "here"),
          "--only", only, "--write", str(results)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=900)

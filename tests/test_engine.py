@@ -3,11 +3,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +33,7 @@ def found(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp(request.param)
     with torch.random.fork_rng():
         make(folder / "model", request.param == "tied")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2",
                "--standalone", "tests/engine_worker.py", folder / "model", folder / "out"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=900)
@@ -114,7 +115,7 @@ def test_the_export_gives_the_same_greedy_tokens_in_transformers_and_in_a_plain_
         return              # one plain engine is enough: the tied export could miss a weight
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                         "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([sys.executable, "-c", PLAIN, folder, json.dumps(found["prompts"])],
+    done = subprocess.run([PYTHON, "-c", PLAIN, folder, json.dumps(found["prompts"])],
                           env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("IDS")]
     assert lines, done.stderr[-2000:]

@@ -10,7 +10,6 @@ share no runs/.
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 
 import ranks
 from examples import tiny
+from forked import PYTHON
 from learning import difference
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1) -> list[tuple[in
     for machine in range(machines):
         (folder / str(machine)).mkdir()
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}",
+            PYTHON, "-m", "torch.distributed.run", f"--nnodes={machines}",
             f"--node_rank={machine}", f"--nproc_per_node={ranks_each}", "--master_addr=127.0.0.1",
             f"--master_port={port}", ROOT / "grpo.py", *(f.format(machine=machine) for f in flags)]
         with open(folder / f"{machine}.log", "w") as log:

@@ -13,9 +13,11 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
 import check_links  # noqa: E402
 import draw  # noqa: E402
 
+from forked import PYTHON  # noqa: E402
+
 
 def python(*command: str):
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+    return subprocess.run([PYTHON, *command], cwd=ROOT, capture_output=True, text=True,
                           timeout=600)
 
 

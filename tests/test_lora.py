@@ -3,7 +3,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import memory
 import model
 import plan
 from families import ROOT
+from forked import PYTHON
 from ranks import results
 from test_script import place, script  # noqa: F401
 
@@ -26,7 +26,7 @@ def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
     """What lora_worker.py finds with a random model of a family."""
     families.make(name, str(folder / "model"))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+        [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
          "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=900)
@@ -206,7 +206,7 @@ def test_vllm_serves_the_adapter(exported):
     rows, merged, base, adapter = exported
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                         "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([sys.executable, "-c", PLAIN, base, adapter, json.dumps(rows)],
+    done = subprocess.run([PYTHON, "-c", PLAIN, base, adapter, json.dumps(rows)],
                           env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOGPROBS")]
     assert lines, done.stderr[-2000:]

@@ -23,6 +23,7 @@ import plan
 import ppo
 from batch import Batch, Micro
 from errors import SettingsError
+from forked import PYTHON
 from learning import difference, fabricate
 from live import Live
 from packing import KEYS
@@ -61,7 +62,7 @@ def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
     command = (f"grpo.py --plan --model {QWEN_7B} --ranks 4 --gpu_gb 80 --batch 8 --group 64 "
                "--max_tokens 4096")
     told = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        [PYTHON, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert told.returncode == 1, told.stderr
     for part in ("parameters", "gradients", "optimizer", "activations", "head", "engine weights",
                  "kv cache", "total", "would with --checkpointing"):

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples import tiny
+from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 STEPS = 20
@@ -22,7 +22,7 @@ def start(folder: Path, ranks: int, *command) -> subprocess.Popen:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     launcher = torchrun if ranks > 1 else []
     with open(folder / f"{ranks}-{Path(command[0]).stem}.txt", "w") as printed:
-        return subprocess.Popen([sys.executable, *launcher, *command], cwd=folder, env=ENV,
+        return subprocess.Popen([PYTHON, *launcher, *command], cwd=folder, env=ENV,
                                 stdout=printed, stderr=subprocess.STDOUT)
 
 

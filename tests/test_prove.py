@@ -5,12 +5,12 @@ their own promise alone, in one process; the slow ones try all of everything.
 """
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from forked import PYTHON
 from tools import prove
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +157,7 @@ def proved(folder: Path, cases: list) -> list[dict[int, tuple[bool, str]]]:
     """Of each case (file, flags, promises): {promise: (whether it holds, what differs most)}."""
     (folder / "cases").write_text(json.dumps([[path, flags.split(), numbers]
                                               for path, flags, numbers in cases]))
-    done = subprocess.run([sys.executable, "tests/prove_worker.py", folder / "cases",
+    done = subprocess.run([PYTHON, "tests/prove_worker.py", folder / "cases",
                            folder / "out"], cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads((folder / "out").read_text())
@@ -211,7 +211,7 @@ def test_the_command(tmp_path, status):
     path, mistake = "grpo.py", MISTAKES["a baseline of all groups"]
     if status:
         path = edited(tmp_path, "mine", "grpo.py", (mistake.old, mistake.new))
-    done = subprocess.run([sys.executable, "-m", "tools.prove", path, "--group", "2"], cwd=ROOT,
+    done = subprocess.run([PYTHON, "-m", "tools.prove", path, "--group", "2"], cwd=ROOT,
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == status, done.stdout + done.stderr
     table = [line for line in done.stdout.splitlines() if line[:2].strip().isdigit()]

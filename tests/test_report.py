@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from browser import FOUND, Browser
+from forked import PYTHON
 from tools import report
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +95,7 @@ def run(request, tmp_path_factory) -> Path:
     """Two ranks, two turns, some completions without a reward."""
     place = tmp_path_factory.mktemp("run")
     (place / "reply.py").write_text(REPLY)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2",
                str(ROOT / request.param), *FLAGS]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=900,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import model
+from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
@@ -22,7 +22,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE":
 def script(*flags: str, ranks: int = 1, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """grpo.py to its end."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), ROOT / "grpo.py", *flags]
+    command = [PYTHON, *(torchrun if ranks > 1 else []), ROOT / "grpo.py", *flags]
     return subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=900)
 
 

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import subprocess
-import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from batch import Batch, Completion, Sample
 from errors import SettingsError
 from examples import again, calculator, guess, tiny
 from faults import Attempt, differences, metrics
+from forked import PYTHON
 from rewards import Item, RewardArgs, Score, Scorer, messages, score_samples
 from test_layouts import run
 from test_layouts import same as same_run
@@ -511,7 +511,7 @@ def launch(out, *flags, size=1):
     """tests/turns_worker.py, or another script, on some ranks to its end."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
     done = subprocess.run(
-        [sys.executable, *(torchrun if size > 1 else []), *flags], cwd=out, timeout=600, text=True,
+        [PYTHON, *(torchrun if size > 1 else []), *flags], cwd=out, timeout=600, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, capture_output=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout

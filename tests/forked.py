@@ -1,0 +1,209 @@
+"""Starts scripts without importing torch and vLLM again: a fork instead of 14 s of a core.
+
+`python` beside this file stands for the interpreter: `tests/python grpo.py FLAGS`, or torchrun with
+PYTHON_EXEC=tests/python. It passes its arguments, environment, folder and standard files to a
+server, which has imported the libraries and nothing of this project. The server forks: the child
+runs the script as `__main__`. Signals go to the child, its exit status comes back, and it dies with
+who asked for it. The server starts with its first client and ends a while after its last.
+
+A test of the start itself (imports, the parent process, variables that libraries read when they are
+imported) uses the real interpreter.
+"""
+import array
+import atexit
+import fcntl
+import gc
+import hashlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ADDRESS = Path(tempfile.gettempdir(), "forked-" + hashlib.sha1(
+    f"{HERE} {os.getuid()} {Path(__file__).stat().st_mtime_ns}".encode()).hexdigest()[:12])
+PYTHON = str(HERE / "python")
+IDLE = 300  # seconds until a server without a client ends
+
+
+# ---- the client
+
+def client() -> None:
+    connection = connect()
+    request = {"argv": sys.argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(),
+               "parent": os.getppid()}
+    files = array.array("i", [0, 1, 2])
+    connection.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+    stream = connection.makefile("rwb")
+    stream.write(json.dumps(request).encode() + b"\n")
+    stream.flush()
+    pid = int(stream.readline())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = os.waitstatus_to_exitcode(int(stream.readline() or b"9"))
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def connect() -> socket.socket:
+    """To the server. The first client starts it."""
+    with open(f"{ADDRESS}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for trial in range(2):
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(ADDRESS))
+                return connection
+            except OSError:
+                connection.close()
+            if trial == 0:
+                start_server()
+    raise SystemExit("error: the server of tests/forked.py did not start")
+
+
+def start_server() -> None:
+    """It listens when it closes its standard output."""
+    server = subprocess.Popen([sys.executable, __file__, "--serve"], start_new_session=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=open(f"{ADDRESS}.log", "w"), cwd="/")
+    server.stdout.read()
+
+
+# ---- the server
+
+def preload() -> None:
+    """What a run imports from libraries. It must start no thread."""
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_CPP_LOG_LEVEL="ERROR",
+                      VLLM_LOGGING_LEVEL="ERROR", CUDA_VISIBLE_DEVICES="")
+    sys.path[0] = str(HERE.parent)
+    import vllm  # noqa: F401
+    from vllm import LLM, SamplingParams, TokensPrompt  # noqa: F401
+
+    import dist  # noqa: F401  (first: it sets what torch reads)
+    import run  # noqa: F401
+    for name, module in list(sys.modules.items()):  # a script imports its own files
+        file = getattr(module, "__file__", None)
+        if file and Path(file).parent == HERE.parent:
+            del sys.modules[name]
+    del sys.path[0]
+
+
+def serve() -> None:
+    """One thread. A line of a connection: the request; then the client's end."""
+    preload()
+    gc.freeze()  # a child does not copy what it never frees
+    ADDRESS.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(ADDRESS))
+    listener.listen(64)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its starter waits for this
+    ended, wake = socket.socketpair()
+    ended.setblocking(False)
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())
+    children: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([listener, ended, *children.values()], [], [], IDLE)
+        if not ready and not children:
+            return
+        for one in ready:
+            if one is listener:
+                connection, _ = listener.accept()
+                request, files = receive(connection)
+                pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for other in (listener, ended, wake, connection, *children.values()):
+                        other.close()
+                    return become(request, files)
+                for file in files:
+                    os.close(file)
+                connection.send(f"{pid}\n".encode())
+                children[pid] = connection
+            elif one is ended:
+                ended.recv(1024)
+            else:  # a client says nothing more: it ended
+                pid = next(pid for pid, connection in children.items() if connection is one)
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                connection = children.pop(pid)
+                try:
+                    connection.send(f"{status}\n".encode())
+                except OSError:
+                    pass
+                connection.close()
+
+
+def receive(connection) -> tuple[dict, list[int]]:
+    _, [(_, _, data)], _, _ = connection.recvmsg(1, socket.CMSG_SPACE(12))
+    files = array.array("i", data)
+    line = b""
+    while not line.endswith(b"\n"):
+        line += connection.recv(1 << 16)
+    return json.loads(line), list(files)
+
+
+def become(request: dict, files: list[int]) -> None:
+    """The child is now `python *argv`."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["cwd"])
+    os.getppid = partial(int, request["parent"])  # the client's, as where nothing is forked
+    import torch
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    argv = [word for word in request["argv"] if word != "-u"]
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    status = 1
+    try:
+        if argv[0] == "-c":
+            sys.argv = ["-c", *argv[2:]]
+            sys.path.insert(0, "")
+            exec(argv[1], {"__name__": "__main__"})
+        elif argv[0] == "-m":
+            sys.argv = argv[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+            runpy.run_path(argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as error:
+        status = error.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()      # the end of an interpreter, without its walk through all objects
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve()
+    else:
+        client()
