@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
     a = parser.parse_args()
-    print("| ranks | agree | same_phase | gather | sum of (N, T) |\n|---|---|---|---|---|")
+    print("| ranks | agree | same_phase | gather | sum of (M,) |\n|---|---|---|---|---|")
     for ranks in a.ranks:
         found = results(ranks, costs, a.completions, a.tokens)
         most = {name: 1000 * max(one[name] for one in found) for name in found[0]}
