@@ -117,7 +117,7 @@ def serve() -> None:
     while True:
         ready, _, _ = select.select([listener, ended, *children.values()], [], [], IDLE)
         if not ready and not children:
-            return
+            return ADDRESS.unlink()
         for one in ready:
             if one is listener:
                 connection, _ = listener.accept()
