@@ -34,7 +34,7 @@ ROADS = {  # name: (script, steps of the full run, its model, its teacher, its f
     "sft-grpo": ("grpo", 40, "sft", None, "--batch 8 --group 8 --lr 2e-5 --reward exact"),
     "distill": ("distill", 40, "base", "sft-grpo",
                 "--batch 8 --group 8 --lr 2e-5 --reward exact")}
-COMMON = ("--max_prompt_tokens 96 --max_tokens 24 --update_tokens 4096 --score_tokens 4096 "
+COMMON = ("--max_prompt_tokens 96 --max_tokens 24 --update_tokens 1024 --score_tokens 2048 "
           "--eval_every 10 --save_every 10 --keep 1 --warmup_steps 3").split()
 
 
