@@ -11,13 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import canary
 import data
 import distill
 import faults
 import head
 import losses
 import memory
+import model
 import plan
+import ranks
+import sft
 import teacher as beside
 from data import DataArgs
 from errors import SettingsError
@@ -218,6 +222,10 @@ def test_the_plan_counts_a_larger_teacher():
 
 # ---- the shipped update ----
 
+SMALL = dict(update_tokens=256, score_tokens=256, max_tokens=24, max_prompt_tokens=8, head_chunk=16,
+             dtype="float32")
+
+
 def arguments(**flags):
     values = dict(teacher="x", dtype="float64", lr=1e-3, group=4, max_grad_norm=0.0,
                   update_tokens=1 << 20, score_tokens=1 << 20, max_tokens=24)
@@ -266,6 +274,36 @@ def test_the_teacher_sees_its_own_prompt(tmp_path):
         assert torch.allclose(one, two, rtol=0, atol=1e-14), kind
         assert (three - one).norm() > 1e-3 * one.norm(), kind
         assert (four - three).norm() <= 1e-12 * three.norm(), kind
+
+
+def tried(world, folder: str) -> dict[str, tuple]:
+    """The canary of each script: its phases, and calls of the divergence."""
+    found, shipped = {}, beside.divergence
+    for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
+                       "jsd": arguments(divergence="jsd", **SMALL)}.items():
+        models = [model.Policy(
+            model.build(model.LogprobModel, f"{folder}/{part}", world, args.model_args),
+            world, args.model_args, args.optimizer_args) for part in ("model", "reference")]
+        calls = []
+
+        def counted(logits, theirs, kind, calls=calls):
+            calls.append((torch.is_grad_enabled(), logits.shape == theirs.shape, kind))
+            return shipped(logits, theirs, kind)
+
+        beside.divergence = counted
+        peaks = canary.canary(plan.Plan(args, world.size, 64, 0), world, 64, models[0],
+                              models[1] if args.needs_reference else None)
+        found[name] = sorted(peaks), set(calls)
+        assert all(p.grad is None for p in models[0].module.parameters())
+    return found
+
+
+def test_the_canary_tries_the_divergence_too(tmp_path):
+    """Its head is called again in the backward: the teacher's must be whole there."""
+    make_models("tiny", str(tmp_path))
+    for found in ranks.results(2, tried, str(tmp_path)):
+        assert found == {"sft": (["update"], set()), "none": (["score", "update"], set()),
+                         "jsd": (["score", "update"], {(True, True, "jsd")})}
 
 
 # ---- settings and rows ----
