@@ -14,6 +14,7 @@ from errors import SettingsError
 from log import peak_memory
 from plan import Phase, Plan, ceil_div
 from rewards import Score
+from teacher import beside
 
 LAST = 64  # tokens that `compare` looks at
 
@@ -23,42 +24,45 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
     a, peaks = plan.args, {}
 
     def update(micro):
-        return sum(policy.logprobs(micro, a.temperature, "grad" if a.entropy_coef else "value"))
+        with beside(reference, micro, a.temperature, a.divergence) as formula:
+            found = policy.logprobs(
+                micro, a.temperature, "grad" if a.entropy_coef else "value", formula)
+            policy.backward(sum(found).sum())
 
     def score(micro):
         if reference:
             reference.logprobs(micro, a.temperature)
-        return policy.logprobs(micro, a.temperature)[0]
+        policy.logprobs(micro, a.temperature)
+
+    def values(micro):
+        critic.backward(critic.values(micro).sum())  # of a score pass: nothing
 
     passes = {"update": (update, policy), "score": (score, policy)}
     if critic:
-        passes |= dict.fromkeys(["critic update", "critic score"], (critic.values, critic))
+        passes |= dict.fromkeys(["critic update", "critic score"], (values, critic))
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
                for trained in (policy, critic) if trained and not trained.optimizer.state
                for p in trained.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
             forward, trained = passes[phase.name]
-            peaks[phase.name] = measure(phase, world, vocab, forward, trained)
+            peaks[phase.name] = measure(phase, world, vocab, forward)
             trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
     return peaks
 
 
-def measure(phase: Phase, world, vocab: int, forward, trained) -> float:
+def measure(phase: Phase, world, vocab: int, forward) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         try:
             with peak_memory(world.device) as peak, torch.set_grad_enabled("update" in phase.name):
-                out = forward(
-                    worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
-                trained.backward(out.sum())  # of a score pass: nothing
+                forward(worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
             end(world, phase, tokens)
-        del out
     return peak["gb"]
 
 

@@ -124,6 +124,7 @@ class CommonArgs:
     teacher: ClassVar[None] = None  # distill.py has these three
     teacher_prompt: ClassVar[None] = None
     divergence: ClassVar[str] = "none"
+    entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
 
 

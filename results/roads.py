@@ -1,8 +1,8 @@
 """Four roads from one small base to a policy, with seeds, and their comparison.
 
-    python results/roads.py --model runs/smollm2 --seeds 3     an hour of two cores for each seed
-    python results/roads.py --steps 3 --rows 40 --seeds 1      a few steps of each, to try it
-    python results/roads.py --table                            the table of what is there
+    python results/roads.py --model runs/smollm2       three seeds: under an hour of two cores
+    python results/roads.py --roads sft --seeds 1      one road, to try it
+    python results/roads.py --page                     roads.md again, from roads.json
 
 The task is a short word, reversed letter by letter: a base fails it. The roads:
 
@@ -11,7 +11,9 @@ The task is a short word, reversed letter by letter: a base fails it. The roads:
     sft-grpo      GRPO from the sft policy
     distill       the sft-grpo policy as the teacher of the base
 
-A run that is finished is not run again, and one that was killed goes on: start it again.
+A finished run is not run again: what the page needs of it is in results/roads.json. One that was
+killed begins again, as it saves nothing on its way. With --tag=-try nothing is filed: the page is
+printed.
 """
 import argparse
 import json
@@ -25,23 +27,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from log import finished_steps, is_evaluation, read_metrics
+from results.make import machine
+from tools.compare import paired_t
+from tools.plot import cell
 
+HERE = Path(__file__).resolve().parent
+FILE, PAGE = HERE / "roads.json", HERE / "roads.md"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT = "Write these letters in reverse order, with spaces between them: {}"
-ROADS = {  # name: (script, steps of the full run, its model, its teacher, its flags)
-    "grpo": ("grpo", 40, "base", None, "--batch 8 --group 8 --lr 2e-5 --reward exact"),
-    "sft": ("sft", 40, "base", None, "--batch 8 --lr 2e-5 --reward exact"),
-    "sft-grpo": ("grpo", 40, "sft", None, "--batch 8 --group 8 --lr 2e-5 --reward exact"),
-    "distill": ("distill", 40, "base", "sft-grpo",
-                "--batch 8 --group 8 --lr 2e-5 --reward exact")}
-COMMON = ("--max_prompt_tokens 96 --max_tokens 24 --update_tokens 4096 --score_tokens 4096 "
-          "--eval_every 10 --save_every 10 --keep 1 --warmup_steps 3").split()
+ROADS = {  # name: (script, steps, its model, its teacher, its flags)
+    "grpo": ("grpo", 30, "base", None, "--batch 4 --group 8 --lr 2e-5 --eval_every 10"),
+    "sft": ("sft", 50, "base", None, "--batch 16 --lr 1e-4 --eval_every 25"),
+    "sft-grpo": ("grpo", 30, "sft", None, "--batch 4 --group 8 --lr 2e-5 --eval_every 10"),
+    "distill": ("distill", 20, "base", "sft-grpo",
+                "--batch 4 --group 8 --lr 5e-5 --divergence reverse_kl --eval_every 5")}
+BEFORE = {"grpo": [], "sft": [], "sft-grpo": ["sft"], "distill": ["sft", "sft-grpo"]}
+COMMON = ("--reward exact --max_prompt_tokens 64 --max_tokens 12 --update_tokens 1024 "
+          "--score_tokens 2048 --save_every 0 --warmup_steps 3").split()
+TEXT = """# Four roads from one small base
 
+`python results/roads.py --model runs/smollm2` makes this page: SmolLM2-135M-Instruct (see
+[README.md](README.md)) reverses 3 to 5 letters. `grpo` begins with the base: it is the control.
+`sft` learns right answers. `sft-grpo` begins with the sft policy. `distill` begins with the base,
+and the sft-grpo policy teaches it. Columns with "in all" count the roads before it too. Seconds are
+those of the training steps, without starts and evaluations. The machine: MACHINE.
+
+"""
+
+
+# ---- runs
 
 def make_rows(folder: Path, n: int) -> None:
-    """train.jsonl and test.jsonl, of different words of 3 to 5 letters."""
+    """train.jsonl, n rows, and test.jsonl, at most 100: different words of 3 to 5 letters."""
     rng, words = random.Random(0), {}
-    while len(words) < 2 * n:
+    while len(words) < n + min(n, 100):
         letters = rng.sample(LETTERS, rng.choice([3, 4, 5]))
         words[" ".join(letters)] = " ".join(reversed(letters))
     rows = [{"question": PROMPT.format(word), "answer": answer} for word, answer in words.items()]
@@ -54,11 +73,10 @@ def name_of(road: str, seed: int, tag: str) -> str:
     return f"roads{tag}-{road}-{seed}"
 
 
-def run(road: str, seed: int, args) -> None:
+def run(road: str, seed: int, args) -> dict:
+    """One run, or what it left if it is finished → what is measured of it."""
     script, steps, start, teacher, flags = ROADS[road]
     steps, name = args.steps or steps, name_of(road, seed, args.tag)
-    if finished_steps(Path("runs", name)) >= steps:
-        return
     model = args.model if start == "base" else f"runs/{name_of(start, seed, args.tag)}/model"
     command = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2", f"{script}.py",
                "--model", model, "--data", "runs/roads/train.jsonl",
@@ -66,38 +84,75 @@ def run(road: str, seed: int, args) -> None:
                "--name", name, *COMMON, *flags.split()]
     if teacher:
         command += ["--teacher", f"runs/{name_of(teacher, seed, args.tag)}/model"]
-    print(*command, flush=True)
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if finished_steps(Path("runs", name)) < steps:
+        print(*command, flush=True)
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return measured(read_metrics(Path("runs", name, "metrics.jsonl")))
 
 
-def measured(name: str) -> dict | None:
-    """What a finished run cost and reached."""
-    folder = Path("runs", name)
-    if not finished_steps(folder):
-        return None
-    rows = read_metrics(folder / "metrics.jsonl")
-    steps = [row for row in rows if not is_evaluation(row)]
-    scores = [row for row in rows if is_evaluation(row)]
-    return {"before": scores[0]["eval/pass@1"], "after": scores[-1]["eval/pass@1"],
-            "low": scores[-1]["eval/pass@1_low"], "high": scores[-1]["eval/pass@1_high"],
-            "sampled": sum(row.get("rollout/tokens", 0) for row in steps),
-            "seconds": sum(row["time/step"] for row in steps)}
+def measured(rows: list[dict]) -> dict:
+    """Of metrics.jsonl: held-out accuracy, with what was spent until then."""
+    tokens, seconds, points = 0, 0.0, []
+    for row in rows:
+        if is_evaluation(row):
+            points.append({"step": row["step"], "tokens": tokens, "seconds": round(seconds, 1)} | {
+                key: round(row[f"eval/{name}"], 4) for key, name in (
+                    ("pass", "pass@1"), ("low", "pass@1_low"), ("high", "pass@1_high"))})
+        else:
+            tokens += row.get("rollout/tokens", 0)
+            seconds += row["time/step"]
+    return {"points": points, "tokens": tokens, "seconds": round(seconds, 1)}
 
 
-def table(args) -> None:
-    """Of each road the seeds that are finished; the costs are its own, without its start's."""
-    print("| road | seeds | pass@1 before | after, each seed (95 % over rows) | tokens sampled | "
-          "seconds |\n|---|---|---|---|---|---|")
-    for road in ROADS:
-        found = [measured(name_of(road, seed, args.tag)) for seed in range(args.seeds)]
-        found = [one for one in found if one]
-        if not found:
-            continue
-        after = ", ".join(f"{f['after']:.3f} ({f['low']:.3f} to {f['high']:.3f})" for f in found)
-        before, sampled, seconds = (np.mean([f[key] for f in found])
-                                    for key in ("before", "sampled", "seconds"))
-        print(f"| {road} | {len(found)} | {before:.3f} | {after} | {sampled:,.0f} | "
-              f"{seconds:.0f} |")
+# ---- the page
+
+def spent(found: dict, road: str, seed: str, what: str) -> float:
+    """By a road and by those before it; nan if one of them is not there."""
+    return sum(found.get(one, {}).get(seed, {}).get(what, np.nan) for one in [*BEFORE[road], road])
+
+
+def against(found: dict, road: str) -> str:
+    """The last accuracy minus that of the control: 95 % of the mean over pairs of equal seeds."""
+    last, control = ({seed: one["points"][-1]["pass"] for seed, one in found.get(name, {}).items()}
+                     for name in (road, "grpo"))
+    pairs = [last[seed] - control[seed] for seed in sorted(last.keys() & control.keys())]
+    if road == "grpo" or len(pairs) < 2:
+        return ""
+    low, high = paired_t(pairs)
+    return f"{np.mean(pairs):+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def table(found: dict) -> str:
+    """One line a road: mean (lowest to highest) over the seeds."""
+    lines = ["| road | seeds | held-out before | after | minus the control (95 %, paired by seed) "
+             "| 95 % over the rows, each seed | tokens sampled | in all | seconds | in all |",
+             "|---" * 10 + "|"]
+    for road, runs in found.items():
+        ends = [(one["points"][0]["pass"], one["points"][-1]) for one in runs.values()]
+        cells = [road, str(len(runs)), cell([before for before, _ in ends]),
+                 cell([after["pass"] for _, after in ends]), against(found, road),
+                 ", ".join(f"{after['low']:.2f} to {after['high']:.2f}" for _, after in ends)]
+        for what in ("tokens", "seconds"):
+            cells.append(cell([one[what] for one in runs.values()], 0))
+            cells.append(cell([spent(found, road, seed, what) for seed in runs], 0))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def curves(found: dict) -> str:
+    """One line an evaluation: the accuracy against what the road itself has spent."""
+    lines = ["| road | step | tokens sampled | seconds | held-out |", "|---" * 5 + "|"]
+    for road, runs in found.items():
+        for points in zip(*(one["points"] for one in runs.values()), strict=True):
+            cells = [cell([p[what] for p in points], 0) for what in ("step", "tokens", "seconds")]
+            cells.append(cell([p["pass"] for p in points]))
+            lines.append(f"| {road} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(kept: dict) -> str:
+    return TEXT.replace("MACHINE", kept["machine"]) + table(kept["roads"]) + "\n" \
+        + curves(kept["roads"])
 
 
 def main() -> None:
@@ -105,17 +160,25 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/smollm2")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--roads", nargs="+", default=[*ROADS], choices=[*ROADS])
     parser.add_argument("--steps", type=int, help="of every road; not given: those of ROADS")
-    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--tag", default="", help="a part of the runs' names: --tag=-try")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--page", action="store_true")
     args = parser.parse_args()
-    if not args.table:
+    kept = {"machine": machine(), "roads": {}}
+    if FILE.exists() and not args.tag:
+        kept = json.loads(FILE.read_text())
+    if not args.page:
         make_rows(Path("runs/roads"), args.rows)
         for seed in range(args.seeds):
-            for road in ROADS:
-                run(road, seed, args)
-    table(args)
+            for road in args.roads:
+                kept["roads"].setdefault(road, {})[str(seed)] = run(road, seed, args)
+                if not args.tag:
+                    FILE.write_text(json.dumps(kept, indent=1) + "\n")
+    if not args.tag:
+        PAGE.write_text(page(kept))
+    print(page(kept))
 
 
 if __name__ == "__main__":

@@ -99,10 +99,14 @@ class Model:
         before = len(completion.prompt) - 1
         return hidden[[before + t for t, mine in enumerate(completion.sampled) if mine]]
 
+    def distributions(self, completion: Completion):
+        """log π of the whole vocabulary at each sampled token, at --temperature: (n, V)."""
+        logits = self.lm.lm_head(self.hidden(completion)) / self.args.temperature
+        return logits.log_softmax(-1)
+
     def logprobs(self, completion: Completion):
         """log π and the entropy of each sampled token, at --temperature: (n,), (n,)."""
-        logits = self.lm.lm_head(self.hidden(completion)) / self.args.temperature  # (n, V)
-        logps = logits.log_softmax(-1)
+        logps = self.distributions(completion)
         ids = [x for x, mine in zip(completion.tokens, completion.sampled, strict=True) if mine]
         return logps[range(len(ids)), ids], -(logps.exp() * logps).sum(-1)
 

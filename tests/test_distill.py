@@ -3,7 +3,6 @@
 A vocabulary of 3 and completions of 2 tokens: 9 outcomes, each with its probability. The policy and
 the teacher are tables of logits, one row for each prefix.
 """
-import json
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -11,13 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import canary
 import data
 import distill
 import faults
 import head
 import losses
 import memory
+import model
 import plan
+import ranks
+import sft
 import teacher as beside
 from data import DataArgs
 from errors import SettingsError
@@ -218,6 +221,10 @@ def test_the_plan_counts_a_larger_teacher():
 
 # ---- the shipped update ----
 
+SMALL = dict(update_tokens=256, score_tokens=256, max_tokens=24, max_prompt_tokens=8, head_chunk=16,
+             dtype="float32")
+
+
 def arguments(**flags):
     values = dict(teacher="x", dtype="float64", lr=1e-3, group=4, max_grad_norm=0.0,
                   update_tokens=1 << 20, score_tokens=1 << 20, max_tokens=24)
@@ -268,6 +275,36 @@ def test_the_teacher_sees_its_own_prompt(tmp_path):
         assert (four - three).norm() <= 1e-12 * three.norm(), kind
 
 
+def tried(world, folder: str) -> dict[str, tuple]:
+    """The canary of each script: its phases, and calls of the divergence."""
+    found, shipped = {}, beside.divergence
+    for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
+                       "jsd": arguments(divergence="jsd", **SMALL)}.items():
+        models = [model.Policy(
+            model.build(model.LogprobModel, f"{folder}/{part}", world, args.model_args),
+            world, args.model_args, args.optimizer_args) for part in ("model", "reference")]
+        calls = []
+
+        def counted(logits, theirs, kind, calls=calls):
+            calls.append((torch.is_grad_enabled(), logits.shape == theirs.shape, kind))
+            return shipped(logits, theirs, kind)
+
+        beside.divergence = counted
+        peaks = canary.canary(plan.Plan(args, world.size, 64, 0), world, 64, models[0],
+                              models[1] if args.needs_reference else None)
+        found[name] = sorted(peaks), set(calls)
+        assert all(p.grad is None for p in models[0].module.parameters())
+    return found
+
+
+def test_the_canary_tries_the_divergence_too(tmp_path):
+    """Its head is called again in the backward: the teacher's must be whole there."""
+    make_models("tiny", str(tmp_path))
+    for found in ranks.results(2, tried, str(tmp_path)):
+        assert found == {"sft": (["update"], set()), "none": (["score", "update"], set()),
+                         "jsd": (["score", "update"], {(True, True, "jsd")})}
+
+
 # ---- settings and rows ----
 
 def test_what_teaches_nothing_is_refused():
@@ -293,24 +330,22 @@ def test_the_teachers_prompt_has_more_in_it():
 # ---- the run ----
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
-    """The teacher is the run's own model, with the answer in its prompt."""
-    flags = ["--model", faults.model(), "--steps", "4", "--teacher_prompt", "{question} {answer}",
-             "--save_every", "1", "--divergence", "jsd", "--max_prompt_tokens", "40"]
-    found = {}
-    for name, kill in (("whole", None), ("killed", 2), ("killed", None)):
-        attempt = faults.Attempt(tmp_path, *flags, "--name", name, script="distill",
-                                 torchrun=False)
+def test_three_kills_of_three(tmp_path):
+    """The teacher is the run's own model, with the answer in its prompt. Rank 1 of 2 is killed in
+    a save, both in an update, rank 0 in a rollout: metrics, samples, weights and AdamW's state are
+    those of the run that was not killed, bit for bit."""
+    flags = ["--model", faults.model(), "--steps", "6", "--teacher_prompt", "{question} {answer}",
+             "--divergence", "jsd", "--max_prompt_tokens", "40", "--reward", "exact",
+             "--reward_coef", "0.5"]
+    kills = ("saved:1:1:kill", "backward:*:3:kill", "rollout:0:4:kill")
+    for name, faulty in (("whole", ""), *(("killed", kill) for kill in kills), ("killed", "")):
+        attempt = faults.Attempt(tmp_path, *flags, "--name", name, script="distill", faults=faulty)
         try:
-            if kill:
-                assert attempt.printed(f"saved runs/{name}/checkpoints/step_{kill}")
-            else:
-                status, text = attempt.end()
-                assert status == 0, text
+            status, text = attempt.end()
         finally:
             attempt.kill()
-        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        found[name] = [{k: v for k, v in json.loads(line).items() if not k.startswith(
-            ("time/", "memory/")) and not k.endswith("_per_s")} for line in lines]
-    assert "resumed from" in text and len(found["whole"]) == 4
-    assert found["killed"] == found["whole"]
+        assert bool(status) == bool(faulty), text
+        assert not faulty or "exitcode  : -9" in text, text
+    assert "resumed from runs/killed/checkpoints/step_4" in text
+    assert faults.progress(tmp_path / "runs/whole") == 6
+    assert faults.differences(tmp_path / "runs/whole", tmp_path / "runs/killed") == []

@@ -1,11 +1,11 @@
-"""The shipped `grpo.learn` and `ppo.learn` are the papers' update: reference.py, in float64.
+"""The shipped `learn` of each script is the papers' update, in float64: reference.py.
 
 Each setting learns for a few steps from made-up completions. Gradients, weights and metrics must be
 those of the reference: not those of another layout, which may have the same mistake.
 """
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from unittest.mock import MagicMock
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import data
+import distill
 import grpo
 import lora
 import losses
@@ -24,13 +25,15 @@ import plan
 import ppo
 import ranks
 import reference
+import reference_sft
 import rewards
+import sft
 from batch import Completion, Sample
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 LIMIT = 1e-11
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
-SCRIPTS = {"grpo": grpo, "ppo": ppo}
+SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -56,9 +59,19 @@ def on_ppo(group: int = 1, steps: int = 2, **flags) -> Setting:
     return Setting("ppo", tuple(flags.items()), group, steps)
 
 
+def on_sft(steps: int = 2, **flags) -> Setting:
+    return Setting("sft", tuple(flags.items()), 1, steps)
+
+
+def on_distill(group: int = 3, steps: int = 2, **flags) -> Setting:
+    return Setting("distill", tuple(flags.items()), group, steps)
+
+
 MANY = dict(steps=1, minibatches=2, epochs=2)  # the ratio leaves 1 within a step
 TIGHT = dict(clip_low=0.03, clip_high=0.05)
 BOUNDS = dict(correction_low=0.7, correction_high=1.2)
+REWARDED = dict(reward=("exact",), reward_coef=2.0)
+HINT = dict(teacher_prompt="{question} {answer}")
 AGGREGATIONS = ("token", "sequence", "constant", "prompt")
 SETTINGS = [
     # The default, and the advantages.
@@ -120,6 +133,22 @@ SETTINGS = [
     on_ppo(critic_warmup_steps=1), on_ppo(minibatches=20, steps=1),
     on_ppo(max_grad_norm=0.01, weight_decay=0.1, betas=(0.8, 0.95)),
     on_ppo(lora_rank=2, kl_reward_coef=0.2, **MANY),
+    # sft.py
+    on_sft(), on_sft(minibatches=7, epochs=2, temperature=0.7), on_sft(lora_rank=2, minibatches=2),
+    on_sft(max_grad_norm=0.01, weight_decay=0.1, betas=(0.8, 0.95), steps=3),
+    # distill.py: another teacher, the policy without its adapters, a hint in the teacher's prompt
+    on_distill(teacher="x"), on_distill(teacher="x", distill_coef=0.3, temperature=0.7, **MANY),
+    on_distill(teacher="x", group=1, dual_clip=1.1, aggregation="sequence", **TIGHT, **MANY),
+    *(on_distill(teacher="x", divergence=kind, distill_coef=0.5, head_chunk=5, **MANY)
+      for kind in ("reverse_kl", "forward_kl", "jsd")),
+    *(on_distill(teacher="x", divergence=kind, temperature=1.5, **REWARDED, **TIGHT, **MANY)
+      for kind in ("none", "reverse_kl", "forward_kl", "jsd")),
+    *(on_distill(divergence=kind, **HINT) for kind in ("none", "reverse_kl", "jsd")),
+    *(on_distill(divergence=kind, lora_rank=2, aggregation="prompt", **HINT, **MANY)
+      for kind in ("none", "forward_kl")),
+    on_distill(teacher="x", engine_correction="truncate", **REWARDED, **BOUNDS),
+    on_distill(teacher="x", engine_correction="mask", divergence="jsd", opsm_delta=0.1, **BOUNDS,
+               **REWARDED),
 ]
 
 
@@ -156,6 +185,20 @@ def hostile(group: int, seed: int) -> list[Sample]:
                 Completion(rng.integers(0, VOCAB, length).astype(np.int32),
                            (logprobs * sampled).astype(np.float32), truncated, sampled),
                 "text", rewards.Score(reward, {"exact": reward, "short": short}, None)))
+    return samples
+
+
+def samples_of(setting: Setting, step: int) -> list[Sample]:
+    """What a step learns from. For sft.py two rows teach nothing. With a hint the teacher has
+    another prompt: also where two rows have the same one."""
+    samples = hostile(setting.group, step)
+    rng = np.random.default_rng(step)
+    if setting.script == "sft":
+        for sample in samples[4:6]:
+            sample.completion.sampled[:] = False
+    if "teacher_prompt" in dict(setting.flags):
+        for sample in samples[::setting.group]:
+            sample.prompt.row.teacher_ids = rng.integers(0, VOCAB, PROMPT).tolist()
     return samples
 
 
@@ -279,18 +322,20 @@ class Shipped:
         """What comes out of a setting's steps."""
         policy = self.trained(SpyPolicy, model.LogprobModel, args)
         critic = before = None
-        if args.needs_reference and args.lora_args.lora_rank:
+        if args.needs_reference and args.lora_args.lora_rank and not args.teacher:
             before = lora.Base(policy)
         elif args.needs_reference:
             before = model.Policy(self.module(model.LogprobModel, "start", args), self.world,
                                   args.model_args, args.optimizer_args)
         if setting.script == "ppo":
             critic = self.trained(SpyCritic, model.ValueModel, args)
-        found, kl_coef = [], args.kl_reward_coef
+        found, kl_coef = [], getattr(args, "kl_reward_coef", 0.0)
         for step in range(setting.steps):
-            samples, (lr, critic_lr) = hostile(setting.group, step), rates(args, step)
-            if setting.script == "grpo":
-                found.append(grpo.learn(args, self.world, policy, samples, lr=lr, reference=before))
+            samples, (lr, critic_lr) = samples_of(setting, step), rates(args, step)
+            if setting.script != "ppo":
+                options = {} if setting.script == "sft" else {"reference": before}
+                found.append(SCRIPTS[setting.script].learn(
+                    args, self.world, policy, samples, lr=lr, **options))
                 continue
             found.append(ppo.learn(args, self.world, (policy, critic), samples, lr=lr,
                                    critic_lr=critic_lr, kl_coef=kl_coef, reference=before))
@@ -335,15 +380,24 @@ def expected(setting: Setting, args, lms: dict) -> dict:
     lm, critic, before = copied("policy"), None, None
     policy = reference.Model(lm, args, adapters_of(lm.base_model, args))
     if args.needs_reference:
-        before = reference.Model(
-            copied("policy" if args.lora_args.lora_rank else "start"), args, {})
+        itself = args.lora_args.lora_rank and not args.teacher
+        before = reference.Model(copied("policy" if itself else "start"), args, {})
     if setting.script == "ppo":
         lm, head = copied("policy"), start_of("head", (1, 16))[0].requires_grad_()
         critic = reference.Model(lm, args, adapters_of(lm.base_model, args), head)
-    found, kl_coef = [], args.kl_reward_coef
+    found, kl_coef = [], getattr(args, "kl_reward_coef", 0.0)
     for step in range(setting.steps):
-        completions = [plainly(sample) for sample in hostile(setting.group, step)]
+        samples = samples_of(setting, step)
+        completions = [plainly(sample) for sample in samples]
         lr, critic_lr = rates(args, step)
+        if setting.script == "sft":
+            found.append(reference_sft.sft(args, policy, completions, lr))
+            continue
+        if setting.script == "distill":
+            seen = [replace(c, prompt=s.prompt.row.teacher_ids or c.prompt)
+                    for s, c in zip(samples, completions, strict=True)]
+            found.append(reference_sft.distill(args, policy, before, completions, seen, lr))
+            continue
         if setting.script == "grpo":
             found.append(reference.grpo(args, policy, before, completions, lr))
             continue

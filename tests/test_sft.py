@@ -8,7 +8,13 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import chats
 import faults
@@ -148,6 +154,23 @@ def test_prompt_and_answer_are_a_chat_of_two_messages(tmp_path):
     assert tokenizer.decode(row.target[0]) == (
         f"13{end}\n\n{CHAT[2]['content']}\n\n{CHAT[3]['content']}{end}")
     assert sum(row.target[1]) == len(tokenizer(f"13{end}{CHAT[3]['content']}{end}")["input_ids"])
+
+
+def test_a_system_message_stands_before_the_chat(tmp_path):
+    tokenizer = tokenizer_of(*TEMPLATES["qwen2"])
+    (plain,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer)
+    (row,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer, system="no")
+    assert "no" in row.prompt and len(row.prompt_ids) > len(plain.prompt_ids)
+    assert row.target == plain.target
+
+
+def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path):
+    """"a" and "b" are one token, "ab". The prompt ends with "a", as in a rollout."""
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    (row,), _ = load(tmp_path, [{"prompt": "ba", "completion": "b"}], tokenizer)
+    assert tokenizer("bab")["input_ids"] == [1, 2]
+    assert row.prompt_ids == [1, 0] and row.target == ([1, 3], [True, True])
 
 
 @pytest.mark.parametrize("row, words", [

@@ -56,6 +56,26 @@ OPSM = f"grpo group=3 steps=1 opsm_delta=0.1 entropy_coef=0.2 {EPOCHS_2}"
 SEQUENCES = ("grpo group=3 steps=1 engine_correction=sequence_mask kl_loss_coef=0.3 "
              f"correction_low=0.7 correction_high=1.2 {EPOCHS_2}")
 GEOMETRIC = SEQUENCES.replace("sequence_mask", "geometric")
+SFT, SFT_MANY = "sft group=1 steps=2", "sft group=1 steps=2 minibatches=7 epochs=2 temperature=0.7"
+DISTILL = "distill group=3 steps=2 teacher=x"
+DISTILL_COEF = ("distill group=3 steps=1 teacher=x distill_coef=0.3 temperature=0.7 "
+                f"{EPOCHS_2}")
+DISTILL_ONE = f"distill group=1 steps=1 teacher=x dual_clip=1.1 aggregation=sequence {TIGHT}"
+EXACT = ("distill group=3 steps=1 teacher=x divergence=jsd distill_coef=0.5 head_chunk=5 "
+         f"{EPOCHS_2}")
+REWARDED = ("distill group=3 steps=1 teacher=x divergence=none temperature=1.5 reward=('exact',) "
+            f"reward_coef=2.0 {TIGHT}")
+HINT = "distill group=3 steps=2 divergence=none teacher_prompt={question} {answer}"
+HINT_EXACT = HINT.replace("none", "jsd")
+HINT_LORA = ("distill group=3 steps=1 divergence=none lora_rank=2 aggregation=prompt "
+             f"teacher_prompt={{question}} {{answer}} {EPOCHS_2}")
+CORRECTED = ("distill group=3 steps=2 teacher=x engine_correction=truncate reward=('exact',) "
+             "reward_coef=2.0 correction_low=0.7 correction_high=1.2")
+DIVERGENCE = "distill.py::test_a_divergence_is_its_definition_and_its_gradient_autograds"
+CHUNKS = "distill.py::test_chunks_give_the_same[jsd]"
+LEARNED = "sft.py::test_what_is_learned_is_what_the_template_says[qwen2]"
+NO_END = "sft.py::test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows"
+TWO_MESSAGES = "sft.py::test_prompt_and_answer_are_a_chat_of_two_messages"
 
 REFILL = "reference.py::test_dynamic_sampling_trains_on_groups_whose_rewards_differ"
 RATES = "reference.py::test_ppo_passes_rates_and_the_adapted_coefficient"
@@ -270,4 +290,62 @@ WIRINGS = [
     ("turns.py", "c.turns += messages", "pass", FAILS),
     ("turns.py", "turn == self.max_turns", "turn > self.max_turns",
      "turns.py::test_no_episode_has_more_turns_than_allowed"),
+    # ---- sft.py
+    ("sft.py", "loss = -logprobs", "loss = logprobs", SFT),
+    ("sft.py", "batch.tokens[rows], \"token\"", "batch.lengths[rows], \"token\"", SFT),
+    ("sft.py", "batch.minibatches(args.minibatches, args.epochs)",
+     "batch.minibatches(args.minibatches, 1)", SFT_MANY),
+    ("sft.py", "policy.logprobs(micro, args.temperature, \"value\")",
+     "policy.logprobs(micro, 1.0, \"value\")", SFT_MANY),
+    ("sft.py", "if not rows:", "if False:", SFT_MANY),
+    # ---- distill.py
+    ("distill.py", "teacher_logprobs.double() - old_logprobs.double()",
+     "old_logprobs.double() - teacher_logprobs.double()", DISTILL),
+    ("distill.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
+     "lambda m: reference.logprobs(m, 1.0)[0]", DISTILL_COEF),
+    ("distill.py", "lambda m: policy.logprobs(m, args.temperature)[0]",
+     "lambda m: policy.logprobs(m, 1.0)[0]", DISTILL_COEF),
+    ("distill.py", "advantages += args.distill_coef * gains", "advantages += gains", DISTILL_COEF),
+    ("distill.py", "loss + args.distill_coef * divergence[0]", "loss + divergence[0]", EXACT),
+    ("distill.py", " > 0) | exact", " > 0)", EXACT),
+    ("distill.py", "if args.divergence == \"none\":", "if True:", EXACT),
+    ("distill.py", "args.reward_coef * of_group", "of_group", REWARDED),
+    ("distill.py", "clip_low=args.clip_low", "clip_low=args.clip_high", REWARDED),
+    ("distill.py", "dual_clip=args.dual_clip", "dual_clip=None", DISTILL_ONE),
+    ("distill.py", "seen.score(world", "batch.score(world", HINT),
+    ("distill.py", "Micro(batch, theirs.rows", "Micro(seen, theirs.rows", HINT),
+    ("distill.py", "beside(reference, theirs", "beside(reference, micro", HINT_EXACT),
+    ("distill.py", "prompts=torch.tensor(rows) // args.group", "prompts=torch.tensor(rows)",
+     HINT_LORA),
+    ("distill.py", "loss, details = loss * factors, details | found", "details |= found",
+     CORRECTED),
+    # ---- teacher.py
+    ("teacher.py", "p * (logp - logq - of_p", "p * (logq - logp - of_p",
+     f"{DIVERGENCE}[reverse_kl]"),
+    ("teacher.py", "\"reverse_kl\": logq, \"forward_kl\": logp",
+     "\"reverse_kl\": logp, \"forward_kl\": logq", f"{DIVERGENCE}[forward_kl]"),
+    ("teacher.py", "gradient = p - q", "gradient = q - p", f"{DIVERGENCE}[forward_kl]"),
+    ("teacher.py", "(found + of_p) / 2", "found + of_p", f"{DIVERGENCE}[jsd]"),
+    ("teacher.py", "teacher._replace(hidden=other)", "teacher", CHUNKS),
+    ("teacher.py", "divergence(logits / temperature, theirs", "divergence(logits, theirs",
+     REWARDED.replace("none", "reverse_kl")),
+    ("teacher.py", "temperature / model.scale", "1.0", REWARDED.replace("none", "reverse_kl")),
+    # ---- chats.py
+    ("chats.py", "spoken = ends[-1] + 1 if ends", "spoken = ends[-1] if ends", LEARNED),
+    ("chats.py", "add_generation_prompt=not said", "add_generation_prompt=False", LEARNED),
+    ("chats.py", "[False] * (len(new) - spoken)", "[True] * (len(new) - spoken)", LEARNED),
+    ("chats.py", "spoken, is_open = 1, False", "spoken, is_open = 0, False", NO_END),
+    ("chats.py", "found.append(eos_ids[0] if end is None else end)", "found.append(eos_ids[0])",
+     NO_END),
+    ("chats.py", "text += message[\"content\"] + end", "text += message[\"content\"]",
+     TWO_MESSAGES),
+    ("chats.py", "len(row.target[0]) <= args.max_tokens", "True",
+     "sft.py::test_longer_chats_are_left_out_and_counted"),
+    ("chats.py", "if args.system is not None:", "if False:",
+     "sft.py::test_a_system_message_stands_before_the_chat"),
+    ("chats.py", "if whole[:len(ids)] == ids:", "if True:",
+     "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),
+    # ---- canary.py
+    ("canary.py", "a.temperature, a.divergence) as", "a.temperature, \"none\") as",
+     "distill.py::test_the_canary_tries_the_divergence_too"),
 ]
