@@ -3,6 +3,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import memory
 import model
 import plan
 import rewards
+import toolcalls
 import turns
 from errors import Mistakes, SettingsError
 
@@ -79,8 +81,14 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     if args.teacher:
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
 
-    rows = load_rows(args, args.data, args.seed, tokenizer, ends, mistakes, notes)
-    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, ends, mistakes, notes)  # any --seed
+    tools = None
+    if args.turn_args.tools:
+        tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
+
+    def load(spec: str | None, seed: int) -> list[data.Row]:
+        return load_rows(args, spec, seed, tokenizer, ends, tools, mistakes, notes)
+
+    rows, eval_rows = load(args.data, args.seed), load(args.eval_data, 0)  # for any --seed
     everything = rows + eval_rows
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
@@ -91,6 +99,9 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
         if lm and tokenizer:
             chat, vocab = tokenizer, lm.config.vocab_size
         bridge = mistakes.attempt(turns.check, args, chat, ends, vocab, everything)
+    if tools and lm and tokenizer:
+        bridge = mistakes.attempt(
+            turns.check_tools, args, tools, tokenizer, ends, lm.config.vocab_size)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
@@ -234,11 +245,11 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
 
 # ---- rows and memory ----
 
-def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int], mistakes: Mistakes,
-              notes: list[str]) -> list[data.Row]:
+def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int],
+              tools: list[dict] | None, mistakes: Mistakes, notes: list[str]) -> list[data.Row]:
     """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
 
-    ends: the ids that end a completion.
+    ends: the ids that end a completion. tools: the schemas of --tools.
     """
     if not spec:
         return []
@@ -246,7 +257,8 @@ def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int], mis
     if args.supervised:
         found = mistakes.attempt(chats.load, spec, tokenizer, args, ends, seed=seed)
     else:
-        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
+        make = partial(data.make_row, tools=tools)
+        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed, make=make)
     if found is None:
         return []
     rows, note = found

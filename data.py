@@ -187,8 +187,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
-             args: DataArgs) -> Row | None:
-    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens."""
+             args: DataArgs, tools: list[dict] | None = None) -> Row | None:
+    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens. tools:
+    the schemas of --tools."""
     there = not_null(columns)
     messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
     if not messages:
@@ -196,7 +197,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     contents = [m["content"] for m in messages]
     markers = ("<|im_start|>", *controls)
     finished = any(content.lstrip().startswith(markers) for content in contents)
-    text = render(messages, tokenizer, args.system, finished)
+    text = render(messages, tokenizer, args.system, finished, tools)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -340,10 +341,12 @@ def fill_template(template: str, columns: dict) -> str:
     return re.sub(pattern, lambda match: str(columns[match[1]]) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, system: str | None, finished: bool) -> str:
+def render(messages: list[dict], tokenizer, system: str | None, finished: bool,
+           tools: list[dict] | None = None) -> str:
     if finished:
-        if len(messages) > 1 or system is not None:
-            raise SettingsError("a finished chat text takes no --system and no other messages.")
+        if len(messages) > 1 or system is not None or tools:
+            raise SettingsError("a finished chat text takes no --system, no --tools and no other "
+                                "messages.")
         return messages[0]["content"]
     if system is not None:
         messages = with_system(messages, system)
@@ -351,7 +354,8 @@ def render(messages: list[dict], tokenizer, system: str | None, finished: bool) 
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+        messages, tools=tools, tokenize=False, add_generation_prompt=not goes_on,
+        continue_final_message=goes_on)
 
 
 def with_system(messages: list[dict], system: str) -> list[dict]:

@@ -211,7 +211,8 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
 NEEDS = {  # flags that change nothing without another one, or without one of these
     "eval_every eval_only eval_samples eval_temperature target_eval": "eval_data",
     "eval_pass": "eval_data difficulty",
-    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns max_environments": "reply"}
+    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply tools",
+    "max_environments": "reply"}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -254,6 +255,8 @@ def run_rules(plan: Plan):
                    [("stop", [tuple(text for text in stop if text)])])
     if "environment" in names_of(args.reward) and not args.turn_args.reply:
         yield Rule("--reward environment needs --reply FILE.py:CLASS.", [("reward", [("exact",)])])
+    if args.turn_args.tools:
+        yield from tool_rules(args)
     given, default = flags(args), flags(type(args)())
     for names, needed in NEEDS.items():
         for name in names.split():
@@ -263,6 +266,19 @@ def run_rules(plan: Plan):
     if given["difficulty"] and not args.needs_reward:
         yield Rule(f"--difficulty keeps pass rates, and {args.script} needs no reward.",
                    [("difficulty", [None])])
+
+
+def tool_rules(args):
+    """Of --tools."""
+    off = ("tools", [()])
+    if args.turn_args.reply:
+        yield Rule("--tools and --reply both answer the model: give one of them.",
+                   [off, ("reply", [None])])
+    if args.teacher_prompt:
+        yield Rule("--teacher_prompt makes prompts without the schemas of --tools.",
+                   [("teacher_prompt", [None]), off])
+    if args.supervised:
+        yield Rule(f"--tools is for rollouts, and {args.script} learns from chats.", [off])
 
 
 def limit_rules(plan: Plan):
