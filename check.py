@@ -73,7 +73,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
     source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
-    needs, bridge = [], None
+    needs, tools = [], None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
     shape = mistakes.attempt(find_shape, args, lm)
@@ -81,7 +81,6 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     if args.teacher:
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
 
-    tools = None
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
@@ -94,14 +93,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
         mistakes.attempt(
             data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
-    if args.turn_args.reply:
-        chat, vocab = None, 0  # of a model that is not here: the function alone is tried
-        if lm and tokenizer:
-            chat, vocab = tokenizer, lm.config.vocab_size
-        bridge = mistakes.attempt(turns.check, args, chat, ends, vocab, everything)
-    if tools and lm and tokenizer:
-        bridge = mistakes.attempt(
-            turns.check_tools, args, tools, tokenizer, ends, lm.config.vocab_size)
+    bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
@@ -243,7 +235,20 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     return found
 
 
-# ---- rows and memory ----
+# ---- rows, turns, memory ----
+
+def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
+                rows: list[data.Row], mistakes: Mistakes) -> turns.Bridge | None:
+    """Between two turns of the model. None: there is one turn, or the model is not here."""
+    here, vocab = None, 0
+    if lm and tokenizer:
+        here, vocab = tokenizer, lm.config.vocab_size
+    if args.turn_args.reply:  # without a model the function alone is tried
+        return mistakes.attempt(turns.check, args, here, ends, vocab, rows)
+    if tools and here:
+        return mistakes.attempt(turns.check_tools, args, tools, here, ends, vocab)
+    return None
+
 
 def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int],
               tools: list[dict] | None, mistakes: Mistakes, notes: list[str]) -> list[data.Row]:

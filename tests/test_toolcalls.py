@@ -299,6 +299,16 @@ def test_what_is_put_in_is_the_templates_own_text(tools, name):
     assert said == "so it is" and not done.failed
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_end_of_a_turn_is_put_in_where_it_is_missing(tools, name):
+    """A --stop string ended the turn. Else the end is not doubled."""
+    tokenizer = tokenizer_of(*FAMILIES[name][:2])
+    bridge, end = bridge_of(tools, tokenizer), tokenizer.eos_token_id
+    answer = toolcalls.message(toolcalls.call("add", {}, "0" * 9), "3")
+    ids = bridge.ids(77, [answer])
+    assert ids[0] == end and bridge.ids(end, [answer]) == ids[1:]
+
+
 def test_the_prompt_has_the_schemas_that_transformers_makes(tools):
     add, spell, _ = (schema["function"] for schema in tools.schemas)
     assert add["description"] == "Adds two numbers." and add["parameters"]["required"] == ["a", "b"]
