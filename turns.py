@@ -33,10 +33,10 @@ class TurnArgs:
     reply: str | None = None
     """FILE.py:FUNCTION that answers the model, or ends the episode; or FILE.py:CLASS, an
     environment with a state. Not given: one turn."""
-    tools: tuple[str, ...] = ()
-    """Functions FILE.py:NAME … that the model may call, in the format of its chat template."""
     max_turns: int = 8
     """The model's turns in an episode, at most."""
+    tools: tuple[str, ...] = ()
+    """Functions FILE.py:NAME … that the model may call, in the format of its chat template."""
 
 
 @dataclass

