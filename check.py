@@ -3,6 +3,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import memory
 import model
 import plan
 import rewards
+import toolcalls
 import turns
 from errors import Mistakes, SettingsError
 
@@ -71,7 +73,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
     source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
-    needs, bridge = [], None
+    needs, tools = [], None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
     shape = mistakes.attempt(find_shape, args, lm)
@@ -79,18 +81,19 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     if args.teacher:
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
 
-    rows = load_rows(args, args.data, args.seed, tokenizer, ends, mistakes, notes)
-    eval_rows = load_rows(args, args.eval_data, 0, tokenizer, ends, mistakes, notes)  # any --seed
+    if args.turn_args.tools:
+        tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
+
+    def load(spec: str | None, seed: int) -> list[data.Row]:
+        return load_rows(args, spec, seed, tokenizer, ends, tools, mistakes, notes)
+
+    rows, eval_rows = load(args.data, args.seed), load(args.eval_data, 0)  # for any --seed
     everything = rows + eval_rows
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
             data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     mistakes.attempt(rewards.check_rows, needs or [], everything)
-    if args.turn_args.reply:
-        chat, vocab = None, 0  # of a model that is not here: the function alone is tried
-        if lm and tokenizer:
-            chat, vocab = tokenizer, lm.config.vocab_size
-        bridge = mistakes.attempt(turns.check, args, chat, ends, vocab, everything)
+    bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
     mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
@@ -232,13 +235,26 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     return found
 
 
-# ---- rows and memory ----
+# ---- rows, turns, memory ----
 
-def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int], mistakes: Mistakes,
-              notes: list[str]) -> list[data.Row]:
+def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
+                rows: list[data.Row], mistakes: Mistakes) -> turns.Bridge | None:
+    """Between two turns of the model. None: there is one turn, or the model is not here."""
+    here, vocab = None, 0
+    if lm and tokenizer:
+        here, vocab = tokenizer, lm.config.vocab_size
+    if args.turn_args.reply:  # without a model the function alone is tried
+        return mistakes.attempt(turns.check, args, here, ends, vocab, rows)
+    if tools and here:
+        return mistakes.attempt(turns.check_tools, args, tools, here, ends, vocab)
+    return None
+
+
+def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int],
+              tools: list[dict] | None, mistakes: Mistakes, notes: list[str]) -> list[data.Row]:
     """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
 
-    ends: the ids that end a completion.
+    ends: the ids that end a completion. tools: the schemas of --tools.
     """
     if not spec:
         return []
@@ -246,7 +262,8 @@ def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int], mis
     if args.supervised:
         found = mistakes.attempt(chats.load, spec, tokenizer, args, ends, seed=seed)
     else:
-        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed)
+        make = partial(data.make_row, tools=tools)
+        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed, make=make)
     if found is None:
         return []
     rows, note = found

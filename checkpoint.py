@@ -23,7 +23,7 @@ from errors import SettingsError
 from model import Trained
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
-         "max_prompt_tokens", "reward", "reply", "group", "seed", "dtype", "lora_rank",
+         "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",
          "lora_alpha", "lora_targets", "teacher", "teacher_prompt")  # else it is another run
 
 

@@ -3,7 +3,8 @@ import csv
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
+COME_BACK = 4  # epochs from one that has all rows to the next, with --difficulty
 
 
 @dataclass
@@ -30,6 +32,9 @@ class DataArgs:
     """The user's message, with {question} or any {column} filled in."""
     system: str | None = None
     """A system message, put before the prompt."""
+    difficulty: tuple[float, float] | None = None
+    """LOW HIGH: from the second epoch on, rows whose last pass rate was outside are left out. Every
+    fourth epoch has all rows."""
 
 
 @dataclass
@@ -70,6 +75,74 @@ class Stream:
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
         self.position += len(prompts)
         return prompts
+
+    def note(self, samples: list) -> dict[str, int]:
+        return {"data/position": self.position}  # a metric
+
+    def state(self) -> dict:
+        """For a checkpoint."""
+        return {"position": self.position}
+
+    def restore(self, state: dict) -> None:
+        self.position = state["position"]
+
+
+@dataclass
+class StreamByDifficulty(Stream):
+    """The same order, without rows that are too hard or too easy now: --difficulty.
+
+    Each row keeps its position, and so its seeds. `rates` is the share of a row's last completions
+    that passed: {its index: share}. It is the same on every rank, because the samples are.
+    """
+    low: float = 0.0
+    high: float = 1.0
+    passes: float = 1.0  # --eval_pass: a completion passes from this first reward on
+    rates: dict[int, float] = field(default_factory=dict)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next n prompts, fewer at the end of an epoch. An epoch may have none left."""
+        prompts = []
+        while not prompts:
+            left_out = self.left_out(self.epoch)
+            rest = super().next(len(self.rows))  # of this epoch
+            prompts = [prompt for prompt in rest if prompt.row.index not in left_out][:n]
+        if len(prompts) == n:
+            self.position = prompts[-1].position + 1
+        return prompts
+
+    def left_out(self, epoch: int) -> set[int]:
+        """The indices of rows that this epoch does not have."""
+        if epoch % COME_BACK == 0:
+            return set()
+        return {i for i, rate in self.rates.items() if not self.low <= rate <= self.high}
+
+    def note(self, samples: list) -> dict[str, int]:
+        """Takes the pass rates of all samples of a step → metrics."""
+        passed = defaultdict(list)
+        for sample in samples:
+            value = next(iter(sample.score.parts.values()))  # of the first reward
+            if value is not None:
+                passed[sample.prompt.row.index].append(value >= self.passes)
+        self.rates |= {i: sum(found) / len(found) for i, found in passed.items()}
+        rates = self.rates.values()
+        return super().note(samples) | {
+            "data/too_hard": sum(rate < self.low for rate in rates),
+            "data/too_easy": sum(rate > self.high for rate in rates)}
+
+    def state(self) -> dict:
+        return super().state() | {"rates": self.rates}
+
+    def restore(self, state: dict) -> None:
+        super().restore(state)  # JSON made the indices text
+        self.rates = {int(i): rate for i, rate in state.get("rates", {}).items()}
+
+
+def stream(args, rows: list[Row]) -> Stream:
+    """Of a run."""
+    if args.data_args.difficulty is None:
+        return Stream(rows, args.seed)
+    low, high = args.data_args.difficulty
+    return StreamByDifficulty(rows, args.seed, 0, low, high, args.eval_args.eval_pass)
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
@@ -114,8 +187,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
-             args: DataArgs) -> Row | None:
-    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens."""
+             args: DataArgs, tools: list[dict] | None = None) -> Row | None:
+    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens. tools:
+    the schemas of --tools."""
     there = not_null(columns)
     messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
     if not messages:
@@ -123,7 +197,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     contents = [m["content"] for m in messages]
     markers = ("<|im_start|>", *controls)
     finished = any(content.lstrip().startswith(markers) for content in contents)
-    text = render(messages, tokenizer, args.system, finished)
+    text = render(messages, tokenizer, args.system, finished, tools)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -267,10 +341,12 @@ def fill_template(template: str, columns: dict) -> str:
     return re.sub(pattern, lambda match: str(columns[match[1]]) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, system: str | None, finished: bool) -> str:
+def render(messages: list[dict], tokenizer, system: str | None, finished: bool,
+           tools: list[dict] | None = None) -> str:
     if finished:
-        if len(messages) > 1 or system is not None:
-            raise SettingsError("a finished chat text takes no --system and no other messages.")
+        if len(messages) > 1 or system is not None or tools:
+            raise SettingsError("a finished chat text takes no --system, no --tools and no other "
+                                "messages.")
         return messages[0]["content"]
     if system is not None:
         messages = with_system(messages, system)
@@ -278,7 +354,8 @@ def render(messages: list[dict], tokenizer, system: str | None, finished: bool) 
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+        messages, tools=tools, tokenize=False, add_generation_prompt=not goes_on,
+        continue_final_message=goes_on)
 
 
 def with_system(messages: list[dict], system: str) -> list[dict]:

@@ -168,7 +168,7 @@ def train(args: Args) -> int:
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
-            metrics["data/position"] = run.stream.position
+            metrics |= run.stream.note(samples)
             metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
                                        reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling

@@ -197,6 +197,7 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
     ("gpu_memory_utilization", "more than 0 and at most 1", lambda x: 0 < x <= 1),
     ("dual_clip", "more than 1", lambda x: x > 1),
     ("eval_pass entropy_coef", "a number", lambda x: -INF < x < INF),
+    ("difficulty", "LOW and HIGH with 0 <= LOW <= HIGH <= 1", lambda x: 0 <= x[0] <= x[1] <= 1),
     ("target_reward target_eval", "two numbers", lambda x: all(-INF < end < INF for end in x)),
     ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
     ("top_p", "1 in training", lambda x: x == 1),
@@ -207,9 +208,11 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other numb
 ] for flag in flags.split()}
 
 
-NEEDS = {  # flags that change nothing without another one
-    "eval_every eval_only eval_samples eval_temperature eval_pass target_eval": "eval_data",
-    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns max_environments": "reply"}
+NEEDS = {  # flags that change nothing without another one, or without one of these
+    "eval_every eval_only eval_samples eval_temperature target_eval": "eval_data",
+    "eval_pass": "eval_data difficulty",
+    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply tools",
+    "max_environments": "reply"}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:
@@ -252,11 +255,30 @@ def run_rules(plan: Plan):
                    [("stop", [tuple(text for text in stop if text)])])
     if "environment" in names_of(args.reward) and not args.turn_args.reply:
         yield Rule("--reward environment needs --reply FILE.py:CLASS.", [("reward", [("exact",)])])
+    if args.turn_args.tools:
+        yield from tool_rules(args)
     given, default = flags(args), flags(type(args)())
     for names, needed in NEEDS.items():
         for name in names.split():
-            if given[name] != default[name] and not given[needed]:
-                yield Rule(f"--{name} needs --{needed}.", [(name, [default[name]])])
+            if given[name] != default[name] and not any(map(given.get, needed.split())):
+                words = " or --".join(needed.split())
+                yield Rule(f"--{name} needs --{words}.", [(name, [default[name]])])
+    if given["difficulty"] and not args.needs_reward:
+        yield Rule(f"--difficulty keeps pass rates, and {args.script} needs no reward.",
+                   [("difficulty", [None])])
+
+
+def tool_rules(args):
+    """Of --tools."""
+    off = ("tools", [()])
+    if args.turn_args.reply:
+        yield Rule("--tools and --reply both answer the model: give one of them.",
+                   [off, ("reply", [None])])
+    if args.teacher_prompt:
+        yield Rule("--teacher_prompt makes prompts without the schemas of --tools.",
+                   [("teacher_prompt", [None]), off])
+    if args.supervised:
+        yield Rule(f"--tools is for rollouts, and {args.script} learns from chats.", [off])
 
 
 def limit_rules(plan: Plan):

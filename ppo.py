@@ -114,7 +114,7 @@ def train(args: Args) -> int:
             critic_lr = learning_rate(
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
-            metrics["data/position"] = run.stream.position
+            metrics |= run.stream.note(samples)
             metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
                              critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
                              phase=run.log.phase)

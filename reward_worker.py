@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from examples import reasoning_gym_tasks
 from rewards import Item, Move, Part, RewardArgs, messages, number, parse
+from toolcalls import Tools
 from verifiers import REWARDS, math_reward
 
 # A parameter of a reward shows its kind. The first that fits counts.
@@ -67,6 +68,14 @@ def load(part: Part, wanted: str) -> Reward:
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     return Reward(kind, function, None if any_name else list(named), needs, waits)
+
+
+def load_tools(parts: list[Part]) -> Tools:
+    functions = [find(part) for part in parts]
+    for part, function in zip(parts, functions, strict=True):
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+            sys.exit(f"{part.path} needs a function {part.name} (def, not async def).")
+    return Tools(functions)
 
 
 def find(part: Part):
@@ -355,11 +364,14 @@ def work(fd: str, memory: str, kind: str, args: str, *specs: str):
         # A surrogate alone has no bytes.
         pipe.sendall((json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace"))
 
-    rewards = [load(part, kind) for part in parse(specs, kind)]
-    args = RewardArgs(**json.loads(args))
+    parts, methods, args = parse(specs, kind), [], RewardArgs(**json.loads(args))
+    if kind == "tools":
+        tools = load_tools(parts)
+        rewards, methods = [Reward("reply", tools.answer, ["turns"], [], False)], tools.schemas
+    else:
+        rewards = [load(part, kind) for part in parts]
     groups = any(reward.kind == "trl" for reward in rewards)
     together = any(reward.waits for reward in rewards)
-    methods = []
     for reward in rewards:
         if reward.kind == "environment":
             reward.function.most, methods = args.max_environments, reward.function.methods

@@ -254,8 +254,8 @@ class Worker:
 
 
 class Scorer:
-    """Worker processes, with one thread for each. kind: reward, or reply (turns.py). Without specs
-    every score is 0, of no parts.
+    """Worker processes, with one thread for each. kind: reward, reply (turns.py) or tools
+    (toolcalls.py). Without specs every score is 0, of no parts.
 
     homes: each item has its worker, which keeps the environment.
     """
@@ -270,7 +270,7 @@ class Scorer:
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.refused, self.failed_starts = None, 0  # why and how often a worker did not start
         self.calls = queue.Queue()  # lists of slices of a batch's items; None ends a thread
-        self.methods = []  # of a --reply CLASS
+        self.methods = []  # of a --reply CLASS; the schemas of --tools
         self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
         self.inboxes = [queue.Queue() if homes else self.calls
                         for _ in range(args.reward_workers if specs else 0)]
@@ -393,8 +393,8 @@ class Scorer:
         return scores
 
     def _sum(self, values: list, error: str | None) -> Score:
-        if self.kind == "reply":
-            reply, = values
+        if self.kind != "reward":
+            reply = values[0]
             if isinstance(reply, float):  # the reward of an environment
                 return Score(0.0, {"reply": None, "reward": number(reply)}, error)
             return Score(None if error else 0.0, {"reply": messages(reply)}, error)

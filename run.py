@@ -225,7 +225,7 @@ class Run:
         self.args, self.world, self.checked = args, world, checked
         self.saved, self.settings = saved, settings
         self.stop = dist.Stop(world, args.run_args.stop_seconds)
-        self.stream = data.Stream(checked.rows, args.seed)
+        self.stream = data.stream(args, checked.rows)
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
@@ -310,7 +310,8 @@ class Run:
     def restore(self, state: dict):
         """Goes on from the checkpoint."""
         checkpoint.load(self.saved, self.world, self.trained)
-        self.stream.position, self.log.bad_steps = state["position"], state["bad_steps"]
+        self.stream.restore(state)
+        self.log.bad_steps = state["bad_steps"]
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
         was = state["settings"]
@@ -349,7 +350,7 @@ class Run:
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed. A collective."""
         folder = self.log.folder / "checkpoints"
-        state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
+        state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         if error:

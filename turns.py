@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from os.path import isfile
 
 import numpy as np
+import torch
 from jinja2 import TemplateError
 
+import toolcalls
 from batch import Completion
 from data import Prompt, Row
 from errors import Mistakes, SettingsError
 from rewards import Item, Move, Score, Scorer, check_rows, report
-from rollout import Request
+from rollout import Request, prepare_environment
+from toolcalls import Calls, said
 
 CHECKED = 8  # one in so many episodes of an environment is played again
 WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
@@ -32,6 +35,8 @@ class TurnArgs:
     environment with a state. Not given: one turn."""
     max_turns: int = 8
     """The model's turns in an episode, at most."""
+    tools: tuple[str, ...] = ()
+    """Functions FILE.py:NAME … that the model may call, in the format of its chat template."""
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Bridge:
     vocab: int
     system: str | None
     methods: list[str] = field(default_factory=list)  # of a --reply CLASS
+    calls: Calls | None = None  # of --tools
 
     def __post_init__(self):
         tokens = self.tokenizer.added_tokens_decoder.values()
@@ -51,17 +57,22 @@ class Bridge:
             end = self.render([said(WORDS)], False).rpartition("yes")[2]
             self.closing = max(1, len(self.encode(end)))
 
+    @property
+    def flag(self) -> str:
+        return "--tools" if self.calls else "--reply"
+
     def render(self, messages: list[dict], goes_on: bool) -> str:
         """A chat of a question and these messages. goes_on: the model's turn is next."""
         chat = [{"role": "user", "content": "x"}, *messages]
         if self.system is not None:
             chat = [{"role": "system", "content": self.system}, *chat]
+        tools = self.calls.schemas if self.calls else None
         try:
             return self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=goes_on)
+                chat, tools=tools, tokenize=False, add_generation_prompt=goes_on)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             roles = ", ".join(m["role"] for m in chat)
-            raise SettingsError(f"--reply: the chat template takes no messages of the roles "
+            raise SettingsError(f"{self.flag}: the chat template takes no messages of the roles "
                                 f"{roles} ({error}).") from None
 
     def encode(self, text: str) -> list[int]:
@@ -73,6 +84,8 @@ class Bridge:
     def text(self, messages: list[dict]) -> str:
         """From the end of the model's words to its next ones. SettingsError if the template refuses
         the messages, or rewrites the turn before them."""
+        if self.calls:
+            return self.after_calls(messages)
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
@@ -87,6 +100,38 @@ class Bridge:
                 f"{roles}, {before[part]!r} becomes {after[part]!r}.")
         return after[len(before):]
 
+    def after_calls(self, messages: list[dict]) -> str:
+        """The same of a turn with calls, which these messages answer."""
+        turn = said(WORDS) | {"tool_calls": [
+            toolcalls.call(m["name"], {"x": "y"}, m["tool_call_id"]) for m in messages]}
+        before, after = self.render([turn], False), self.render([turn, *messages], True)
+        if not after.startswith(before.rstrip()):
+            raise SettingsError("--tools: the chat template rewrites a turn with calls once they "
+                                "are answered.")
+        return after[self.end_of(before):]
+
+    def end_of(self, turn: str) -> int:
+        """Where the turn's end begins: an end token, and what is not written follows."""
+        turn = turn.rstrip()
+        ends = self.tokenizer.convert_ids_to_tokens(self.eos_ids)
+        found = [end for end in ends if turn.endswith(end)]
+        return len(turn) - max(map(len, found), default=0)
+
+    def body(self, turn: dict) -> str:
+        """A turn with calls, between the header and the end."""
+        start, text = self.render([], True).rstrip(), self.render([turn], False)
+        return text[len(start):self.end_of(text)]
+
+    def check_rounds(self) -> None:
+        """SettingsError if two rounds of calls are not one after the other, id for id."""
+        made = toolcalls.call("first", {"x": "y"}, "0" * 9)
+        turn, answer = said(WORDS) | {"tool_calls": [made]}, toolcalls.message(made, "z")
+        one = self.render([turn, answer], True).rstrip()
+        two = self.render([turn, answer, turn, answer], True)
+        if two != one + self.body(turn) + self.after_calls([answer]):
+            raise SettingsError("--tools: the chat template rewrites earlier calls once there are "
+                                "more of them.")
+
     def ids(self, last: int, messages: list[dict]) -> list[int]:
         """To append to a turn whose last id is `last`. Its end is not doubled."""
         found = self.encode(self.text(messages))
@@ -94,7 +139,7 @@ class Bridge:
         if last in self.eos_ids and last in ends:  # else: a --stop string, or another end
             found = found[ends.index(last) + 1:]
         if max(found) >= self.vocab:  # it would break the engine
-            raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
+            raise SettingsError(f"{self.flag}: the reply has an id of {max(found)}; the model has "
                                 f"{self.vocab:,}.")
         return found
 
@@ -124,6 +169,21 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
     return bridge
 
 
+def check_tools(args, schemas: list[dict], tokenizer, eos_ids: list[int], vocab: int) -> Bridge:
+    """SettingsError if the chat template has no place for tools, or cannot go on after calls."""
+    calls, system = Calls(schemas, tokenizer, eos_ids), args.data_args.system
+    if not tokenizer.chat_template:
+        raise SettingsError("--tools needs a model with a chat template.")
+    bridge = Bridge(tokenizer, eos_ids, vocab, system, calls=calls)
+    if bridge.render([], True) == Bridge(tokenizer, eos_ids, vocab, system).render([], True):
+        raise SettingsError("--tools: the chat template of the model has no place for tools. Would "
+                            "work: --reply, with the tools in --system.")
+    prepare_environment(torch.cuda.is_available(), args.engine_args)  # vLLM is imported here
+    calls.choose(bridge.body)
+    bridge.check_rounds()
+    return bridge
+
+
 def first_reply(spec: str, args, rows: list[Row]) -> tuple[list[dict] | None, list[str]]:
     """Messages for the first row and an empty turn, and the methods of a class. SettingsError if it
     fails, or answers otherwise when it is played again."""
@@ -145,10 +205,6 @@ def first_reply(spec: str, args, rows: list[Row]) -> tuple[list[dict] | None, li
         return reply, scorer.methods
 
 
-def said(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
 def item(row: Row, turns: list[dict]) -> Item:
     return Item(row.prompt, "", row.answer, row.columns, 0, False, None, turns)
 
@@ -165,8 +221,10 @@ class Episodes:
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
         self.stateful = bool(bridge.methods)
-        self.workers = Scorer(
-            [args.turn_args.reply], args.reward_args, "reply", homes=self.stateful)
+        kind, specs = "reply", [args.turn_args.reply]
+        if bridge.calls:
+            kind, specs = "tools", list(args.turn_args.tools)
+        self.workers = Scorer(specs, args.reward_args, kind, homes=self.stateful)
         self.workers.wait()
         self.noted = set()  # subjects of the notes that were printed
 
@@ -186,8 +244,8 @@ class Episodes:
         self.mine = set(self.world.mine(range(len(completions))))  # it keeps their environments
         new, running = completions, range(len(completions))  # `new` has a turn of each `running`
         for turn in range(1, self.max_turns + 1):
-            for i, text in zip(running, self.decode(new), strict=True):
-                completions[i].turns.append(said(text))
+            for i, message in zip(running, self.read(new, turn), strict=True):
+                completions[i].turns.append(message)
             running = [i for i in running if not completions[i].truncated]
             last = turn == self.max_turns
             if not running or (last and not self.stateful):
@@ -227,11 +285,13 @@ class Episodes:
             if "reward" in self.bridge.methods:
                 c.turns[-1]["reward"] = score.parts.get("reward")
 
-    def decode(self, turns: list[Completion]) -> list[str]:
-        """Each rank decodes its share. A collective."""
-        decode = self.bridge.tokenizer.decode
+    def read(self, turns: list[Completion], number: int) -> list[dict]:
+        """The messages of these turns. Each rank decodes its share. A collective."""
+        decode, calls = self.bridge.tokenizer.decode, self.bridge.calls
         mine = self.world.mine(turns)
-        return self.world.gather([decode(c.ids, skip_special_tokens=True) for c in mine])
+        if calls:
+            return self.world.gather([calls.read(c.ids.tolist(), number) for c in mine])
+        return self.world.gather([said(decode(c.ids, skip_special_tokens=True)) for c in mine])
 
     def reply(self, episodes: list[tuple[int, Completion, Item | Move]]
               ) -> list[tuple[Score, list[int]]]:
@@ -239,7 +299,10 @@ class Episodes:
         mine, made = self.world.mine(episodes), []
         if self.stateful:
             mine = [episode for episode in episodes if episode[0] in self.mine]
-        scores = self.workers.score([it for *_, it in mine], homes=[i for i, *_ in mine])
+        if self.bridge.calls:
+            scores = toolcalls.answers(self.workers, [c.turns[-1] for _, c, _ in mine])
+        else:
+            scores = self.workers.score([it for *_, it in mine], homes=[i for i, *_ in mine])
         for (_, c, _), score in zip(mine, scores, strict=True):
             messages, ids = score.parts["reply"], []
             try:

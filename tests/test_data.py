@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -497,3 +498,77 @@ def test_the_order_is_this_one():
     """Pinned: a change would make every unfinished run resume into other data."""
     order = [p.row.index for p in Stream(rows_of(8), seed=1).next(8)]
     assert order == [5, 0, 1, 4, 2, 6, 3, 7]
+
+
+# ---- --difficulty
+
+def by_difficulty(low, high, n=9):
+    return data.StreamByDifficulty(rows_of(n), 3, low=low, high=high)
+
+
+def answered(prompts, passes):
+    """Samples of 8 completions of each prompt, of which passes(row's index) pass."""
+    return [SimpleNamespace(prompt=p, score=SimpleNamespace(parts={"a": float(k < passes(p)),
+                                                                   "b": 1.0}))
+            for p in prompts for k in range(8)]
+
+
+def steps_of(stream, steps):
+    """[(position, index) of a step's prompts], and the last metrics. Row i is solved in i of 8."""
+    found = []
+    for _ in range(steps):
+        prompts = stream.next(4)
+        found.append([(p.position, p.row.index) for p in prompts])
+        metrics = stream.note(answered(prompts, lambda p: p.row.index))
+    return found, metrics
+
+
+def test_difficulty_leaves_rows_out_and_comes_back():
+    """Row 0 is never solved and row 8 always. Stopped anywhere, the rest is the same."""
+    whole, metrics = steps_of(by_difficulty(0.1, 0.9), 18)
+    asked = {}
+    for position, index in (pair for step in whole for pair in step):
+        asked.setdefault(position // 9, []).append(index)
+    assert [sorted(asked[epoch]) for epoch in range(6)] == [
+        [*range(9)], *[[*range(1, 8)]] * 3, [*range(9)], [*range(1, 8)]]
+    assert (metrics["data/too_hard"], metrics["data/too_easy"]) == (1, 1)
+    order = [p.row.index for stream in [Stream(rows_of(9), 3)] for _ in range(99)
+             for p in stream.next(1)]  # without it: each row keeps its position
+    assert all(order[position] == index for step in whole for position, index in step)
+    positions = [position for step in whole for position, _ in step]
+    assert positions == sorted({*positions})
+    for stop in range(1, 17):
+        one, other = by_difficulty(0.1, 0.9), by_difficulty(0.1, 0.9)
+        first, _ = steps_of(one, stop)
+        other.restore(json.loads(json.dumps(one.state())))
+        assert first + steps_of(other, 18 - stop)[0] == whole
+
+
+def test_rows_that_are_all_left_out_come_back_in_the_fourth_epoch():
+    stream, epochs = by_difficulty(0.4, 0.6, 5), []
+    for _ in range(6):
+        prompts = stream.next(3)
+        epochs.append(prompts[0].position // 5)
+        stream.note(answered(prompts, lambda p: 0))
+    assert epochs == [0, 0, 4, 4, 8, 8]
+
+
+def test_a_completion_without_a_score_says_nothing_of_its_row():
+    stream = by_difficulty(0.1, 0.9)
+    samples = answered(stream.next(2), lambda p: 4)
+    for sample in samples[:12]:
+        sample.score.parts["a"] = None
+    stream.note(samples)
+    assert stream.rates == {samples[8].prompt.row.index: 0.0}  # its last 4 did not pass
+
+
+def test_without_difficulty_the_state_is_the_position():
+    args = SimpleNamespace(seed=0, data_args=DataArgs(),
+                           eval_args=SimpleNamespace(eval_pass=0.5))
+    stream = data.stream(args, rows_of(5))
+    stream.next(3)
+    assert type(stream) is Stream and stream.state() == {"position": 3}
+    assert stream.note([]) == {"data/position": 3}
+    args.data_args.difficulty = 0.2, 0.7
+    stream = data.stream(args, rows_of(5))
+    assert (stream.low, stream.high, stream.passes) == (0.2, 0.7, 0.5)

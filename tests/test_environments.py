@@ -1,6 +1,7 @@
 """Environments with a state: --reply FILE.py:CLASS. The same episodes after a worker's death, on
 any ranks, with few of them alive. One that answers otherwise when played again is noticed."""
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,16 @@ import ranks
 import turns
 from errors import SettingsError
 from examples import tiny
+from faults import Attempt, differences
 from rewards import RewardArgs
+from test_layouts import run
+from test_layouts import same as same_run
 from test_turns import ALONE, END, FakeEngine, bridge
 from turns import said
 
 import rollout  # isort: skip
 
+ROOT = Path(__file__).parent.parent
 CLASS = """
 import os, random, time
 from pathlib import Path
@@ -152,3 +157,53 @@ def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
 def test_the_reward_of_an_environment():
     from verifiers import environment
     assert environment([said("a") | {"reward": 0.5}]) == 0.5 and environment([said("a")]) is None
+
+
+# ---- the real script
+
+ROLLS = """
+import random
+class Rolls:
+    def __init__(self, row, seed):
+        self.dice, self.sum = random.Random(seed), 0
+    def reply(self, turns):
+        self.sum += self.dice.randrange(1000) + len(turns[-1]["content"])
+        return f"{self.sum}"
+    def reward(self):
+        return self.sum % 7 / 7
+"""
+
+
+@pytest.fixture(scope="module")
+def rolls(tmp_path_factory):
+    """Flags of a run, and the run on one rank."""
+    folder = tmp_path_factory.mktemp("rolls")
+    (folder / "rolls.py").write_text(ROLLS)
+    flags = ("--reply", f"{folder}/rolls.py:Rolls", "--reward", "environment", "--max_turns", "3",
+             "--max_tokens", "120")
+    one = run(folder, *flags)
+    assert all(row["rollout/turns_mean"] > 1.3 and row["reward/std"] > 0 for row in one.rows[1:3])
+    return flags, one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_each, more", [
+    (2, ()), (3, ("--max_environments", "1")), (2, ("--tp", "2"))])
+def test_any_layout_plays_the_same_episodes(tmp_path, rolls, ranks_each, more):
+    flags, one = rolls
+    same_run(run(tmp_path, *flags, *more, ranks_each=ranks_each), one)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path, rolls):
+    def go(name, faults=""):
+        return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
+                       "--steps", "5", *rolls[0], faults=faults).end()
+
+    status, text = go("alone")
+    assert status == 0, text
+    status, text = go("x", "reply:1:3:kill")
+    assert status == 1 and "exitcode  : -9" in text, text
+    status, text = go("x")
+    assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
+    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []

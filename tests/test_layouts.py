@@ -64,8 +64,10 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1) -> list[tuple[in
             process.terminate()                        # torchrun ends its ranks
 
 
-def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
-    """A whole run, and what must be so on any layout."""
+def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2,
+        completions: int | None = 20) -> Ran:
+    """A whole run, and what must be so on any layout. completions: of a step, if all have as
+    many."""
     ended = launch(folder, "--steps", str(steps), "--eval_data", str(folder / "data/seven.jsonl"),
                    *flags, ranks_each=ranks_each, machines=machines)
     assert not any(status for status, _ in ended), "\n".join(text[-3000:] for _, text in ended)
@@ -76,7 +78,8 @@ def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
     assert len(rows) == len(files) == steps + 2                    # an evaluation before, one after
     assert rows[0]["eval/rows"] == rows[-1]["eval/rows"] == 7
     for row in rows[1:-1]:                                         # each completion counts once
-        assert row["rollout/completions"] == row["batch/trained"] + row["batch/dropped"] == 20
+        assert row["rollout/completions"] == row["batch/trained"] + row["batch/dropped"]
+        assert completions is None or row["rollout/completions"] == completions
         assert row["rollout/logprob_gap_max"] < 1e-4, "the engine is not the policy"
     weights = load_file(written[0] / "model/model.safetensors")
     weights = torch.cat([weights[name].double().flatten() for name in sorted(weights)])
@@ -141,6 +144,24 @@ def test_any_ranks_draw_what_one_draws(tmp_path, seed, steps):
         ran[size] = run(tmp_path / str(size), "--seed", str(seed), ranks_each=size, steps=steps)
     same(ran[2], ran[1])
     same(ran[3], ran[1])
+
+
+@pytest.mark.slow
+def test_rows_by_difficulty_are_the_same_on_any_ranks(tmp_path):
+    """7 rows, 5 a step: an epoch is two steps. Rows are left out in the second one."""
+    ran = {}
+    for size in (1, 3):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        ran[size] = run(folder, "--data", str(folder / "data/seven.jsonl"), "--difficulty", "0.1",
+                        "0.9", ranks_each=size, steps=3, completions=None)
+    assert ran[1].samples == ran[3].samples
+    kept = [{name: row[name] for name in row if name.startswith("data/")}
+            for row in ran[1].rows]
+    assert kept == [{name: row[name] for name in row if name.startswith("data/")}
+                    for row in ran[3].rows]
+    assert kept[2]["data/position"] == 7 and kept[2]["data/too_hard"] > 0
+    assert len(ran[1].samples[3].splitlines()) == 4 * min(5, 7 - kept[2]["data/too_hard"])
 
 
 # ---- what several machines can get wrong ----

@@ -64,7 +64,7 @@ def notes(*flags: str) -> str:
      "--eval_samples 3 --reward own.py",
      ["--lora_alpha needs --lora_rank. Would work: no --lora_alpha.",
       "--lora_targets needs --lora_rank", "--lora_sync needs --lora_rank",
-      "--max_turns needs --reply. Would work: --max_turns 8.",
+      "--max_turns needs --reply or --tools. Would work: --max_turns 8.",
       "--target_eval needs --eval_data", "--eval_samples needs --eval_data",
       "--reward own.py: which function of it? own.py:NAME."]),
     ("--lora_rank 4 --lora_alpha inf --reply own.py:ok:0.5 --reward own.py:missing",

@@ -194,6 +194,8 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(seed=2**63), "--seed must be at least 0 and below 2^63"),
     (dict(eval_every=5), "--eval_every needs --eval_data"),
     (dict(eval_only=True), "--eval_only needs --eval_data"),
+    (dict(eval_pass=0.5), "--eval_pass needs --eval_data or --difficulty."),
+    (dict(difficulty=(0.5, 0.2)), "--difficulty must be LOW and HIGH with 0 <= LOW <= HIGH <= 1"),
     (dict(eval_samples=4, eval_data="x"), "--eval_samples must be at most 1 (got 4): --eval_temp"),
     (dict(dual_clip=1.0), "--dual_clip must be more than 1 (got 1.0)"),
     (dict(engine_correction="mask", correction_low=3.0), "be at most 2.0 (got 3.0): --corr"),

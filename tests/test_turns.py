@@ -429,35 +429,10 @@ def test_every_kind_of_reward_sees_the_turns(tmp_path, monkeypatch, prompt):
     assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3, 3), (1, 1, 1, 1, 1)]
 
 
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
-
-
-@pytest.mark.parametrize("text, expected", [
-    (CALL % "12 * (3 + 4)", ["84"]), (CALL % "-7/2" + "and" + CALL % "1+1", ["-3.5", "2"]),
-    ("#### 84", None), ("", None), (CALL % "1/0", ["error: division by zero"]),
-    (CALL % "2**9**9**9", ["error: only numbers, + - * / and parentheses are known"]),
-    (CALL % "__import__('os').getcwd()", ["error: only numbers, + - * / and"]),
-    (CALL % ("9*" * 5000 + "9"), ["error: an expression has at most 200 characters"]),
-    (CALL % ("(" * 199), ["error: "]), (CALL % "1e999*0", ["nan"]), (CALL % "'a' * 9", ["error: "]),
-    (CALL % "", ["error: "]), (CALL % "1;2", ["error: "]), (CALL % "\\u0000", ["error: "]),
-    ("<tool_call>{oops</tool_call>", ["error: this is no JSON"]),
-    ("<tool_call>" + "[" * 100_000, ["error: "]), ("<tool_call>", ["error: this is no JSON"]),
-    ('<tool_call>{"name": "search", "arguments": {}}</tool_call>', ["error: there is no tool 's"]),
-    *((f"<tool_call>{call}</tool_call>", ["error: a call is {"]) for call in (
-        "3", "null", "[]", "{}", '{"name": "calculator"}', '{"name": "calculator", "arguments": 3}',
-        '{"name": "calculator", "arguments": {"expression": 3}}'))])
-def test_the_calculator_answers_every_call(text, expected):
-    """A wrong call gets a sentence, never an exception."""
-    found = calculator.reply({}, [turns.said(text)])
-    assert (found and [m["role"] for m in found]) == (expected and ["tool"] * len(expected))
-    for message, start in zip(found or [], expected or [], strict=True):
-        assert message["content"].startswith(start) and len(message["content"]) < 300
-
-
 def test_what_the_calculator_said_is_no_answer():
     tool = {"role": "tool", "content": "18"}
     for last, right in (("", 0), ("#### 17", 0), ("So it is\n#### 18", 1)):
-        said = [turns.said(CALL % "9*2"), tool, turns.said(last)]
+        said = [turns.said("9*2?"), tool, turns.said(last)]
         assert calculator.right(said, "#### 18") == right
 
 

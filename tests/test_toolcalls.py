@@ -1,0 +1,487 @@
+"""Tools: what is put in is the chat template's own text, id for id; a bad call is answered.
+
+The templates are short forms of the families' own ones: their headers, ends, calls and answers.
+What the model writes is written here by hand, in the format that the family was trained on.
+"""
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.tool_parsers import ToolParserManager
+
+import data
+import grpo
+import plan
+import ranks
+import rollout
+import toolcalls
+import turns
+from batch import Completion
+from errors import SettingsError
+from examples import calculator, tiny
+from rewards import RewardArgs, Scorer
+from test_layouts import run
+from test_sft import tokenizer_of
+from test_turns import ALONE
+
+ROOT = Path(__file__).parent.parent
+OWN = '''
+import os, time
+def add(a: float, b: float) -> float:
+    """Adds two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+def spell(word: str, times: int = 1) -> list:
+    """Spells a word.
+
+    Args:
+        word: what to spell
+        times: how often
+    """
+    return list(word) * times
+def trap(kind: str) -> str:
+    """Does what no tool should.
+
+    Args:
+        kind: what it does
+    """
+    if kind == "hang": time.sleep(1e6)
+    if kind == "exit": os._exit(3)
+    if kind == "memory": bytearray(10**11)
+    if kind == "raise": raise KeyError("no such thing")
+    return {"huge": "x" * 10**7, "set": {1}, "surrogate": "\\ud800"}[kind]
+async def waits(kind: str) -> str:
+    """Is async.
+
+    Args:
+        kind: any
+    """
+def bare(kind):
+    return kind
+'''
+NAMES = "add", "spell", "trap"
+LOOP = "{% for m in messages %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+PLAIN = "{{ m.content }}"
+ARGS = "{{ c.function.arguments | tojson }}"
+CALLS = "{% for c in m.tool_calls %}"
+START = "{% if add_generation_prompt %}HEADER{% endif %}"
+JSON = '{"name": "{{ c.function.name }}", "arguments": ' + ARGS + "}"
+
+
+def template(before, user, words, calls, tool, header, loop=LOOP):
+    """After a block Jinja drops a newline."""
+    text = before + loop + (
+        "{% if m.role == 'tool' %}" + tool + "{% elif m.tool_calls %}" + calls
+        + "{% elif m.role == 'assistant' %}" + words + "{% else %}" + user + "{% endif %}"
+        "{% endfor %}") + START.replace("HEADER", header)
+    return text.replace("%}\n", "%}{{ '\\n' }}")
+
+
+CHATML = "<|im_start|>{{ m.role }}\n" + PLAIN + "<|im_end|>\n"
+GROUP = ("{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n"
+         + PLAIN + "\n</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}"
+         "<|im_end|>\n{% endif %}")
+SYSTEM = "<|im_start|>system\n" + TOOLS + "<|im_end|>\n"
+QWEN_CALLS = ("<|im_start|>assistant{% if m.content %}\n" + PLAIN + "{% endif %}" + CALLS
+              + "\n<tool_call>\n" + JSON + "\n</tool_call>{% endfor %}<|im_end|>\n")
+# Thoughts of a turn stay after the last question only.
+LAST = ("{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}")
+QWEN3_CALLS = (
+    "{% set thought = '' %}{% set said = m.content %}{% if '</think>' in m.content %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip() %}{% endif %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n"
+    "{% endif %}{{ said }}" + CALLS + "{% if said or not loop.first %}\n{% endif %}<tool_call>\n"
+    + JSON + "\n</tool_call>{% endfor %}<|im_end|>\n")
+LLAMA = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n" + PLAIN + "<|eot_id|>"
+LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>",
+                "<|eot_id|>"]
+LLAMA_TOOL = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
+MISTRAL_TOKENS = ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+                  "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
+AVAILABLE = "[AVAILABLE_TOOLS] [" + TOOLS + "][/AVAILABLE_TOOLS]"
+
+
+def hermes(*calls):
+    return "\n".join("<tool_call>\n" + json.dumps({"name": name, "arguments": given})
+                     + "\n</tool_call>" for name, given in calls)
+
+
+def listed(*calls):
+    return json.dumps([{"name": name, "arguments": given} for name, given in calls])
+
+
+def parameters(call):
+    name, given = call
+    return json.dumps({"name": name, "parameters": given})
+
+
+def with_ids(*calls):
+    return json.dumps([{"name": name, "arguments": given, "id": f"abcDEF{i:03d}"}
+                       for i, (name, given) in enumerate(calls)])
+
+
+def python(*calls):
+    def one(name, given):
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    return "[" + ", ".join(one(*call) for call in calls) + "]"
+
+
+def xml(*calls):
+    return "\n".join(f"<tool_call>\n<function={name}>\n" + "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+        + "</function>\n</tool_call>" for name, given in calls)
+
+
+FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as written; parser)
+    "qwen2.5": (["<|im_start|>", "<|im_end|>"], template(
+        SYSTEM, CHATML, CHATML, QWEN_CALLS, GROUP, "<|im_start|>assistant\n"), hermes, "hermes"),
+    "qwen3": (["<|im_start|>", "<|im_end|>"], LAST + template(
+        SYSTEM, CHATML, CHATML, QWEN3_CALLS, GROUP, "<|im_start|>assistant\n"),
+        lambda *calls: "<think>\nhm\n</think>\n\n" + hermes(*calls), "hermes"),
+    "hermes 2 pro": (["<|im_start|>", "<|im_end|>"], template(
+        SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n" + JSON
+        + "\n</tool_call>{% endfor %}<|im_end|>\n",
+        GROUP.replace("user{", "tool{"), "<|im_start|>assistant\n"), hermes, "hermes"),
+    "llama 3.1": (LLAMA_TOKENS, template(
+        "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA,
+        "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}"
+        "{% endif %}" + LLAMA_HEADER + CALLS + JSON.replace("arguments\":", "parameters\":")
+        + "{% endfor %}<|eot_id|>", LLAMA_TOOL, LLAMA_HEADER), parameters, "llama3_json"),
+    "llama, python": (LLAMA_TOKENS, template(
+        "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA, LLAMA_HEADER + "[" + CALLS
+        + "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}{{ key }}="
+        "{% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}{% if not loop.last "
+        "%}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|eot_id|>",
+        LLAMA_TOOL, LLAMA_HEADER), python, "pythonic"),
+    "mistral v3": ([*MISTRAL_TOKENS, "</s>"], template(
+        "<s>", AVAILABLE + "[INST] " + PLAIN + "[/INST]", " " + PLAIN + "</s>",
+        "[TOOL_CALLS] [" + CALLS + JSON[:-1] + ', "id": "{{ c.id }}"}{% if not loop.last %}, '
+        "{% endif %}{% endfor %}]</s>",
+        "{% if m.tool_call_id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+        '[TOOL_RESULTS] {"content": ' + PLAIN + ', "call_id": "{{ m.tool_call_id }}"}'
+        "[/TOOL_RESULTS]", ""),
+        lambda *calls: "[TOOL_CALLS] " + with_ids(*calls), "mistral"),
+    "mistral v11": ([*MISTRAL_TOKENS, "[ARGS]", "</s>"], template(
+        "<s>", AVAILABLE + "[INST]" + PLAIN + "[/INST]", PLAIN + "</s>",
+        CALLS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]" + ARGS + "{% endfor %}</s>",
+        "[TOOL_RESULTS]" + PLAIN + "[/TOOL_RESULTS]", ""),
+        lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"
+                               for name, given in calls), "mistral"),
+    "granite": (["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"],
+                template(
+        TOOLS, "<|start_of_role|>{{ m.role }}<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|><tool_call>[" + CALLS + JSON
+        + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end_of_text|>\n",
+        "<|start_of_role|>tool_response<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>"),
+        lambda *calls: "<tool_call>" + listed(*calls), "granite"),
+    "phi4-mini": (["<|system|>", "<|user|>", "<|assistant|>", "<|tool_response|>", "<|end|>"],
+                  template(
+        "<|system|>" + TOOLS + "<|end|>", "<|user|>" + PLAIN + "<|end|>",
+        "<|assistant|>" + PLAIN + "<|end|>", "<|assistant|>functools[" + CALLS + JSON
+        + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end|>",
+        "<|tool_response|>" + PLAIN + "<|end|>", "<|assistant|>"),
+        lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
+    "qwen3-coder": (["<|im_start|>", "<|im_end|>"], template(
+        SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n<function="
+        "{{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}<parameter="
+        "{{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+        "<|im_end|>\n", GROUP, "<|im_start|>assistant\n"), xml, "qwen3_coder")}
+TWO = ("add", {"a": 1, "b": 2}), ("spell", {"word": "no", "times": 2})
+ONE = ("spell", {"word": "yes"})
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def make_tools():
+    made = {}
+    exec(OWN, made)
+    return toolcalls.Tools([made[name] for name in NAMES])
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return make_tools()
+
+
+class Inside:
+    """Workers in this process."""
+    threads = inboxes = [1]
+    kind, unscored, warned = "tools", 0, False
+
+    def __init__(self, tools):
+        self.tools = tools
+
+    def score(self, items, **unused):
+        return [turns.Score(0.0, {"reply": self.tools.answer(item.turns)}, None)
+                for item in items]
+
+
+class Scripted:
+    """An engine that writes these texts in episode i, turn by turn."""
+
+    def __init__(self, tokenizer, episodes):
+        self.tokenizer, self.episodes = tokenizer, episodes
+
+    def complete(self, requests):
+        texts = [self.episodes[r.seed // 10][r.seed % 10] for r in requests]
+        found = [self.tokenizer(text + self.tokenizer.eos_token, add_special_tokens=False)
+                 for text in texts]
+        return [Completion(np.array(made["input_ids"], np.int32),
+                           np.zeros(len(made["input_ids"]), np.float32), False) for made in found]
+
+
+def bridge_of(tools, tokenizer):
+    args = SimpleNamespace(data_args=data.DataArgs(), engine_args=rollout.EngineArgs())
+    return turns.check_tools(args, tools.schemas, tokenizer, [tokenizer.eos_token_id], 10**6)
+
+
+def play(bridge, tools, *texts, world=ALONE):
+    """Episodes in which the model writes these texts → [(a prompt's ids, completion), …]."""
+    tokenizer = bridge.tokenizer
+    row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer, [], data.DataArgs(),
+                        tools.schemas)
+    episodes = turns.Episodes.__new__(turns.Episodes)
+    episodes.bridge, episodes.world, episodes.noted = bridge, world, set()
+    episodes.max_turns, episodes.max_tokens, episodes.stateful = 9, 10**6, False
+    episodes.workers, episodes.log = Inside(tools), SimpleNamespace(say=print)
+    engine, prompts = Scripted(tokenizer, texts), [data.Prompt(i, row) for i in range(len(texts))]
+
+    def seed(i, turn=0):
+        return 10 * i + turn
+
+    done = engine.complete([rollout.Request([], seed(i)) for i in range(len(texts))])
+    episodes.play(prompts, done, engine.complete, seed)
+    return [(row.prompt_ids, c) for c in done]
+
+
+def whole(bridge, tools, chat):
+    """The ids of a chat, all at once."""
+    text = bridge.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Do it."}, *chat], tools=tools.schemas, tokenize=False)
+    return bridge.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_put_in_is_the_templates_own_text(tools, name):
+    """Two calls in one turn, another one, and the end: the ids of the whole chat, at once."""
+    controls, text, writes, parser = FAMILIES[name]
+    bridge = bridge_of(tools, tokenizer_of(controls, text))
+    assert type(bridge.calls.parser) is ToolParserManager.get_tool_parser(parser)
+    first = [TWO[0]] if name == "llama 3.1" else [*TWO]  # its template takes one call a turn
+    (prompt, done), = play(bridge, tools, [writes(*first), writes(ONE), "so it is"])
+    answers = ["3", '["n", "o", "n", "o"]'][:len(first)] + ['["y", "e", "s"]']
+    assert [t["content"] for t in done.turns if t["role"] == "tool"] == answers
+    assert [(c["function"]["name"], c["function"]["arguments"]) for t in done.turns
+            for c in t.get("tool_calls", [])] == [*first, ONE]
+    put_in = np.flatnonzero(~done.sampled)
+    ids = prompt + done.ids[:put_in[-1] + 1].tolist()
+    assert len(put_in) > 20 and ids == whole(bridge, tools, done.turns)[:len(ids)]
+    said = bridge.tokenizer.decode(done.ids[put_in[-1] + 1:], skip_special_tokens=True)
+    assert said == "so it is" and not done.failed
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_end_of_a_turn_is_put_in_where_it_is_missing(tools, name):
+    """A --stop string ended the turn. Else the end is not doubled."""
+    tokenizer = tokenizer_of(*FAMILIES[name][:2])
+    bridge, end = bridge_of(tools, tokenizer), tokenizer.eos_token_id
+    answer = toolcalls.message(toolcalls.call("add", {}, "0" * 9), "3")
+    ids = bridge.ids(77, [answer])
+    assert ids[0] == end and bridge.ids(end, [answer]) == ids[1:]
+
+
+def test_the_prompt_has_the_schemas_that_transformers_makes(tools):
+    add, spell, _ = (schema["function"] for schema in tools.schemas)
+    assert add["description"] == "Adds two numbers." and add["parameters"]["required"] == ["a", "b"]
+    assert spell["parameters"]["properties"]["times"] == {
+        "type": "integer", "description": "how often"}
+    controls, text, *_ = FAMILIES["qwen2.5"]
+    row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer_of(controls, text), [],
+                        data.DataArgs(), tools.schemas)
+    assert json.dumps(tools.schemas[0]) in row.prompt
+
+
+# ---- what is refused before weights load
+
+REWRITES = FAMILIES["qwen2.5"][1].replace(
+    "<tool_call>", "{% if messages[-1].role == 'tool' %}-{% endif %}<tool_call>")
+GROWS = FAMILIES["qwen2.5"][1].replace(
+    "<tool_response>", "{% if messages | length > 3 %}-{% endif %}<tool_response>")
+OTHER = FAMILIES["qwen2.5"][1].replace("<tool_call>", "CALL ").replace('"name": ', "")
+NO_TOOL = FAMILIES["qwen2.5"][1].replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}"
+                                         "{{ raise_exception('no tools') }}")
+
+
+@pytest.mark.parametrize("text, words", [
+    (None, "--tools needs a model with a chat template"),
+    (tiny.CHATML, "the chat template of the model has no place for tools. Would work: --reply"),
+    (OTHER, "none of vLLM's parsers .* reads a call as the chat template writes it: 'CALL "),
+    (REWRITES, "rewrites a turn with calls once they are answered"),
+    (GROWS, "rewrites earlier calls once there are more of them"),
+    (NO_TOOL, r"--tools: the chat template takes no messages of the roles .*tool \(no tools\)")])
+def test_a_template_that_cannot_be_used_is_one_sentence(tools, text, words):
+    tokenizer = tokenizer_of(["<|im_start|>", "<|im_end|>"], text or "")
+    if text is None:
+        tokenizer.chat_template = None
+    with pytest.raises(SettingsError, match=words):
+        bridge_of(tools, tokenizer)
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("own.py", "which function of it"), ("none.py:add", "--tools none.py:add: no such file"),
+    ("own.py:nothing", r"own.py needs a function nothing \(def, not async def\)"),
+    ("own.py:waits", "needs a function waits"),
+    ("own.py:bare", "A tool needs a docstring with a line `NAME: what it is` below `Args:`")])
+def test_a_function_that_is_no_tool_is_refused(own, monkeypatch, spec, words):
+    monkeypatch.chdir(own.parent)
+    with pytest.raises(SettingsError, match=words):
+        toolcalls.load((spec,), RewardArgs(1))
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(tools=("own.py:add",), reply="own.py:reply"), "--tools and --reply both answer"),
+    (dict(max_turns=3), "--max_turns needs --reply or --tools")])
+def test_settings_that_make_no_sense(flags, words):
+    problem, = plan.problems(plan.changed(grpo.Args(), **flags), 1)
+    assert words in str(problem)
+
+
+def test_a_finished_chat_takes_no_tools(tools):
+    with pytest.raises(SettingsError, match="a finished chat text takes no --system, no --tools"):
+        data.make_row(0, {"prompt": "<|im_start|>user"}, "", tiny.make_tokenizer(), [],
+                      data.DataArgs(), tools.schemas)
+
+
+# ---- calls that go wrong
+
+def written(bridge, text):
+    tokenizer = bridge.tokenizer
+    ids = tokenizer(text + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+    return bridge.calls.read(ids, 1)
+
+
+BAD = ["<tool_call>{oops</tool_call>", "<tool_call>" + "[" * 10_000, "<tool_call>",
+       "<tool_call>3</tool_call>", "<tool_call>null</tool_call>",
+       '<tool_call>{"name": "add"}</tool_call>',
+       hermes(TWO[0]) + "<tool_call>{oops</tool_call>"]
+
+
+def test_calls_that_cannot_be_read_are_answered(tools):
+    """A wrong call gets a sentence. Text without a call ends the episode."""
+    bridge = bridge_of(tools, tokenizer_of(*FAMILIES["qwen2.5"][:2]))
+    for text in BAD:
+        turn = written(bridge, text)
+        assert turn == {"role": "assistant", "content": text, "error": toolcalls.UNREADABLE}
+        score, = toolcalls.answers(Inside(tools), [turn])
+        assert score.parts["reply"] == [{"role": "tool", "name": "", "tool_call_id": "0" * 9,
+                                         "content": toolcalls.UNREADABLE}]
+    for text in ("", "It is 3.", '{"name": "add", "arguments": {}}'):
+        assert written(bridge, text) == turns.said(text)
+        assert toolcalls.answers(Inside(tools), [turns.said(text)])[0].parts["reply"] is None
+    (_, done), = play(bridge, tools, [BAD[0], hermes(*TWO), "3"])
+    assert [t["role"] for t in done.turns] == ["assistant", "tool", "assistant", "tool", "tool",
+                                               "assistant"]
+    # Llama's calls have no control token: what begins as one and is none.
+    bridge = bridge_of(tools, tokenizer_of(*FAMILIES["llama 3.1"][:2]))
+    assert "error" in written(bridge, '{"name": "add", oops')
+    assert "error" not in written(bridge, "the set {1, 2}")
+
+
+def test_calls_that_the_template_cannot_write_end_their_episode(tools):
+    """Llama 3.1's takes one a turn."""
+    bridge = bridge_of(tools, tokenizer_of(*FAMILIES["llama 3.1"][:2]))
+    (_, one), (_, two) = play(bridge, tools, [parameters(ONE), "yes"],
+                              ["; ".join(map(parameters, TWO))])
+    assert not one.failed and two.failed and len(two.turns[0]["tool_calls"]) == 2
+
+
+def layouts(world):
+    bridge = bridge_of(make_tools(), tokenizer_of(*FAMILIES["qwen2.5"][:2]))
+    texts = [[hermes(*TWO), "3"], ["no"], [BAD[0], hermes(ONE), hermes(*TWO), ""],
+             [hermes(ONE), "x"], ["a", "b"]]
+    return [(c.ids.tolist(), c.turns) for _, c in play(bridge, make_tools(), *texts, world=world)]
+
+
+def test_every_rank_has_the_same_episodes():
+    alone = layouts(ALONE)
+    assert [sum(t["role"] == "tool" for t in said) for _, said in alone] == [2, 0, 4, 1, 0]
+    assert ranks.results(2, layouts) == [alone] * 2
+
+
+def calls_of(*calls):
+    return turns.said("") | {"tool_calls": [toolcalls.call(*one, f"{i:09d}")
+                                            for i, one in enumerate(calls)]}
+
+
+def test_hostile_calls_cost_themselves_only(own):
+    """One group of calls in two workers: each bad one is a sentence, the others have results."""
+    hostile = "hang", "exit", "memory", "raise", "huge", "set", "surrogate"
+    turn = calls_of(*(("trap", {"kind": kind}) for kind in hostile), ("nothing", {}),
+                    ("add", "{oops"), ("add", {"a": 1}), ("add", {"a": 1, "c": 2}),
+                    ("add", {"a": "x", "b": 1}), TWO[0], TWO[1])
+    specs = [f"{own}:{name}" for name in NAMES]
+    with closing(Scorer(specs, RewardArgs(2, 3.0), "tools")) as workers:
+        workers.wait()
+        (score,), plain = (toolcalls.answers(workers, [turn]),
+                           toolcalls.answers(workers, [turns.said("3")] * 2))
+    found = [m["content"] for m in score.parts["reply"]]
+    for text, start in zip(found, [
+            "error: no answer within 3 seconds", "error: the worker ended with code 3",
+            "error: ", "error: KeyError: 'no such thing'", "error: the result has 10,000,000 char",
+            "error: TypeError: Object of type set is not JSON", "?", "error: there is no tool "
+            "'nothing', only add, spell, trap", "error: the arguments must be one JSON object",
+            "error: TypeError: add() missing 1 required", "error: TypeError: add() got an "
+            "unexpected keyword argument 'c'", "error: TypeError: ", "3", '["n", "o", "n", "o"]'],
+            strict=True):
+        assert text.startswith(start) and len(text) < 600
+    assert [m["tool_call_id"] for m in score.parts["reply"]] == [f"{i:09d}" for i in range(14)]
+    assert score.total == 0 and [s.parts["reply"] for s in plain] == [None, None]
+
+
+# ---- the example, and the real script
+
+@pytest.mark.parametrize("text, start", [
+    ("12 * (3 + 4)", "84"), ("-7/2", "-3.5"), ("1e999*0", "nan"),
+    ("1/0", "error: ZeroDivisionError: division by zero"),
+    *((text, "error: ValueError: only numbers, + - * / and parentheses are known") for text in (
+        "2**9**9**9", "__import__('os').getcwd()", "'a' * 9", "9 if 1 else 2")),
+    ("9*" * 5000 + "9", "error: ValueError: an expression has at most 200 characters"),
+    *((text, "error: ") for text in ("(" * 199, "", "1;2", "\0", 3))])
+def test_the_calculator_computes_arithmetic_and_nothing_else(text, start):
+    found = toolcalls.Tools([calculator.calculator]).result("calculator", {"expression": text})
+    assert found.startswith(start) and len(found) < 300
+
+
+@pytest.mark.slow
+def test_the_script_shows_the_schemas_to_the_model(tmp_path):
+    """The tiny model with a template for tools. It calls none: each episode is one turn."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.ensure(str(ROOT / "runs")), folder)
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = FAMILIES["qwen2.5"][1]
+    tokenizer.save_pretrained(folder)
+    ran = run(tmp_path, "--model", str(folder), "--tools",
+              f"{ROOT}/examples/calculator.py:calculator", "--max_prompt_tokens", "500",
+              "--update_tokens", "600", "--score_tokens", "600", ranks_each=2)
+    assert ran.rows[1]["rollout/turns_mean"] == 1
+    prompt = json.loads(ran.samples[1].splitlines()[0])["prompt"]
+    assert '"description": "Computes the value of an arithmetic expression."' in prompt
