@@ -55,7 +55,8 @@ def train(part: str, name: str, seed: int, steps: int) -> dict:
     if not (folder / "done.json").exists():
         python = os.environ.get("PYTHON_EXEC", sys.executable)
         command = ["nice", "-n", "19", python, "grpo.py", *JOB.split(),
-                   *METHODS[part][name].split(), "--steps", str(steps), "--seed", str(seed), "--name", folder.name]
+                   *METHODS[part][name].split(), "--steps", str(steps), "--seed", str(seed),
+                   "--name", folder.name]
         subprocess.run(command, cwd=ROOT, check=True)
     metrics = read_metrics(folder / "metrics.jsonl")
     rows = [row for row in metrics if "reward/mean" in row]
