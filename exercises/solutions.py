@@ -64,7 +64,7 @@ metric = "rollout/logprob_gap_mean"  # in step 1 already: no update is needed
 ''',
     10: '''
 cause = "the engine's prefix cache is of old weights"
-metric = "rollout/logprob_gap_mean"  # nothing in step 1; later the weights moved away from the cache
+metric = "rollout/logprob_gap_mean"  # nothing in step 1; later the weights moved away
 ''',
     11: '''
 cause = "the KL term has the wrong sign"

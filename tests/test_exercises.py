@@ -12,7 +12,6 @@ import diagnose  # noqa: E402
 import exercise  # noqa: E402
 from solutions import SOLUTIONS  # noqa: E402
 
-
 SLOW = (7, 8)  # they start processes, and take seconds
 
 

@@ -25,7 +25,7 @@ def tables(page: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "page", ["from_reward_to_loss", "mismatch", "one_step", "second_update"])
+    "page", ["choices", "from_reward_to_loss", "mismatch", "one_step", "second_update"])
 def test_a_page_prints_what_it_says(page):
     done = python("tests/pages.py", f"docs/{page}.md")
     assert done.returncode == 0, done.stdout + done.stderr
