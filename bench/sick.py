@@ -3,6 +3,7 @@
     python bench/sick.py            # all, one after another, on one rank: about 15 minutes
     python bench/sick.py stale kl   # some of them
     python bench/sick.py --draw     # no run: only the pictures, of the runs in runs/
+    python bench/sick.py --curves   # no run: only exercises/curves/, of the runs in runs/
 
 Each sick run has one mistake. It is a flag, or it is put into the shipped code of that process. A
 run is runs/sick-NAME. The pictures are docs/pictures/sick_NAME.svg. It also prints the table of
@@ -38,6 +39,10 @@ PICTURES = {  # of a sick run: the healthy run beside it, and metrics
     "rate": ("healthy", "policy/entropy rollout/length_mean reward/mean"),
     "collapse": ("again", "policy/entropy grad/norm reward/mean"),
     "hacked": ("healthy", "reward/mean reward/exact rollout/length_mean")}
+
+EXERCISES = {9: "temperature", 10: "stale", 11: "kl_sign", 12: "hacked", 13: "rate"}
+SHOWN = ("reward/mean reward/exact reward/std policy/entropy policy/ratio grad/norm loss/kl "
+         "rollout/logprob_gap_mean rollout/length_mean").split()
 
 
 def long_answer(completion, answer, **row):
@@ -129,16 +134,33 @@ def draw(sick: str, healthy: str, metrics: list[str]):
     print(f"{sick}: {'; '.join(cells)}")
 
 
+def write_curves(number: int, sick: str):
+    """exercises/curves/NUMBER.json: a sick run's metrics, and those of the healthy run."""
+    found = {"run": {}, "healthy": {}}
+    for metric in SHOWN:
+        both = curve(sick, metric), curve(PICTURES[sick][0], metric)
+        if None not in both[0] + both[1]:
+            for run, values in zip(found, both, strict=True):
+                found[run][metric] = [float(f"{value:.4g}") for value in values]
+    path = ROOT / "exercises" / "curves" / f"{number}.json"
+    path.write_text(json.dumps(found).replace('], "', '],\n"') + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[*RUNS], metavar="NAME")
     parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--curves", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--here", action="store_true", help="one run, in this process")
     asked = parser.parse_args()
     if asked.here:
         return train(asked.names[0], asked.steps)
+    if asked.curves:
+        for number, sick in EXERCISES.items():
+            write_curves(number, sick)
+        return
     for name in [] if asked.draw else asked.names:
         shutil.rmtree(ROOT / "runs" / f"sick-{name}", ignore_errors=True)
         subprocess.run([sys.executable, __file__, name, "--here", "--steps", str(asked.steps)],

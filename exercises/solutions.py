@@ -57,4 +57,24 @@ def score(reward, completions, seconds):
         rewards.append(ours.recv() if ours.poll(seconds) else None)
         worker.kill()  # a process can be ended, a thread cannot
     return rewards
+''',
+    9: '''
+cause = "the engine samples at a lower temperature"
+metric = "rollout/logprob_gap_mean"  # in step 1 already: no update is needed
+''',
+    10: '''
+cause = "the engine's prefix cache is of old weights"
+metric = "rollout/logprob_gap_mean"  # nothing in step 1; later the weights moved away
+''',
+    11: '''
+cause = "the KL term has the wrong sign"
+metric = "loss/kl"  # below 0, which k3 cannot be
+''',
+    12: '''
+cause = "the reward is high without a right answer"
+metric = "reward/exact"  # what is wanted, measured beside what is paid for
+''',
+    13: '''
+cause = "the learning rate is too high"
+metric = "policy/entropy"  # nearly uniform: log of the vocabulary is the most that it can be
 '''}

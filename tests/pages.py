@@ -3,6 +3,8 @@ it.
 
     python tests/pages.py docs/one_step.md            # compare
     python tests/pages.py docs/one_step.md --write    # put what is printed into the page
+
+A page that goes on where another ends begins with `globals().update(names_after("docs/X.md"))`.
 """
 import io
 import os
@@ -11,7 +13,9 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", re.S)
 NUMBER = r"-?\d+\.\d+(?:e[+-]\d+)?"
 
 
@@ -21,6 +25,15 @@ def same(text: str, printed: str) -> bool:
     words, our_words = (re.sub(NUMBER, "#", t).split() for t in (text, printed))
     return words == our_words and len(numbers) == len(ours) and all(
         abs(float(a) - float(b)) <= 1.01e-4 for a, b in zip(numbers, ours, strict=True))
+
+
+def names_after(page: str) -> dict:
+    """The names that the blocks of a page leave. Nothing is printed."""
+    names = {}
+    with redirect_stdout(io.StringIO()):
+        for code, _ in BLOCK.findall((ROOT / page).read_text()):
+            exec(compile(code, page, "exec"), names)
+    return names
 
 
 def run(path: Path, write: bool) -> bool:
@@ -39,7 +52,7 @@ def run(path: Path, write: bool) -> bool:
 
     page = path.read_text()
     assert page.count("```python\n") == page.count("```\n\n```text\n"), "a block without its output"
-    new = re.sub(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", block, page, flags=re.S)
+    new = BLOCK.sub(block, page)
     if write:
         path.write_text(new)
     return right or write

@@ -8,8 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "exercises"))
+import diagnose  # noqa: E402
 import exercise  # noqa: E402
 from solutions import SOLUTIONS  # noqa: E402
+
+SLOW = (7, 8)  # they start processes, and take seconds
 
 
 def edited(number: int, old: str, new: str) -> str:
@@ -17,6 +20,10 @@ def edited(number: int, old: str, new: str) -> str:
     assert SOLUTIONS[number].count(old) == 1
     return SOLUTIONS[number].replace(old, new)
 
+
+GAP, TEMPERATURE = "rollout/logprob_gap_mean", "the engine samples at a lower temperature"
+CACHE, KL = "the engine's prefix cache is of old weights", "the KL term has the wrong sign"
+HOLE, RATE = "the reward is high without a right answer", "the learning rate is too high"
 
 # Of each wrong repair: a name, the code, and a part of the sentence that tells why it is wrong.
 WRONG = {
@@ -126,7 +133,28 @@ def score(reward, completions, seconds):
 import signal
 def score(reward, completions, seconds):
     signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
-''', "main thread")]}
+''', "main thread")],
+    9: [("a cache", edited(9, TEMPERATURE, CACHE), "in step 1 already"),
+        ("no weights", edited(9, TEMPERATURE, "the engine never gets new weights"),
+         "in step 1 already"),
+        ("the rate", edited(9, TEMPERATURE, "the learning rate is too high"), "still agree"),
+        ("another metric", edited(9, GAP, "reward/mean"), "not what tells it"),
+        ("no such cause", edited(9, TEMPERATURE, "bad luck"), "There are: nothing is wrong;"),
+        ("no such metric", edited(9, GAP, "loss/kl"), "There are: reward/mean,")],
+    10: [("nothing", edited(10, CACHE, "nothing is wrong"), "policy/entropy ends at"),
+         ("no weights", edited(10, CACHE, "the engine never gets new weights"),
+          "reward/mean goes from 0.38 to 0.9"),
+         ("the temperature", edited(10, CACHE, TEMPERATURE), "3.1e-07 in step 1")],
+    11: [("the rate", edited(11, KL, "the learning rate is too high"), "k3 is never below 0"),
+         ("the entropy term", edited(11, KL, "the entropy term has the wrong sign"), "only."),
+         ("another metric", edited(11, "loss/kl", "grad/norm"), "not what tells it")],
+    12: [("nothing", edited(12, HOLE, "nothing is wrong"), "ends at"),
+         ("the rate", edited(12, HOLE, "the learning rate is too high"), "ends at 1"),
+         ("what is paid for", edited(12, "reward/exact", "reward/mean"), "not what tells it")],
+    13: [("the KL", edited(13, RATE, KL), "no KL term"),
+         ("a hole", edited(13, RATE, HOLE), "reward/mean ends at 0"),
+         ("the entropy term", edited(13, RATE, "the entropy term has the wrong sign"),
+          "policy/entropy goes from 0.75 to 5.4")]}
 
 RIGHT = {
     1: [("means, weighted by tokens", '''
@@ -218,7 +246,7 @@ def score(reward, completions, seconds):
 
 def run(number: int, part: str) -> str | None:
     """exercise.run. Those that start processes run in a process of their own."""
-    if number < 7:
+    if number not in SLOW:
         return exercise.run(number, part)
     code = f"import exercise, os; print(exercise.run({number}, {part!r}), flush=True); os._exit(0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "exercises", timeout=120,
@@ -232,7 +260,7 @@ def cases(repairs: dict) -> list:
     made = []
     for number in repairs:
         for name, *case in repairs[number]:
-            marks = [pytest.mark.slow] if number > 6 else []
+            marks = [pytest.mark.slow] if number in SLOW else []
             made.append(pytest.param(number, *case, id=f"{number}, {name}", marks=marks))
     return made
 
@@ -248,10 +276,29 @@ def test_a_right_repair_passes(number, part):
 
 
 @pytest.mark.parametrize("number", [
-    pytest.param(n, marks=[pytest.mark.slow] if n > 6 else []) for n in SOLUTIONS])
+    pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in SOLUTIONS])
 def test_an_exercise_fails_as_given_and_passes_with_its_solution(number):
     assert run(number, "")
     assert run(number, SOLUTIONS[number]) is None
+
+
+@pytest.mark.parametrize("number", [n for n in SOLUTIONS if n > 8])
+def test_a_run_fits_one_cause_only(number):
+    """And its curves are whole: 40 steps of each metric, and of the healthy run."""
+    fits = [cause for cause, (metric, _) in diagnose.CAUSES.items()
+            if diagnose.what_is_wrong(number, cause, metric) is None]
+    assert len(fits) == 1 and fits[0] in SOLUTIONS[number]
+    run, healthy = diagnose.curves(number)
+    assert run.keys() == healthy.keys() and len(run) >= 7
+    assert {len(values) for values in (*run.values(), *healthy.values())} == {40}
+    assert diagnose.what_is_wrong(number, "nothing is wrong", "reward/mean")
+
+
+def test_the_curves_are_printed():
+    done = subprocess.run([sys.executable, "exercises/diagnose.py", "9"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and "rollout/logprob_gap_mean  this run      0.18" in done.stdout
+    assert "the KL term has the wrong sign" in done.stdout
 
 
 def test_the_command_runs_exercises_and_shows_solutions():

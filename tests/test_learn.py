@@ -26,7 +26,8 @@ def tables(page: str) -> list[list[str]]:
             for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
 
 
-@pytest.mark.parametrize("page", ["from_reward_to_loss", "mismatch", "one_step"])
+@pytest.mark.parametrize(
+    "page", ["choices", "from_reward_to_loss", "mismatch", "one_step", "second_update"])
 def test_a_page_prints_what_it_says(page):
     done = python("tests/pages.py", f"docs/{page}.md")
     assert done.returncode == 0, done.stdout + done.stderr
