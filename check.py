@@ -48,16 +48,16 @@ def show_plan(args) -> int:
     found = check_files(args, args.plan_args.ranks)
     card = args.plan_args.gpu_gb * memory.GIB
     print(memory.planned(found.plan, found.shape, card).text())
-    return int(found.shape is not None and not memory.fits(found.plan, found.shape, card))
+    return int(not memory.fits(found.plan, found.shape, card))
 
 
-def check(args, ranks: int, machine: int) -> Checked:
-    """All that a run needs, but no weights. machine: the ranks of one machine."""
-    found = check_files(args, ranks, machine)
-    if None in (found.source, found.teacher if args.teacher else ""):
+def check(args, ranks: int, local_size: int) -> Checked:
+    """All that a run needs, but no weights. local_size: ranks of this machine."""
+    found = check_files(args, ranks, local_size)
+    if found.source is None or (args.teacher and found.teacher is None):
         # To make or fetch a model takes time: all else was looked at first.
-        found = check_files(args, ranks, machine, make=True)
-    check_memory(found, gpu_bytes(), machine)
+        found = check_files(args, ranks, local_size, make=True)
+    check_memory(found, gpu_bytes(), local_size)
     found.notes += [f"note: {line}" for line in plan.warnings(args)]
     if not names_an_end(found.source):
         found.notes.append("note: no file of the model names an end-of-sequence token: perhaps "
@@ -65,13 +65,13 @@ def check(args, ranks: int, machine: int) -> Checked:
     return found
 
 
-def check_files(args, ranks: int, machine: int | None = None, make: bool = False) -> Checked:
+def check_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Checked:
     """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
 
-    machine: the ranks of one machine; None: not known. make: see find_model.
+    local_size: ranks of this machine; None: not known. make: see find_model.
     """
     # `attempt` returns None where it finds a mistake.
-    mistakes, notes = Mistakes(dist.gpu_mistakes(machine) if machine else []), []
+    mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
     source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
     needs, tools = [], None
     if args.reward or args.needs_reward:
@@ -96,7 +96,7 @@ def check_files(args, ranks: int, machine: int | None = None, make: bool = False
     bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)
-    mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, machine))
+    mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, local_size))
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
         mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
@@ -141,13 +141,13 @@ def find_model(name: str, make: bool = False) -> str | None:
 def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
     """--teacher → its folder, as find_model. SettingsError unless it has the model's vocabulary.
 
-    lm, tokenizer, shape: of the model; None: it is not here. The shape gets the teacher's.
+    lm, tokenizer, shape: of the model; None: it is not here. It sets shape.teacher.
     """
     folder = find_model(args.teacher, make)
     theirs = model.skeleton(folder) if folder else None
     if shape:
-        plan_args = plan.changed(args, model=args.teacher)
-        shape.teacher = find_shape(plan_args, theirs)
+        other = plan.changed(args, model=args.teacher)
+        shape.teacher = find_shape(other, theirs)
     if not (folder and tokenizer):
         if shape and shape.teacher and shape.teacher.vocab < shape.vocab:
             raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
@@ -199,7 +199,8 @@ def find_shape(args, lm) -> memory.Shape | None:
     """The model's sizes. Those of a model that is not here are known, or on the hub."""
     if lm:
         return memory.shape_from(lm)
-    if not args.plan_args.plan or Path(args.model).is_dir():  # its mistake is in the list already
+    # Without --plan it is needed later. A folder that cannot be read is a mistake already.
+    if not args.plan_args.plan or (Path(args.model).is_dir() and not is_tiny(args.model)):
         return None
     return memory.shape_of(args.model) or memory.shape_from(model.skeleton(args.model))
 
@@ -227,7 +228,8 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
         found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
                      f"{vocab:,}.")
     for row in rows:
-        largest = max(row.prompt_ids + (row.target or [[]])[0], default=None)
+        learned = row.target[0] if row.target else []
+        largest = max(row.prompt_ids + learned, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
             found.append(f"{name}: row {row.index} of {row.source} must have tokens with ids below "
                          f"{vocab} (the largest is {largest}).")
@@ -271,20 +273,20 @@ def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int],
     return rows
 
 
-def check_memory(found: Checked, card: float | None, machine: int) -> None:
+def check_memory(found: Checked, card: float | None, local_size: int) -> None:
     """Adds memory to the plan. SettingsError if it is certain that the run does not fit.
 
     card: bytes of this rank's GPU; None: it has none.
     """
     asked = found.plan.args.engine_args.kv_cache_gb > 0
     if not card:
-        found.plan.free = free_bytes() / machine
+        found.plan.free = free_bytes() / local_size
     found.plan = memory.planned(found.plan, found.shape, card)
     engine = memory.EngineMemory(found.plan, found.shape, card)
     if asked or not card:
         found.kv_cache = engine.cache
-    # Without a GPU the plan is exact enough to refuse a run. On a GPU it is an estimate, but for
-    # the engine's weights and a cache that the user asks for.
+    # Without a GPU the plan is exact. On a GPU it is an estimate: only the engine's weights and a
+    # cache that the user asks for are exact. holds == 0: the longest sequence does not fit.
     certain = not card or (asked and (engine.holds == 0 or engine.weights + engine.cache > card))
     if certain and found.shape.fused and not memory.fits(found.plan, found.shape, card):
         words = found.plan.memory.splitlines()[0].removeprefix("  memory     ")

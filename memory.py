@@ -120,7 +120,7 @@ def shape_from(lm) -> Shape:
 
 
 def number_bytes(dtype: str, card) -> int:
-    """The bytes of a number in the trainer's computation. card: see planned."""
+    """The bytes of a number in the trainer's computation."""
     if dtype == "auto":
         return 2 if card else 4
     return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
@@ -220,7 +220,7 @@ class EngineMemory:
         self.holds = max(0, min(seqs, int(free // sequence)))  # longest sequences
 
         if card and e.sleep_level:
-            self.awake = self.weights + self.workspace  # in a sync
+            self.awake = self.weights + self.workspace  # in a sync, before its cache wakes
             self.asleep = graphs  # in training
         else:
             self.awake = self.asleep = self.weights + self.workspace + self.cache
@@ -248,10 +248,10 @@ class TrainerMemory:
         offload = w.offload if card else ()  # without a GPU there is one memory
         trained = self.m * sum(self.trained.values())
         weights = trained + self.c * self.frozen
-        self.teacher, self.divergence = shape.teacher or shape, a.divergence
+        self.reference, self.divergence = shape.teacher or shape, a.divergence
         own = a.teacher or not adapter  # else it is the policy without its adapters
         if a.needs_reference and own and "reference" not in offload:
-            weights += self.c * self.teacher.params
+            weights += self.c * self.reference.params
         self.state = {"set aside": RESERVED if card else 0, "parameters": weights / self.ranks,
                       "optimizer": 2 * trained / self.ranks}
         self.waiting = dict(self.state)  # while the engine works
@@ -274,7 +274,7 @@ class TrainerMemory:
 
     def beside_teacher(self, phase: Phase, parts: dict[str, float]) -> dict[str, float]:
         """With the teacher of distill.py: its own pass, or what it leaves for --divergence."""
-        w, shape, tokens = self.model_args, self.teacher, phase.tokens
+        w, shape, tokens = self.model_args, self.reference, phase.tokens
         update = phase.name == "update" and self.divergence != "none"
         if not update and (phase.name != "score" or shape is self.shape):
             return parts
@@ -354,7 +354,7 @@ def fewest(plan, shape, card) -> dict | None:
     steps, chosen = ladder(plan, shape), None
     # Walk down the ladder until it fits.
     for n in range(len(steps) + 1):
-        chosen = fitting(plan, shape, card, dict(steps[:n]))  # of a flag's values, the last one
+        chosen = fitting(plan, shape, card, dict(steps[:n]))  # each flag's last value
         if chosen is not None:
             break
     if chosen is None:
@@ -377,11 +377,11 @@ def spell(values: dict) -> str:
 
 def verdict(plan, shape, card) -> tuple[str, Plan]:
     """Whether it fits, and if not, with which flags; and the plan that fits, else this one."""
-    for doubled in range(8 if card else 1):
-        wider = replace(plan, ranks=plan.ranks * 2**doubled)
+    for doublings in range(8 if card else 1):
+        wider = replace(plan, ranks=plan.ranks * 2**doublings)
         more = fewest(wider, shape, card)
         if more is not None:
-            if doubled:
+            if doublings:
                 more["ranks"] = wider.ranks
             words = f"does not fit; would with {spell(more)}" if more else "fits"
             return words, replace(wider, args=changed(plan.args, **more))

@@ -16,7 +16,7 @@ class PlanArgs:
     gpu_gb: float = 80.0
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
     strict: bool = False
-    """Padding rows are an error. It names the nearest sizes without."""
+    """Any micro-batch without a row is an error. It names the nearest sizes without."""
 
 
 def flags(args) -> dict[str, object]:
@@ -38,7 +38,7 @@ def changed(args, **values):
 
 
 def ceil_div(n: int, size: int) -> int:
-    """How many parts of at most `size` n things make."""
+    """n / size, rounded up."""
     return -(-n // size)
 
 
@@ -47,7 +47,7 @@ def count(n: int, word: str) -> str:
 
 
 def spread(n: int, parts: int) -> str:
-    """'64', or '85 or 86'."""
+    """The size of each part: '64', or '85 or 86'."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
@@ -113,8 +113,8 @@ class Plan:
             passes.append(("score", self.n_eval, a.score_tokens))
         if critic:
             passes.append(("critic score", rows, critic.critic_score_tokens))
-        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens. That
-        # is at most n + 1 a token, where t is small. packing.py allows no more than KEYS.
+        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens: less
+        # than n + 1 keys a token. packing.py allows no more than KEYS.
         keys = min(KEYS, self.args.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -179,7 +179,7 @@ def typed(flag: str, value: object) -> str:
 
 
 INF = float("inf")
-RANGES = {flag: (words, holds) for flags, words, holds in [  # of any other number: at least 0
+RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
      "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
     ("max_environments", "at least 1", lambda x: 1 <= x < INF),
@@ -224,7 +224,7 @@ def outside(args, ranks: int) -> dict[str, Rule]:
         words, holds = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
         if not holds(value):
             tries = [default[name]]
-            if isinstance(default[name], int):  # the smallest number that is allowed, if it is 0, 1
+            if isinstance(default[name], int):  # 0 or 1, if the range allows it
                 tries = [0, 1, default[name]]
             found[name] = Rule(f"--{name} must be {words} (got {value}).", [(name, tries)])
     return found
@@ -319,12 +319,12 @@ def lora_rules(lora, shape):
                    [("lora_targets", [("all-linear",)]), off])
 
 
-def divisor_rules(plan: Plan, shape, machine: int | None):
-    """Of numbers that must divide others. shape, machine: see broken."""
+def divisor_rules(plan: Plan, shape, local_size: int | None):
+    """Of numbers that must divide others. shape, local_size: see broken."""
     tp, shard_size = plan.args.engine_args.tp, plan.args.model_args.shard_size
     wholes = [(plan.ranks, "ranks")]
-    if machine:
-        wholes.append((machine, "ranks of a machine"))
+    if local_size:
+        wholes.append((local_size, "ranks of a machine"))
     if shape:
         wholes += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP")]
         if tp % shape.kv_heads != 0:  # vLLM copies the heads where --tp is a multiple of them
@@ -341,7 +341,7 @@ def divisor_rules(plan: Plan, shape, machine: int | None):
 def strict_rules(plan: Plan):
     """Of --strict: no batch has padding."""
     given, batches = flags(plan.args) | {"ranks": plan.ranks}, plan.batches
-    if given.get("dynamic_sampling"):  # any smaller batch may be left; larger ones repeat these
+    if given.get("dynamic_sampling"):  # any number of groups may stay; above, padding repeats
         largest = min(batches[0], 2 * plan.ranks * plan.args.minibatches)
         batches = range(1, largest + 1)
     padded = [phase for n in batches for phase in plan.phases(n) if phase.padding]
@@ -358,23 +358,24 @@ def nearest(n: int) -> list[int]:
 
 
 def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
-           machine: int | None = None) -> list[Rule]:
+           local_size: int | None = None) -> list[Rule]:
     """The rules that the settings break. None: not known.
 
-    n_rows, n_eval: rows to train and to evaluate on. shape: memory.Shape. machine: its ranks.
+    n_rows, n_eval: rows to train and to evaluate on. shape: memory.Shape.
+    local_size: ranks of a machine.
     """
     wrong, default = outside(args, ranks), flags(type(args)())
     usable = changed(args, **{name: default[name] for name in wrong})
     plan = Plan(usable, max(1, ranks), n_rows, n_eval)
     found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
-             *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, machine)]
+             *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, local_size)]
     if usable.plan_args.strict:
         found += strict_rules(plan)
     return found
 
 
 def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
-    """The same, each with the changes that end it and break no other rule."""
+    """What `broken` finds, each with the changes that end it and break no other rule."""
     found = broken(args, ranks, *sizes, **more)
     kinds = {rule.kind for rule in found}
     for rule in found:
@@ -382,7 +383,7 @@ def problems(args, ranks: int, *sizes, **more) -> list[Rule]:
             for value in values:
                 there = value if flag == "ranks" else ranks
                 left = broken(changed(args, **{flag: value}), there, *sizes, **more)
-                # This rule is kept now, and no other is broken that was not.
+                # This rule holds now, and no other is broken that was not before.
                 if {other.kind for other in left} <= kinds - {rule.kind}:
                     rule.fixes += ((flag, value),)
                     break

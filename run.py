@@ -1,4 +1,4 @@
-"""run.py: what grpo.py and ppo.py share: flags, set-up, saving, evaluation, the end."""
+"""run.py: what all training scripts share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
 import os
@@ -155,9 +155,9 @@ def parse(kind: type, description: str):
 def set_up(args) -> "Run":
     """Everything that a loop needs, in five phases. Weights load in the last."""
     # 1. Check flags and files alone. A mistake waits until all ranks have joined.
-    ranks, of_machine = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    ranks, local_size = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
-    checked = mistakes.attempt(check, args, ranks, of_machine)
+    checked = mistakes.attempt(check, args, ranks, local_size)
     folder = mistakes.attempt(log.choose_folder, args)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
@@ -235,7 +235,7 @@ class Run:
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
-        # After how many steps. `finish` evaluates after the last one.
+        # Numbers of finished steps. `finish` makes the last evaluation.
         self.evaluations = self.saves = range(0)
         if checked.eval_rows:
             self.evaluations = range(0, args.steps, args.eval_args.eval_every or args.steps)
@@ -258,7 +258,7 @@ class Run:
         self.stop.looping = not self.args.eval_args.eval_only  # SIGTERM waits for a step's end
 
     def build_models(self):
-        """The policy; the critic of ppo.py; the starting model, if a KL term needs it."""
+        """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""
         args, world, source = self.args, self.world, self.checked.source
         groups = world, args.model_args, args.optimizer_args
         adapters = args.lora_args if args.lora_args.lora_rank else None
@@ -290,7 +290,7 @@ class Run:
         self.engine = Engine(
             checked.source, self.world, args.engine_args, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log,
-            trained=[m for m in models if isinstance(m, model.Trained)],
+            trained=[m for m in models if isinstance(m, model.Trained)],  # and the frozen reference
             max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
@@ -360,7 +360,7 @@ class Run:
         return error
 
     def export(self, name: str, notes: dict | None = None) -> bool:
-        """The policy to runs/NAME/`name` → whether that failed. A collective."""
+        """The policy → runs/NAME/`name` → whether it failed. notes: {file: text}. A collective."""
         folder, lm = self.log.folder / name, self.policy.module.lm
         try:
             checkpoint.write(self.world, self.policy.export, self.checked.source, folder, notes)
@@ -382,7 +382,7 @@ class Run:
             then = "these steps are not saved"
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; {then}")
         self.close()
-        return 143 if error else dist.SAVED
+        return 143 if error else dist.SAVED  # see dist.run
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""

@@ -142,6 +142,14 @@ def test_a_model_that_is_neither_here_nor_known_is_refused():
         check.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
 
 
+def test_a_folder_called_tiny_is_not_the_model(tmp_path, monkeypatch, capsys):
+    """It has no weights, and the model that examples/tiny.py makes need not be made for a plan."""
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert check.show_plan(plan.changed(grpo.Args(), plan=True)) == 0
+    assert "fits" in capsys.readouterr().out
+
+
 def test_the_table_has_the_tiny_model():
     from examples import tiny
     assert memory.shape_from(tiny.make_model(tiny.make_tokenizer())) == memory.shape_of("tiny:kk")

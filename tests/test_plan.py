@@ -265,19 +265,19 @@ QWEN_05B, QWEN_15B, TINY = map(shape_of, ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"
     (None, 2, 8, 8, "--tp must divide the 2 ranks of a machine (got 8)", [2])])
 def test_an_engine_the_model_or_machines_do_not_allow(shape, machine, ranks, tp, words, fixes):
     """vLLM says so after minutes; an engine over two machines it starts."""
-    found = plan.problems(Args(tp=tp), ranks, 1000, shape=shape, machine=machine)
+    found = plan.problems(Args(tp=tp), ranks, 1000, shape=shape, local_size=machine)
     assert any(words in p.sentence for p in found), [str(p) for p in found]
     assert {p.kind for p in found} == {"--tp"}
     assert all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
     for value in fixes:
-        assert not plan.problems(Args(tp=value), ranks, 1000, shape=shape, machine=machine)
+        assert not plan.problems(Args(tp=value), ranks, 1000, shape=shape, local_size=machine)
 
 
 def test_engines_that_are_allowed():
     three = shape_of("Qwen2.5-3B")                           # 2 key-value heads for 8 ranks: copies
     for tp, shape in ((2, QWEN_05B), (4, TINY), (4, shape_of("Qwen2.5-7B")), (8, three)):
-        assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, machine=8)
-    text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, machine=3)[0])
+        assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, local_size=8)
+    text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, local_size=3)[0])
     assert text.endswith("Would work: --tp 1.")
 
 
