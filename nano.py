@@ -7,17 +7,17 @@ One step: a vLLM engine samples G completions of each of P prompts. A function g
 N = P·G completions a reward. Its advantage is its reward minus the mean reward of its prompt's
 completions, as in Dr. GRPO (https://arxiv.org/abs/2503.20783). The policy takes one gradient step
 on a mean over all tokens: better completions become more likely. grpo.py is the same loop, with
-flags and checks. Each rank has an engine with all weights, and a part of the policy's weights.
+flags and checks. A rank's engine has all weights; its policy holds only a part of them.
 """
 import hashlib
 import os
 
-# torchrun sets these. Without it this is the only rank. Port 0 is any free port.
+# Before the imports, which read them. torchrun sets these. Without it: one rank, any free port (0).
 os.environ.update(dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                        MASTER_PORT="0") | os.environ)
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in this process
                   VLLM_CPU_OMP_THREADS_BIND="nobind",  # else all ranks share the same cores
-                  VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")  # a faster start
+                  VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")  # no compiling: it is slow
 
 import numpy as np
 import torch
@@ -32,26 +32,26 @@ from examples import tiny
 STEPS, P, G, SEED = 60, 64, 8, 0  # in each step P prompts, and G completions of each
 MAX_PROMPT, MAX_TOKENS = 64, 16  # the longest prompt and the longest completion, in tokens
 LR, WARMUP, MAX_NORM = 3e-4, 10, 1.0  # the learning rate rises for WARMUP steps
-MICROS = 8  # micro-batches of a step, on each rank: more need less memory, the result is the same
+MICROS = 8  # micro-batches of a step on each rank, at most its completions: more need less memory
 RANK, RANKS, LOCAL_RANK = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = (f"cuda:{LOCAL_RANK}", torch.bfloat16) if GPU else ("cpu", torch.float32)
 
 
 def reward(text: str, answer: str) -> float:
-    """1 for a right completion. Your own task is this function, and `rows` in `train`."""
+    """1 for a right completion. For your own task change this, and `rows` in `train`."""
     return float(text.strip() == answer)
 
 
 def seed_of(position: int, i: int) -> int:
-    """Completion i of a prompt has its own random numbers, whichever rank samples it."""
-    text = repr((SEED, "train", position, i))  # hashed: sums such as position + i repeat
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    """Completion i of the run's prompt `position` has one seed, whichever rank samples it."""
+    text = repr((SEED, "train", position, i))  # hashed: position + i would repeat seeds
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1  # 63 bits
 
 
-def pad(rows: list[list]) -> torch.Tensor:
+def pad(lists: list[list]) -> torch.Tensor:
     """Each list becomes a row of the matrix, with zeros to its right."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(DEVICE)
+    return pad_sequence([torch.tensor(one) for one in lists], batch_first=True).to(DEVICE)
 
 
 def train() -> None:
@@ -63,17 +63,17 @@ def train() -> None:
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     for module in (*policy.model.layers, policy):  # FSDP gathers the weights of a layer at a time
         fully_shard(module, mp_policy=MixedPrecisionPolicy(DTYPE, torch.float32))
-        # Sum the ranks' gradients, no mean: the loss is already divided by the tokens of all.
+        # Sum the ranks' gradients, no mean: the loss is already divided by all ranks' tokens.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)  # lr: set in each step
     engine = LLM(
         folder, dtype=DTYPE, max_model_len=MAX_PROMPT + MAX_TOKENS, enforce_eager=True,
-        distributed_executor_backend="external_launcher",  # torchrun starts the ranks, not vLLM
+        distributed_executor_backend="external_launcher",  # in torchrun's ranks: an engine in each
         load_format="dummy",  # random weights: it takes the policy's before each rollout
-        gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**28,  # else it takes all memory
-        max_num_batched_tokens=P * G * MAX_PROMPT)  # on CPU, seeds fail with prompts in two parts
-    position = 0  # in the data
+        gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**28,  # the cache: 2**28 bytes
+        max_num_batched_tokens=P * G * MAX_PROMPT)  # else it splits a prompt: seeds fail on CPU
+    position = 0  # prompts used so far
 
     for step in range(STEPS):
         epoch, start = divmod(position, len(rows))
@@ -81,7 +81,7 @@ def train() -> None:
         batch = [rows[i] for i in order[start:start + P]]  # fewer than P at an epoch's end
 
         # 1. Rollout: G completions of each prompt. Completion n has prompt n // G.
-        # Not named_parameters(): it omits a head tied to the embedding, and vLLM's would stay old.
+        # Not named_parameters(): it omits an lm_head tied to the embedding: vLLM's would stay old.
         weights = ((name, w.full_tensor().to(DTYPE)) for name, w in policy.state_dict().items())
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         engine.reset_prefix_cache()  # what it keeps of prompts was computed with old weights
@@ -100,19 +100,19 @@ def train() -> None:
         shares = [None] * RANKS
         td.all_gather_object(shares, [
             (reward(texts[n], batch[n // G]["answer"]), len(replies[n])) for n in mine])
-        rewards, lengths = torch.tensor(sum(shares, [])).view(-1, G, 2).unbind(-1)  # (P, G)
+        rewards, lengths = torch.tensor(sum(shares, [])).view(-1, G, 2).unbind(-1)  # (P, G) at most
 
         # 3. Learn. All tokens of a completion have the same advantage.
         advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()  # N numbers
-        for part in (mine[i::MICROS] for i in range(MICROS)):  # as many on each rank: FSDP needs it
+        for part in (mine[i::MICROS] for i in range(MICROS)):  # FSDP: each rank must run MICROS
             ids = pad([prompts[n // G] + replies[n] for n in part])  # (b, L): the longest has L
             # (b, L), and 0 at tokens that the policy has not chosen: the prompt and the padding.
             A = pad([[0] * len(prompts[n // G]) + [advantages[n]] * len(replies[n]) for n in part])
             # No mask is needed: a token attends to its left, and the padding is on the right.
             logits = policy(input_ids=ids, use_cache=False).logits[:, :-1].float()  # (b, L-1, V)
             logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # of the next token
-            # GRPO has the ratio π / π_old in the place of log π, and clips it. With one update
-            # after each rollout the ratio is 1: the gradient is the same, nothing is clipped.
+            # GRPO has π / π_old in place of log π, and clips it. π_old is the policy before the
+            # update, not the engine: with one update the ratio is 1, and the gradient is the same.
             loss = -(A[:, 1:] * logp).sum() / lengths.sum()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM).full_tensor()
@@ -121,7 +121,7 @@ def train() -> None:
         optimizer.zero_grad()
         if RANK == 0:
             print(f"step {step + 1}  reward {rewards.mean():.4f}  grad {norm:.7f}", flush=True)
-    td.barrier()  # a rank that ends early would take the others with it
+    td.barrier()  # else the first rank to exit could crash the others
     engine.llm_engine.engine_core.shutdown()
     os._exit(0)  # the engine's threads can keep a normal exit waiting
 
