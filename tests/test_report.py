@@ -237,8 +237,8 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """Two seeds and another run, of hostile texts too."""
-    place, rng = tmp_path_factory.mktemp("small"), random.Random(0)
+    """Two seeds and another run, of hostile texts too. Their folder's name is long."""
+    place, rng = tmp_path_factory.mktemp("a_name_without_a_place_to_break" * 4), random.Random(0)
 
     def rows(step):
         found = [made_up(i // 4, 6, rng) for i in range(32)]
