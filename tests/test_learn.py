@@ -1,6 +1,7 @@
 """The pages for learning are true: what they print, draw, link to, cite and ask."""
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
 import check_links  # noqa: E402
 import draw  # noqa: E402
+import run_notebook  # noqa: E402
 
 from forked import PYTHON  # noqa: E402
 
@@ -39,6 +41,54 @@ def test_a_page_with_a_wrong_number_is_found(tmp_path):
     assert python("tests/pages.py", str(tmp_path / "page.md")).returncode == 1
     (tmp_path / "page.md").write_text(page.replace("0.5002", "0.5000"))
     assert python("tests/pages.py", str(tmp_path / "page.md")).returncode == 0
+
+
+def test_the_notebook_gives_what_it_keeps():
+    before = {*ROOT.glob("runs/tour-*")}
+    done = python("docs/run_notebook.py", "docs/tour.ipynb")
+    for folder in {*ROOT.glob("runs/tour-*")} - before:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_notebook_was_run_from_its_first_cell_to_its_last():
+    cells = json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    kinds = [one["output_type"] for cell in code for one in cell["outputs"]]
+    assert kinds.count("stream") >= 10 and kinds.count("display_data") == 1
+    for cell in cells:
+        for link in re.findall(r"\]\(([^)#]+)", "".join(cell["source"])):
+            assert (ROOT / "docs" / link).is_file(), link
+
+
+@pytest.mark.parametrize("code, kept, tolerance, right", [
+    ("print('loss', 0.5)", "loss 0.5\n", None, True),
+    ("print('loss', 0.5)", "loss 0.5000001\n", None, False),
+    ("print('loss', 0.5)", "loss 0.45\n", 0.1, True),
+    ("print('loss', 0.5)", "loss 0.39\n", 0.1, False),
+    ("print('loss', 0.5)", "reward 0.5\n", 0.1, False),
+    ("print('loss', 0.5)", "loss 0.5 0.5\n", 0.1, False),
+    ("x = 1", "1\n", None, False), ("print(1)", "", None, False)])
+def test_a_notebook_that_gives_something_else_is_found(tmp_path, code, kept, tolerance, right):
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": 1, "outputs": [],
+            "source": ["y = 1\n", code]}
+    if tolerance:
+        cell["metadata"]["tolerance"] = tolerance
+    if kept:
+        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": [kept]}]
+    path = tmp_path / "page.ipynb"
+    path.write_text(json.dumps({"cells": [cell]}))
+    assert run_notebook.run(path, write=False) == right
+    run_notebook.run(path, write=True)
+    assert run_notebook.run(path, write=False)
+
+
+def test_a_figure_that_a_notebook_lost_is_found():
+    figure = {"output_type": "display_data", "metadata": {}, "data": {"image/png": ""}}
+    cell = {"metadata": {}, "outputs": [figure]}
+    assert run_notebook.differs(cell, []) and run_notebook.differs(cell, [figure, figure])
+    assert not run_notebook.differs(cell, [figure])
 
 
 def test_links_to_lines_point_to_the_code_that_they_show(tmp_path):
