@@ -3,7 +3,7 @@
     python docs/pictures/draw.py             # all of them
     python docs/pictures/draw.py memory      # one
 
-Numbers come from where they are made: docs/one_step.md, memory.py, bench/curves.json.
+Numbers come from where they are made: docs/one_step.md, memory.py, bench/curves.json, results/.
 """
 import json
 import re
@@ -265,8 +265,64 @@ def curves() -> str:
     return page(446, *out)
 
 
+def reward_panel(x0, y0, result: str, reward: str, title: str) -> list[str]:
+    """The task's reward of each seed of a result, and that of a coin if it was trained on one."""
+    w, h, out = 190, 130, [text(x0, y0 - 10, title, 13, INK, weight="bold")]
+    folders = sorted((ROOT / "results" / result).glob("seed_*"))
+    runs = [[json.loads(row) for row in (folder / "metrics.jsonl").open()] for folder in folders]
+    runs = [[row for row in run if reward in row] for run in runs]
+    last = runs[0][-1]["step"]
+    for value in (0, 0.5, 1):
+        y = y0 + h * (1 - value)
+        out += [rule(x0, y, x0 + w, y, PALE if value else LINE),
+                text(x0 - 6, y + 4, f"{value:g}", 11, GREY, "end")]
+    for step in (1, last // 2, last):
+        out.append(text(x0 + w * step / last, y0 + h + 16, step, 11, GREY, "middle"))
+    out += [text(x0 + w / 2, y0 + h + 30, "step", 11, GREY, "middle"),
+            f'<g transform="translate({x0 - 32} {y0 + h / 2}) rotate(-90)">'
+            f'{text(0, 0, "mean reward", 11, GREY, "middle")}</g>']
+    for color, run in zip(DARK, runs, strict=False):
+        for key, dash in (("reward/coin", "2 3"), (reward, "none")):
+            points = " ".join(f"{x0 + w * row['step'] / last:.1f},{y0 + h * (1 - row[key]):.1f}"
+                              for row in run if key in row)
+            if points:
+                out.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.3" '
+                           f'stroke-dasharray="{dash}" points="{points}"/>')
+    return out
+
+
+def seeds_legend(y, seeds: int) -> list[str]:
+    """Which color is which seed, and which line is which reward."""
+    out = []
+    for i in range(seeds):
+        out += [rule(56 + 74 * i, y - 4, 72 + 74 * i, y - 4, DARK[i]),
+                text(77 + 74 * i, y, f"seed {i}", 12)]
+    x = 66 + 74 * seeds
+    return [*out, rule(x, y - 4, x + 22, y - 4, INK), text(x + 27, y, "the task's reward", 12),
+            rule(x + 140, y - 4, x + 162, y - 4, INK, "2 3"), text(x + 167, y, "the coin", 12)]
+
+
+def game() -> str:
+    """results/game beside its control."""
+    return page(240, *reward_panel(70, 40, "game", "reward/won", "trained on won or lost"),
+                *reward_panel(350, 40, "game-coin", "reward/won", "trained on a coin"),
+                *seeds_legend(228, 3))
+
+
+def controls() -> str:
+    """Three tasks, above their controls with a random reward."""
+    out = []
+    for i, (task, name, reward) in enumerate((("sorting", "sort-grpo", "exact"),
+                                              ("knights and knaves", "kk", "kk01"),
+                                              ("guessing game", "game", "won"))):
+        x = 60 + 245 * i
+        out += reward_panel(x, 36, name, f"reward/{reward}", task)
+        out += reward_panel(x, 250, f"{name}-coin", f"reward/{reward}", "trained on a coin")
+    return page(440, *out, *seeds_legend(430, 5))
+
+
 PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_phases,
-            "turns": turns, "curves": curves}
+            "turns": turns, "curves": curves, "game": game, "controls": controls}
 
 
 def main() -> None:
