@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ADDRESS = Path(tempfile.gettempdir(), "forked-" + hashlib.sha1(
     f"{HERE} {os.getuid()} {Path(__file__).stat().st_mtime_ns}".encode()).hexdigest()[:12])
 PYTHON = str(HERE / "python")
-IDLE = 300  # seconds until a server without a client ends
+IDLE = 60  # seconds until a server without a client ends
 
 
 # ---- the client
