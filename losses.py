@@ -217,10 +217,9 @@ def _metrics(log_ratio, ratio, cut):
 
 def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip):
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)."""
-    # Where a bound cuts large r, r stays finite: the gradient 0 * inf would be nan. Elsewhere
-    # an overflow makes the loss inf, so the step is seen to be bad.
-    unbounded = (A < 0) & (dual_clip is None)
-    r = torch.where(unbounded, log_r, log_r.clamp(max=80)).exp()
+    # exp(89) is inf in float32, and a clipped token's gradient 0 * inf would be nan. The value
+    # stops at exp(80), and the gradient is not cut: the step's norm is inf, and it is not applied.
+    r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
     return -bounded * A, _metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
 

@@ -4,7 +4,8 @@
     python grpo.py --data lake.jsonl --reply examples/frozen_lake.py:Lake --reward environment
 
 `Lake` is an adapter between `reset`, `step` and docs/turns.md. Copy it for another environment: one
-whose steps depend on its seed and the actions alone can be played again.
+whose steps depend on its seed and the actions alone can be played again. A row with "slippery":
+true is the game as gymnasium has it, where only one move in three goes where the player says.
 """
 import json
 import re
@@ -17,8 +18,7 @@ except ImportError:
 
 MOVES = ["left", "down", "right", "up"]  # by their numbers in gymnasium
 RULES = """You are P on a lake of ice. Reach G. F is ice, and H is a hole that ends the game.
-Each turn, say left, down, right or up. The ice is slippery: one move in three goes where you say,
-the others to one of its sides.
+Each turn, say left, down, right or up.
 
 {}"""
 
@@ -26,7 +26,8 @@ the others to one of its sides.
 class Lake:
     def __init__(self, row, seed):
         self.map, self.won = row["map"], 0.0
-        self.env = gymnasium.make("FrozenLake-v1", desc=self.map, is_slippery=True)
+        self.env = gymnasium.make("FrozenLake-v1", desc=self.map,
+                                  is_slippery=row.get("slippery", False))
         self.env.reset(seed=seed % 2**31)
 
     def reply(self, turns):

@@ -16,6 +16,7 @@ from rewards import Move, RewardArgs, Scorer  # noqa: E402
 
 SPEC = f"{ROOT}/examples/frozen_lake.py:Lake"
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
+ROW = {"map": MAP, "slippery": True}
 WORDS = ["left", "down", "right", "up"]
 
 
@@ -45,7 +46,7 @@ def test_an_episode_is_the_librarys(tmp_path):
             for n in range(20):
                 action = [1, 2][(seed + n) % 2]  # down and right
                 turns.append(said("assistant", f"I go {WORDS[action]}."))
-                move = Move({"map": MAP}, seed, turns, replies)
+                move = Move(ROW, seed, turns, replies)
                 score, = scorer.score([move], homes=[seed])
                 assert not score.error, score.error
                 place, won, ended, _, _ = env.step(action)
@@ -58,7 +59,7 @@ def test_an_episode_is_the_librarys(tmp_path):
                 assert cells.index("P") == place and len(cells) == 16
                 assert cells.replace("P", "") == "".join(MAP)[:place] + "".join(MAP)[place + 1:]
                 turns = [*turns, message]
-            over = Move({"map": MAP}, seed, turns, replies, over=True, checked=True)
+            over = Move(ROW, seed, turns, replies, over=True, checked=True)
             score, = scorer.score([over], homes=[seed])
             assert not score.error and score.parts["reward"] == won
             results.append((ended, won))

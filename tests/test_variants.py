@@ -105,13 +105,14 @@ def test_on_policy_a_loss_has_reinforces_gradient(name):
 
 @pytest.mark.parametrize("A", [1.5, -1.5])
 @pytest.mark.parametrize("far", [500.0, -500.0, 80.0, 21.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", grpo.LOSSES)
 def test_far_from_pi_old_a_loss_and_its_gradient_are_finite(name, far, A):
     """In float32, where exp(500) is inf. Of π and of π_old one is tiny; also beside a near token.
     """
     old = torch.tensor([[-501.0 if far > 0 else -1.0, -1.0]])
     logprobs = (old + torch.tensor([[far, 0.1]])).requires_grad_()
-    loss, _ = grpo.LOSSES[name](logprobs, old, torch.tensor([[A]]), FULL[:1], **BOUNDS[name])
+    bounds = BOUNDS.get(name, {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None})
+    loss, _ = grpo.LOSSES[name](logprobs, old, torch.tensor([[A]]), FULL[:1], **bounds)
     assert loss.dtype == torch.float32 and loss.isfinite().all()
     assert gradient(loss.sum(), logprobs).isfinite().all()
 

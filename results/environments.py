@@ -1,0 +1,138 @@
+"""Games of two libraries, learned by a tiny model: three seeds each, and a control.
+
+    pip install gymnasium; pip install --no-deps gem-llm     the project does not need them itself
+    python results/environments.py                           all runs: an hour of two cores
+    python results/environments.py lake --seeds 1            some of them
+    python results/environments.py --page                    the page again, from environments.json
+
+sft.py first teaches the tiny model what can be said in a game, from games in which each turn is
+drawn at random: after it the model knows the form and no way to win. grpo.py then trains it on the
+game's own reward. The control is trained on a random reward, and the game's reward is only measured.
+A finished run is not run again.
+"""
+import argparse
+import json
+import os
+import random
+import runpy
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from log import finished_steps
+from results.make import machine
+from tools.plot import cell, ends
+
+HERE = Path(__file__).resolve().parent
+FILE, PAGE = HERE / "environments.json", HERE / "environments.md"
+# file, name: of the adapter. rows: what the file takes to write its rows. says: one turn.
+Game = namedtuple("Game", "file name rows says turns flags")
+GAMES = {
+    "lake": Game("examples/frozen_lake.py", "Lake", [], ["left", "down", "right", "up"], 8,
+                 "--max_prompt_tokens 240 --max_tokens 320"),
+    "guess": Game("examples/gem_games.py", "Game", ["game:GuessTheNumber-v0-easy"],
+                  [f"\\boxed{{{n}}}" for n in range(1, 11)], 4,
+                  "--max_prompt_tokens 900 --max_tokens 480")}
+CONTROL = ["environment:0", "examples/coin.py:coin"]
+HELD_OUT, CHATS = 50, 512
+TEXT = """# Environments of libraries, learned
+
+`python results/environments.py` makes this page; its head tells what is run. `lake` is
+`examples/frozen_lake.py`: gymnasium's FrozenLake on maps of 4 x 4 that do not slip: at most eight
+moves, won or lost. `guess` is `examples/gem_games.py` with GEM's `game:GuessTheNumber-v0-easy`: a number from 1
+to 10 in four guesses, and who does not find it gets a reward for being near. Numbers are the mean
+over the seeds (lowest to highest). Held-out games are played greedily. The machine: MACHINE.
+
+"""
+
+
+def make_rows(game: Game, folder: Path) -> None:
+    """train.jsonl and test.jsonl; chats.jsonl: games that are played at random, for sft.py."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = subprocess.run([sys.executable, game.file, *game.rows], text=True, check=True,
+                           stdout=subprocess.PIPE).stdout.splitlines()
+    rows, rng = [json.loads(line) for line in lines], random.Random(0)
+    adapter, chats = runpy.run_path(game.file)[game.name], []
+    for seed in range(CHATS):
+        row = rng.choice(rows[HELD_OUT:])
+        chats.append({"messages": play(adapter(row, seed), row["prompt"], game, rng)})
+    for name, part in (("test", rows[:HELD_OUT]), ("train", rows[HELD_OUT:]), ("chats", chats)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def play(env, prompt: str, game: Game, rng) -> list[dict]:
+    """A game's messages."""
+    messages = [{"role": "user", "content": prompt}]
+    for _ in range(game.turns):
+        messages.append({"role": "assistant", "content": rng.choice(game.says)})
+        reply = env.reply(messages[1:])
+        if reply is None:
+            break
+        messages.append({"role": "user", "content": reply})
+    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+
+
+def run(name: str, script: str, steps: int, flags: list[str]) -> Path:
+    """One run, or what it left if it is finished → its folder."""
+    if finished_steps(Path("runs", name)) < steps:
+        command = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2",
+                   f"{script}.py", "--name", name, "--steps", str(steps), *flags]
+        print(*command, flush=True)
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return Path("runs", name)
+
+
+def learn(key: str, seed: int, kept: dict, steps: int) -> None:
+    """The runs of one game and seed. The base is the same for all seeds."""
+    game, data = GAMES[key], Path("runs", f"env-{key}")
+    base = run(f"env-{key}-base", "sft", 60, [
+        "--data", f"{data}/chats.jsonl", "--batch", "32", "--lr", "1e-3", "--warmup_steps", "5",
+        "--save_every", "0", *game.flags.split()])
+    for kind, reward in (("learned", ["environment"]), ("control", CONTROL)):
+        made = run(f"env-{key}-{kind}-{seed}", "grpo", steps, [
+            "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
+            "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
+            "--max_turns", str(game.turns), "--batch", "32", "--group", "8",
+            "--warmup_steps", "5", "--save_every", "0", "--seed", str(seed), "--no-export",
+            *game.flags.split(), "--reward", *reward])
+        kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
+
+
+def page(kept: dict) -> str:
+    lines = ["| game | reward | seeds | first 3 steps | last 10 | held-out before | after |",
+             "|---" * 7 + "|"]
+    for key, kinds in kept["games"].items():
+        for kind, seeds in kinds.items():
+            columns = [cell([found[what] for found in seeds.values()]) for what in (
+                "reward, first 3 steps", "last 10", "pass@1 before", "after")]
+            reward = "its own" if kind == "learned" else "random"
+            lines.append(f"| {key} | {reward} | {len(seeds)} | {' | '.join(columns)} |")
+    return TEXT.replace("MACHINE", kept["machine"]) + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("games", nargs="*", metavar="GAME", help=", ".join(GAMES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--page", action="store_true")
+    args = parser.parse_args()
+    if unknown := {*args.games} - {*GAMES}:
+        parser.error(f"no such game: {', '.join(unknown)}; there are {', '.join(GAMES)}")
+    kept = {"machine": machine(), "games": {}}
+    if FILE.exists():
+        kept = json.loads(FILE.read_text())
+    for key in [] if args.page else args.games or GAMES:
+        make_rows(GAMES[key], Path("runs", f"env-{key}"))
+        for seed in range(args.seeds):
+            learn(key, seed, kept["games"], args.steps)
+            FILE.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text(page(kept))
+    print(page(kept))
+
+
+if __name__ == "__main__":
+    main()
