@@ -7,8 +7,8 @@
 
 sft.py first teaches the tiny model what can be said in a game, from games in which each turn is
 drawn at random: after it the model knows the form and no way to win. grpo.py then trains it on the
-game's own reward. The control is trained on a random reward, and the game's reward is only measured.
-A finished run is not run again.
+game's own reward. The control is trained on a random reward, and the game's is only measured. A
+finished run is not run again.
 """
 import argparse
 import json
@@ -30,8 +30,8 @@ FILE, PAGE = HERE / "environments.json", HERE / "environments.md"
 # file, name: of the adapter. rows: what the file takes to write its rows. says: one turn.
 Game = namedtuple("Game", "file name rows says turns flags")
 GAMES = {
-    "lake": Game("examples/frozen_lake.py", "Lake", [], ["left", "down", "right", "up"], 8,
-                 "--max_prompt_tokens 240 --max_tokens 320"),
+    "lake": Game("examples/frozen_lake.py", "Lake", [], ["left", "down", "right", "up"], 10,
+                 "--max_prompt_tokens 240 --max_tokens 400"),
     "guess": Game("examples/gem_games.py", "Game", ["game:GuessTheNumber-v0-easy"],
                   [f"\\boxed{{{n}}}" for n in range(1, 11)], 4,
                   "--max_prompt_tokens 900 --max_tokens 480")}
@@ -40,10 +40,11 @@ HELD_OUT, CHATS = 50, 512
 TEXT = """# Environments of libraries, learned
 
 `python results/environments.py` makes this page; its head tells what is run. `lake` is
-`examples/frozen_lake.py`: gymnasium's FrozenLake on maps of 4 x 4 that do not slip: at most eight
-moves, won or lost. `guess` is `examples/gem_games.py` with GEM's `game:GuessTheNumber-v0-easy`: a number from 1
-to 10 in four guesses, and who does not find it gets a reward for being near. Numbers are the mean
-over the seeds (lowest to highest). Held-out games are played greedily. The machine: MACHINE.
+`examples/frozen_lake.py`: gymnasium's FrozenLake on maps of 4 x 4 that do not slip. A game has at
+most ten moves, and is won or lost. `guess` is `examples/gem_games.py` with GEM's
+`game:GuessTheNumber-v0-easy`: a number from 1 to 10 in four guesses. Who does not find it gets a
+reward for being near. Numbers are the mean over the seeds (lowest to highest). Held-out games are
+played greedily. The machine: MACHINE.
 
 """
 
@@ -95,7 +96,7 @@ def learn(key: str, seed: int, kept: dict, steps: int) -> None:
             "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
             "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
             "--max_turns", str(game.turns), "--batch", "32", "--group", "8",
-            "--warmup_steps", "5", "--save_every", "0", "--seed", str(seed), "--no-export",
+            "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--seed", str(seed), "--no-export",
             *game.flags.split(), "--reward", *reward])
         kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
 
