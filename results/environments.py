@@ -96,8 +96,8 @@ def learn(key: str, seed: int, kept: dict, steps: int) -> None:
             "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
             "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
             "--max_turns", str(game.turns), "--batch", "32", "--group", "8",
-            "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--seed", str(seed), "--no-export",
-            *game.flags.split(), "--reward", *reward])
+            "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--no-export",
+            "--seed", str(seed), *game.flags.split(), "--reward", *reward])
         kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
 
 
