@@ -277,7 +277,7 @@ class Meter:
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Of all completions of a step, sampled in `seconds`."""
+    """A step's metrics of all its completions, which took `seconds` to sample."""
     done = [s.completion for s in samples]
     tokens = sum(c.tokens for c in done)
     scored = [s.score.total for s in samples if s.score.total is not None]

@@ -36,7 +36,7 @@ class Checked:
 
 
 class NoTokenizer:
-    """Of a model that is not here: its rows are read, and have no tokens."""
+    """In the place of a model's that is not here: rows are read, and have no tokens."""
     added_tokens_decoder, chat_template, eos_token = {}, None, ""
 
     def __call__(self, text, **options):
@@ -294,14 +294,14 @@ def check_memory(found: Checked, card: float | None, local_size: int) -> None:
 
 
 def gpu_bytes() -> float | None:
-    """Of this rank's GPU, if it has one. It makes no CUDA context."""
+    """The size of this rank's GPU, if it has one. It makes no CUDA context."""
     if torch.cuda.is_available():
         rank = int(os.environ.get("LOCAL_RANK", 0))
         return torch.cuda.get_device_properties(rank).total_memory
 
 
 def free_bytes() -> int:
-    """Of this machine, or the limit of its container."""
+    """What this machine has free, or the limit of its container."""
     words = Path("/proc/meminfo").read_text().split()
     found = [1024 * int(words[words.index("MemAvailable:") + 1])]
     for path in "memory.max", "memory/memory.limit_in_bytes":

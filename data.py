@@ -138,7 +138,7 @@ class StreamByDifficulty(Stream):
 
 
 def stream(args, rows: list[Row]) -> Stream:
-    """Of a run."""
+    """The order that a run's flags ask for."""
     if args.data_args.difficulty is None:
         return Stream(rows, args.seed)
     low, high = args.data_args.difficulty

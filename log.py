@@ -378,7 +378,7 @@ def cpu_peak():
 
 @contextmanager
 def gpu_peak():
-    """Of all processes. gb: without what PyTorch's allocator keeps for later; reserved_gb: with."""
+    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
     torch.cuda.reset_peak_memory_stats()
     others = gpu_in_use() - torch.cuda.memory_reserved()
     peak = {}

@@ -136,7 +136,7 @@ def group_advantages(rewards, group, *, kind, eps, scored):
 
 
 def batch_std(rewards, scored):
-    """Of the global batch's scored rewards, ddof 1.    TRL: scale_rewards="batch"."""
+    """Std of the global batch's scored rewards, ddof 1.    TRL: scale_rewards="batch"."""
     x = rewards[scored]
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
 

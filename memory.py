@@ -87,7 +87,7 @@ Llama-3.1-8B llama 4096 14336 32 32 8 128256 untied"""
 
 
 def shape_of(model: str) -> Shape | None:
-    """Of a model whose name is KNOWN: no file is read. None: another name."""
+    """A model's shape, if its name is KNOWN: no file is read. None: another name."""
     from transformers import AutoConfig, AutoModelForCausalLM
     name = model.rpartition("/")[2].partition(":")[0]
     name = name.removesuffix("-Instruct").removesuffix("-Base")
@@ -103,7 +103,7 @@ def shape_of(model: str) -> Shape | None:
 
 
 def shape_from(lm) -> Shape:
-    """Of a model, with or without its weights."""
+    """A model's shape, with or without its weights."""
     c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
     layer = sum(n for name, n in sizes.items() if ".0." in name)
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features

@@ -410,7 +410,7 @@ class Critic(Trained):
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
-    """Of a step, from 0: warm-up, then the schedule."""
+    """The rate of a step, from 0: warm-up, then the schedule."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)

@@ -131,7 +131,7 @@ class Call:
         return [self.start, [*zip(*values, strict=True)], self.errors, self.retries, self.pause]
 
     def parts(self, reward: Reward) -> list[slice]:
-        """Of the items: those of one call of the function."""
+        """The items of each call of the function."""
         size = len(self.items) if reward.kind == "trl" else 1
         return [slice(i, i + size) for i in range(0, len(self.items), size)]
 

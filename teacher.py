@@ -48,7 +48,7 @@ def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: s
 
 
 def divergence(logits, teacher_logits, kind):
-    """Of the policy p and a teacher q over the whole vocabulary: logits (n, V) each -> (n,).
+    """From the policy p to a teacher q, over the whole vocabulary: logits (n, V) each -> (n,).
 
         reverse_kl  KL(p || q) = sum_v p (log p - log q)      https://arxiv.org/abs/2306.08543
         forward_kl  KL(q || p) = sum_v q (log q - log p)      https://arxiv.org/abs/1503.02531
