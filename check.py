@@ -289,7 +289,7 @@ def check_memory(found: Checked, card: float | None, local_size: int) -> None:
     # cache that the user asks for are exact. holds == 0: the longest sequence does not fit.
     certain = not card or (asked and (engine.holds == 0 or engine.weights + engine.cache > card))
     if certain and found.shape.fused and not memory.fits(found.plan, found.shape, card):
-        words = found.plan.memory.splitlines()[0].removeprefix("  memory     ")
+        _, words = found.plan.memory.splitlines()[0].split(maxsplit=1)
         raise SettingsError(f"this run {words}.")
 
 

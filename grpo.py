@@ -117,7 +117,7 @@ class Args(losses.LossArgs, CommonArgs):
         yield from self.variant_rules()
 
     def variant_rules(self):
-        """Rules of advantages and losses that not every flag fits."""
+        """Advantages and losses that not every flag fits."""
         reason = {"maxrl": "needs rewards of at least 0, and {} subtracts from them.",
                   "gdpo": "normalizes each reward of --reward, and {} is none of them."}
         for flag in ("overlong_buffer", "kl_reward_coef"):

@@ -237,7 +237,7 @@ def names_of(specs: tuple[str, ...]) -> list[str]:
 
 
 def run_rules(plan: Plan):
-    """Rules of --name, which becomes a folder, and of flags that need another flag."""
+    """--name, which becomes a folder, and flags that need another flag."""
     args = plan.args
     name, ranks = str(args.name), args.plan_args.ranks
     # The folders runs/tiny-… hold the tiny models.
@@ -269,7 +269,7 @@ def run_rules(plan: Plan):
 
 
 def tool_rules(args):
-    """Rules of --tools."""
+    """What --tools needs."""
     off = ("tools", [()])
     if args.turn_args.reply:
         yield Rule("--tools and --reply both answer the model: give one of them.",
@@ -282,7 +282,7 @@ def tool_rules(args):
 
 
 def limit_rules(plan: Plan):
-    """Rules of numbers that other flags limit."""
+    """Numbers that other flags limit."""
     a, given, smallest = plan.args, flags(plan.args), min(plan.batches)
     # (flag, its limit, why)
     most = [("minibatches", smallest * a.group,
@@ -305,7 +305,7 @@ def limit_rules(plan: Plan):
 
 
 def lora_rules(lora, shape):
-    """Rules of adapters. shape: see broken."""
+    """Adapters. shape: see broken."""
     most, off = LORA_RANKS[-1], ("lora_rank", [0])
     if lora.lora_rank > most and lora.lora_sync != "merged":
         yield Rule(f"--lora_rank must be at most {most} for the engine (got {lora.lora_rank:,}).",
@@ -321,7 +321,7 @@ def lora_rules(lora, shape):
 
 
 def divisor_rules(plan: Plan, shape, local_size: int | None):
-    """Rules of numbers that must divide others. shape, local_size: see broken."""
+    """Numbers that must divide others. shape, local_size: see broken."""
     tp, shard_size = plan.args.engine_args.tp, plan.args.model_args.shard_size
     wholes = [(plan.ranks, "ranks")]
     if local_size:
@@ -340,7 +340,7 @@ def divisor_rules(plan: Plan, shape, local_size: int | None):
 
 
 def strict_rules(plan: Plan):
-    """Rules of --strict: no batch has padding."""
+    """--strict: no batch has padding."""
     given, batches = flags(plan.args) | {"ranks": plan.ranks}, plan.batches
     if given.get("dynamic_sampling"):  # any number of groups may stay; above, padding repeats
         largest = min(batches[0], 2 * plan.ranks * plan.args.minibatches)
