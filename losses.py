@@ -217,8 +217,8 @@ def _metrics(log_ratio, ratio, cut):
 
 def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip):
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)."""
-    # exp(89) is inf in float32, and a clipped token's gradient 0 * inf would be nan. The value
-    # stops at exp(80), and the gradient is not cut: the step's norm is inf, and it is not applied.
+    # exp(89) is inf in float32, and 0 * inf, a clipped token's gradient, is nan. So r stops at
+    # exp(80). Its gradient does not: the step's norm is inf, so it is not applied.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
     return -bounded * A, _metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))

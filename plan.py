@@ -269,7 +269,7 @@ def run_rules(plan: Plan):
 
 
 def tool_rules(args):
-    """What --tools needs."""
+    """--tools."""
     off = ("tools", [()])
     if args.turn_args.reply:
         yield Rule("--tools and --reply both answer the model: give one of them.",
