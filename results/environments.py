@@ -95,7 +95,7 @@ def learn(key: str, seed: int, kept: dict, steps: int) -> None:
         made = run(f"env-{key}-{kind}-{seed}", "grpo", steps, [
             "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
             "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
-            "--max_turns", str(game.turns), "--batch", "32", "--group", "8",
+            "--max_turns", str(game.turns), "--batch", "16", "--group", "8",
             "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--no-export",
             "--seed", str(seed), *game.flags.split(), "--reward", *reward])
         kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
@@ -118,7 +118,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("games", nargs="*", metavar="GAME", help=", ".join(GAMES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--page", action="store_true")
     args = parser.parse_args()
     if unknown := {*args.games} - {*GAMES}:
