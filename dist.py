@@ -125,7 +125,7 @@ class World:
         td.all_gather_object(lists, mine, group=self.control)
         return [item for part in lists for item in part]
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Is it True on any rank? Branch on this before a collective."""
         return bool(self.max(torch.tensor(int(flag))))
 
@@ -243,7 +243,7 @@ class Stop:
 
     def agreed(self) -> bool:
         """Whether any rank got SIGTERM. A collective."""
-        stop = self.world.agree(self.since is not None)
+        stop = self.world.any_rank(self.since is not None)
         if stop:
             signal.setitimer(signal.ITIMER_REAL, 0)  # the step ended in time: now it is saved
         return stop

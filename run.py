@@ -212,7 +212,7 @@ def open_folder(run: "Run", args: dict):
     together(run.world, run.log.open, args, run.checked.plan.text(), run.start)
     every, folder = run.args.run_args.save_every, run.log.folder
     # Rank 0 made .lock. A rank that does not see it has another disk.
-    if run.world.agree(every > 0 and not (folder / ".lock").exists()):
+    if run.world.any_rank(every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(
             f"--save_every {every} needs a folder that all machines share; some have no {folder}. "
             f"Would work: --save_every 0.")
@@ -397,7 +397,7 @@ class Run:
             if not failed:
                 self.log.finish(self.args.steps)
         missing = ", ".join(self.log.unwritten)
-        failed = self.world.agree(bool(failed or missed or missing))
+        failed = self.world.any_rank(bool(failed or missed or missing))
         if missing:
             self.log.say(f"missing: {missing}; with space on the disk the same command goes on")
         if self.args.run_args.report and self.world.rank == 0:

@@ -33,8 +33,8 @@ def costs(world, completions: int, tokens: int) -> dict[str, float]:
     def gather() -> None:
         assert len(world.gather(mine)) == completions
 
-    def agree() -> None:
-        world.agree(False)
+    def any_rank() -> None:
+        world.any_rank(False)
 
     def same_phase() -> None:
         world.same_phase("bench", 1)
@@ -43,7 +43,7 @@ def costs(world, completions: int, tokens: int) -> dict[str, float]:
         world.sum(scores)
 
     found = {}
-    for function in (agree, same_phase, gather, add):
+    for function in (any_rank, same_phase, gather, add):
         seconds = []
         for _ in range(2 + REPEATS):
             world.barrier()

@@ -55,4 +55,4 @@ def test():
             f"Both must do {right}")
 
 
-# In the project: `def agree` in dist.py; `stopping = run.stop.agreed()` in grpo.py.
+# In the project: `def any_rank` in dist.py; `stopping = run.stop.agreed()` in grpo.py.

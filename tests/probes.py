@@ -158,7 +158,7 @@ def value_gradient() -> torch.Tensor:
 
 
 def agree(world) -> bool:
-    return world.agree(world.rank == 2)
+    return world.any_rank(world.rank == 2)
 
 
 def disagree(world) -> bool:

@@ -137,7 +137,7 @@ def everything(world):
     world.same_phase("rollout", 3)
     return dict(
         gathered=world.gather([(text, world.rank) for text in mine]), nothing=world.gather([]),
-        agree=[world.agree(False), world.agree(world.rank == world.size - 1), world.agree(True)],
+        any_rank=[world.any_rank(False), world.any_rank(world.rank == world.size - 1), world.any_rank(True)],
         differences=world.differences({"--lr": 1e-3 if world.rank == 0 else 2e-3, "--batch": 8,
                                        "--betas": (0.9, float("nan"))}),
         sum=float(world.sum(torch.tensor(world.rank + 1.0, dtype=torch.float64))),
@@ -155,7 +155,7 @@ def test_collectives(size):
     assert list(owners) == [r for r in range(size) for _ in range(2 + (r == 0))]
     assert answer["differences"] == (["--lr is 0.001 on rank 0 and 0.002 on rank 1; it must be the "
                                       "same on all ranks."] if size > 1 else [])
-    assert answer["nothing"] == [] and answer["agree"] == [False, True, True]
+    assert answer["nothing"] == [] and answer["any_rank"] == [False, True, True]
     assert answer["sum"] == size * (size + 1) / 2 and answer["empty_sum"] == 0
     assert answer["max"] == size - 1
 
