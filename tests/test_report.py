@@ -361,7 +361,7 @@ def test_curves_have_bands_over_seeds_a_range_and_a_mark_where_it_is_left(browse
     run, curves = text_of(browser, "#run"), text_of(browser, "#curves")
     assert "Outside the healthy range: " in run
     assert "rollout/logprob_gap_mean at 1 steps, first at 2" in run
-    assert "a-* (2 seeds)" in curves and "outside it at 1 steps, first at 2" in curves
+    assert "a, 2 seeds" in curves and "outside it at 1 steps, first at 2" in curves
     assert browser.js("document.querySelectorAll('polygon').length") > 0
     assert browser.js("document.querySelectorAll('rect').length") > 0
     found = browser.js("[...document.querySelectorAll('#evals tr')].map(e => e.textContent)")

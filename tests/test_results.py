@@ -86,7 +86,7 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "tools/plot.py", tmp_path, "--out", "out.png"],
                           cwd=tmp_path, capture_output=True, text=True, check=True)
     shown = re.sub(" +", " ", done.stdout)
-    assert "a-* (2 seeds)\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
+    assert "a, 2 seeds\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
     assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     write_run(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
