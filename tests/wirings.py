@@ -158,7 +158,8 @@ WIRINGS = [
     ("grpo.py", "start = looked_at + g * args.group", "start = g * args.group", REFILL),
     ("grpo.py", "metrics[\"batch/dropped\"] += sum(refused.values())", "pass", REFILL),
     ("grpo.py", "torch.nonzero(differs).flatten().tolist()", "range(len(differs))", REFILL),
-    ("grpo.py", "metrics = sample_metrics(samples, run", "metrics = sample_metrics(kept, run", REFILL),
+    ("grpo.py", "metrics = sample_metrics(samples, run", "metrics = sample_metrics(kept, run",
+     REFILL),
     # ---- ppo.py: log-probs, rewards, advantages
     ("ppo.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
      "lambda m: reference.logprobs(m, 1.0)[0]", PPO_WARM),
