@@ -32,6 +32,12 @@ HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerr
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
 
 
+def test_flags_of_both_pages_that_are_not_the_default():
+    args = {"script": "ppo.py", "batch": 512, "lam": 0.9, "tp": 2, "export": False, "seed": 0}
+    assert report.changed(args) == [["--lam", "0.9", "0.95"], ["--tp", "2", "1"],
+                                    ["--export", "off", "on"]]
+
+
 def unpacked(text: str):
     return json.loads(gzip.decompress(base64.b64decode(text)))
 

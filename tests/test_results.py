@@ -93,6 +93,26 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
 
 
+def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monkeypatch):
+    for folder, lr in (("kk/seed_0", 1), ("kk/seed_1", 1), ("kk-coin/seed_0", 2)):
+        seed = int(folder[-1])
+        write_run(tmp_path / "results" / folder, seed, [0.1 + seed, 0.5, 0.9], lr=lr)
+    one, both = plot.find([tmp_path / "results/kk"]), plot.find(
+        [tmp_path / "results/kk", tmp_path / "results/kk-coin"])
+    assert plot.titles(one) == ["kk, 2 seeds"]
+    assert plot.titles(both) == ["kk, 2 seeds", "kk-coin/seed_0"]
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: figures.append(self))
+    for groups in one, both, both[1:]:
+        plot.draw(groups, "x.png")
+    legends = [[text.get_text() for text in legend.get_texts()]
+               for figure in figures for legend in figure.legends]
+    assert legends == [["seed 0", "seed 1"], plot.titles(both)]  # one run needs none
+    for figure in figures:
+        assert all(axis.get_xlabel() and axis.get_ylabel() for axis in figure.axes)
+        assert figure.axes[1].get_ylim() == (-0.03, 1.03)  # pass@1
+
+
 def test_completions_are_shown_in_order_or_the_worst_first(tmp_path):
     write_run(tmp_path, 0, [0.0] * 13)
     for sort, expected in (("step", ["0.5", "None", "0.0"]), ("reward", ["None", "0.0", "0.5"])):
