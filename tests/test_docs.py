@@ -134,6 +134,15 @@ def test_pasted_output_is_what_the_command_prints(page):
         check_pasted(lines, done.stdout)
 
 
+def test_both_tables_of_other_systems_have_the_same_knobs():
+    first, second = ([row[0] for row in rows("docs/other_systems.md") if row[1].startswith(name)
+                      ] for name in ("TRL", "OpenRLHF"))
+    assert first == second == ["here"]
+    knobs = [row[0] for row in rows("docs/other_systems.md") if row[0].startswith("`--")]
+    half = knobs.index(knobs[0], 1)
+    assert half > 18 and knobs[:half] == [*knobs[half:], "`--lora_sync merged`"]
+
+
 def test_no_page_is_longer_than_a_reader_reads_at_once():
     sizes = {page.name: len(page.read_bytes()) for page in (ROOT / "docs").glob("*.md")}
     assert len(sizes) > 25
