@@ -135,9 +135,6 @@ def test_pasted_output_is_what_the_command_prints(page):
 
 
 def test_both_tables_of_other_systems_have_the_same_knobs():
-    first, second = ([row[0] for row in rows("docs/other_systems.md") if row[1].startswith(name)
-                      ] for name in ("TRL", "OpenRLHF"))
-    assert first == second == ["here"]
     knobs = [row[0] for row in rows("docs/other_systems.md") if row[0].startswith("`--")]
     half = knobs.index(knobs[0], 1)
     assert half > 18 and knobs[:half] == [*knobs[half:], "`--lora_sync merged`"]
