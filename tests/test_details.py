@@ -1,6 +1,7 @@
 """docs/details.md: its table is the list of mutations.py. And tests of details that had none."""
 import ast
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -12,14 +13,16 @@ import torch
 
 import check
 import evaluate
+import families
 import grpo
 import learning
 import model
 import mutations
 import probes
+import ranks
 import test_packing
 import test_reference
-from batch import Batch
+from batch import Batch, Micro
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,6 +124,22 @@ def test_every_end_token_of_the_generation_config_ends_a_completion(tmp_path, id
 def test_log_probs_are_at_least_float32():
     error, dtype = probes.bfloat16_head()
     assert error < 0.01 and dtype == torch.float32
+
+
+def two_passes(world, folder: str) -> float:
+    """The largest difference of the log-probs of two passes."""
+    families.make("GPT-2", folder)
+    module = model.build(model.LogprobModel, folder, world, model.ModelArgs())
+    micro = Micro(Batch(learning.fabricate("plain", 1)), [0, 1, 2, 3], world.device)
+    first, second = (module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0]
+                     for _ in range(2))
+    return float((first - second).abs().max())
+
+
+def test_a_dropout_of_the_config_is_off(tmp_path):
+    """GPT-2's is 0.1. With it the ratio would not be 1 before the first update."""
+    assert ranks.results(1, two_passes, str(tmp_path)) == [0.0]
+    assert json.loads((tmp_path / "config.json").read_text())["resid_pdrop"] == 0.1
 
 
 def test_a_truncated_completion_without_loss_counts_in_its_group():

@@ -17,6 +17,7 @@ import ppo
 import sft
 
 ROOT = Path(__file__).parent.parent
+FLAG_PAGES = "docs/flags.md", "docs/flags_run.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 CODE = "\n".join(path.read_text() for path in ROOT.glob("*.py"))
@@ -73,8 +74,10 @@ def test_every_flag_has_its_true_default():
                 others.setdefault(value, []).append(f"{script}.py")
         expected[name] = "; ".join(
             [usual, *(f"{', '.join(scripts)} {value}" for value, scripts in others.items())])
-    found = {row[0].strip("`-"): row[1] for row in rows("docs/flags.md") if len(row) == 4}
+    tables = [row for page in FLAG_PAGES for row in rows(page) if len(row) == 4]
+    found = {row[0].strip("`-"): row[1] for row in tables}
     assert {name: found[name] for name in found.keys() - {"flag", ""}} == expected
+    assert len([row for row in tables if row[0].startswith("`--")]) == len(expected)  # once
     for script, own, other in (("grpo", FLAGS, PPO_FLAGS), ("ppo", PPO_FLAGS, FLAGS),
                                ("distill", DISTILL_FLAGS, FLAGS | SFT_FLAGS)):
         section = {row[0].strip("`-") for row in rows("docs/flags.md", f"`{script}.py`")}
@@ -129,6 +132,18 @@ def test_pasted_output_is_what_the_command_prints(page):
         done = subprocess.run([sys.executable, *command.split()[2:]], cwd=ROOT, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
         check_pasted(lines, done.stdout)
+
+
+def test_both_tables_of_other_systems_have_the_same_knobs():
+    knobs = [row[0] for row in rows("docs/other_systems.md") if row[0].startswith("`--")]
+    half = knobs.index(knobs[0], 1)
+    assert half > 18 and knobs[:half] == [*knobs[half:], "`--lora_sync merged`"]
+
+
+def test_no_page_is_longer_than_a_reader_reads_at_once():
+    sizes = {page.name: len(page.read_bytes()) for page in (ROOT / "docs").glob("*.md")}
+    assert len(sizes) > 25
+    assert not {name: size for name, size in sizes.items() if size > 16_000}
 
 
 def test_the_pasted_plan_for_64_gpus():

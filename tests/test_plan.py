@@ -200,6 +200,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(dual_clip=1.0), "--dual_clip must be more than 1 (got 1.0)"),
     (dict(engine_correction="mask", correction_low=3.0), "be at most 2.0 (got 3.0): --corr"),
     (dict(seed=-1), "--seed must be at least 0 and below 2^63 (got -1)"),
+    (dict(top_p=0.9), "--top_p must be 1 in training (got 0.9)"),
     (dict(top_p=2.0), "--top_p must be 1 in training (got 2.0)"),
     (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2)"),
     (dict(temperature=0.005), "--temperature must be from 0.01 to 2 (got 0.005)"),

@@ -554,9 +554,10 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     batch, group = 7, 3
     args = plan.changed(grpo.Args(), batch=batch, group=group, dynamic_sampling=True, lr=0.5)
     given, run = around(grpo, monkeypatch, args, 1)
-    kept, refills = [], 0
+    kept, samples_of_all, refills = [], [], 0
     while len(kept) < batch:
         samples, refills = hostile(group, refills), refills + 1
+        samples_of_all += samples
         for start in range(0, len(samples), group):
             members = samples[start:start + group]
             if len({s.score.total for s in members} - {None}) > 1:
@@ -565,6 +566,8 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     theirs = [s.completion.ids.tolist() for s in given[0]["samples"]]
     assert theirs == [s.completion.ids.tolist() for members in kept[:batch] for s in members]
     (_, metrics), _ = run.log.step.call_args
+    scores = [s.score.total for s in samples_of_all if s.score.total is not None]
+    assert metrics["reward/mean"] == pytest.approx(np.mean(scores))  # not of the kept ones
     assert metrics["batch/dropped_surplus"] == (len(kept) - batch) * group
     assert metrics["batch/dropped_equal"] == 12 * group - len(kept) * group
     assert metrics["batch/dropped"] == 1 + 12 * group - batch * group

@@ -32,6 +32,12 @@ HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerr
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
 
 
+def test_flags_of_both_pages_that_are_not_the_default():
+    args = {"script": "ppo.py", "batch": 512, "lam": 0.9, "tp": 2, "export": False, "seed": 0}
+    assert report.changed(args) == [["--lam", "0.9", "0.95"], ["--tp", "2", "1"],
+                                    ["--export", "off", "on"]]
+
+
 def unpacked(text: str):
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
@@ -361,7 +367,7 @@ def test_curves_have_bands_over_seeds_a_range_and_a_mark_where_it_is_left(browse
     run, curves = text_of(browser, "#run"), text_of(browser, "#curves")
     assert "Outside the healthy range: " in run
     assert "rollout/logprob_gap_mean at 1 steps, first at 2" in run
-    assert "a-* (2 seeds)" in curves and "outside it at 1 steps, first at 2" in curves
+    assert "a, 2 seeds" in curves and "outside it at 1 steps, first at 2" in curves
     assert browser.js("document.querySelectorAll('polygon').length") > 0
     assert browser.js("document.querySelectorAll('rect').length") > 0
     found = browser.js("[...document.querySelectorAll('#evals tr')].map(e => e.textContent)")

@@ -86,11 +86,31 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "tools/plot.py", tmp_path, "--out", "out.png"],
                           cwd=tmp_path, capture_output=True, text=True, check=True)
     shown = re.sub(" +", " ", done.stdout)
-    assert "a-* (2 seeds)\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
+    assert "a, 2 seeds\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
     assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     write_run(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
     assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
+
+
+def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monkeypatch):
+    for folder, lr in (("kk/seed_0", 1), ("kk/seed_1", 1), ("kk-coin/seed_0", 2)):
+        seed = int(folder[-1])
+        write_run(tmp_path / "results" / folder, seed, [0.1 + seed, 0.5, 0.9], lr=lr)
+    one, both = plot.find([tmp_path / "results/kk"]), plot.find(
+        [tmp_path / "results/kk", tmp_path / "results/kk-coin"])
+    assert plot.titles(one) == ["kk, 2 seeds"]
+    assert plot.titles(both) == ["kk, 2 seeds", "kk-coin/seed_0"]
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: figures.append(self))
+    for groups in one, both, both[1:]:
+        plot.draw(groups, "x.png")
+    legends = [[text.get_text() for text in legend.get_texts()]
+               for figure in figures for legend in figure.legends]
+    assert legends == [["seed 0", "seed 1"], plot.titles(both)]  # one run needs none
+    for figure in figures:
+        assert all(axis.get_xlabel() and axis.get_ylabel() for axis in figure.axes)
+        assert figure.axes[1].get_ylim() == (-0.03, 1.03)  # pass@1
 
 
 def test_completions_are_shown_in_order_or_the_worst_first(tmp_path):

@@ -157,6 +157,9 @@ WIRINGS = [
      "_, refused = refill(run, args, samples)", REFILL),
     ("grpo.py", "start = looked_at + g * args.group", "start = g * args.group", REFILL),
     ("grpo.py", "metrics[\"batch/dropped\"] += sum(refused.values())", "pass", REFILL),
+    ("grpo.py", "torch.nonzero(differs).flatten().tolist()", "range(len(differs))", REFILL),
+    ("grpo.py", "metrics = sample_metrics(samples, run", "metrics = sample_metrics(kept, run",
+     REFILL),
     # ---- ppo.py: log-probs, rewards, advantages
     ("ppo.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
      "lambda m: reference.logprobs(m, 1.0)[0]", PPO_WARM),
@@ -233,6 +236,10 @@ WIRINGS = [
      "values.mean(1, keepdim=True)", GSPO),
     ("model.py", "weight_decay=args.weight_decay", "weight_decay=0.0", ADAMW),
     ("model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
+    ("model.py", "kind(lm, args.head_chunk).eval()", "kind(lm, args.head_chunk).train()",
+     "details.py::test_a_dropout_of_the_config_is_off"),
+    ("plan.py", "lambda x: x == 1)", "lambda x: 0 < x <= 1)",
+     "plan.py::test_each_combination_that_makes_no_sense"),
     # ---- batch.py
     ("batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if i == 0:", DEFAULT),
     ("batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if True:", PACKED),

@@ -3,11 +3,13 @@
     python tools/plot.py RUN [RUN ...]     writes runs/plot.png
 
 RUN is runs/NAME, or a folder of such folders, as in results/. Runs whose args.json differ in the
-seed and the name only are one curve: their mean, and a band from the lowest to the highest.
+seed and the name only are one group. A group alone has a curve for each seed. Beside others it has
+its mean, and a band from the lowest to the highest.
 """
 import argparse
 import json
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,7 +22,7 @@ from errors import SettingsError
 from log import read_metrics
 
 PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
-
+UNITS = {"eval/pass@1": "share of rows", "policy/entropy": "nats", "rollout/length_mean": "tokens"}
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -79,15 +81,25 @@ def cell(values: list[float], digits: int = 3) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def title(runs: list[Path]) -> str:
-    name = os.path.commonprefix([os.path.relpath(run) for run in runs])
-    return f"{name}* ({len(runs)} seeds)" if len(runs) > 1 else name
+def titles(groups: list[list[Path]]) -> list[str]:
+    """A name for each group: the folder of its runs, or what their names begin with; without the
+    folders that all groups are in."""
+    names = []
+    for runs in groups:
+        shared = os.path.commonprefix([str(run.resolve()) for run in runs])
+        if len(runs) > 1:  # results/kk/seed_, or runs/kk-
+            shared = re.sub("(seed)?[-_./]*$", "", shared)
+        names.append(shared.strip("/").split("/"))
+    while min(map(len, names)) > 1 and len({name[0] for name in names}) == 1:
+        names = [name[1:] for name in names]
+    return ["/".join(name) + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+            for name, runs in zip(names, groups, strict=True)]
 
 
 def table(groups: list[list[Path]]) -> str:
     lines = []
-    for runs in groups:
-        lines.append(title(runs))
+    for name, runs in zip(titles(groups), groups, strict=True):
+        lines.append(name)
         found = [ends(run) for run in runs]
         for key in found[0]:
             text = cell([one[key] for one in found], 0 if key == "steps" else 3)
@@ -97,26 +109,43 @@ def table(groups: list[list[Path]]) -> str:
 
 
 def draw(groups: list[list[Path]], path, reward: str = "reward/mean"):
-    """A panel for each metric that all runs have, a curve for each group. path: or a file."""
+    """A panel for each metric that all runs have. path: or a file."""
     from matplotlib.figure import Figure
     runs = [run for group in groups for run in group]
     panels = [name for name in (reward, *PANELS) if all(series(run, name) for run in runs)]
     if not panels:
         raise SettingsError(f"{', '.join(map(str, runs))}: no metric has a number in all of them; "
                             f"a run without a step has no curve.")
-    figure = Figure(figsize=(4 * len(panels), 3.6 + 0.2 * len(groups)), layout="constrained")
+    if len(groups) == 1:
+        labels, groups = [f"seed {read_args(run)['seed']}" for run in runs], [[run] for run in runs]
+    else:
+        labels = titles(groups)
+    figure = Figure(figsize=(4 * len(panels), 3.8), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for runs in groups:
-        for axis, name in zip(axes, panels, strict=True):
-            curves = [series(run, name) for run in runs]
-            steps = sorted(set.intersection(*map(set, curves)))
-            values = np.array([[curve[step] for step in steps] for curve in curves])  # (S, steps)
-            style = ".-" if len(steps) > 2 else "o"  # a line between two points would be invented
-            axis.plot(steps, values.mean(0), style, label=title(runs))
-            axis.fill_between(steps, values.min(0), values.max(0), alpha=0.25)
-            axis.set(title=name, xlabel="step")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center")
+    for axis, name in zip(axes, panels, strict=True):
+        for i, (label, group) in enumerate(zip(labels, groups, strict=True)):
+            curve(axis, [series(run, name) for run in group], f"C{i}", label)
+        axis.set(title=name, xlabel="step", ylabel=UNITS.get(name, "mean of a step"))
+        low, high = axis.get_ylim()
+        if name in (reward, "eval/pass@1") and -0.2 < low and high < 1.2:
+            axis.set_ylim(-0.03, 1.03)  # shares have one scale in all pictures
+    if len(labels) > 1:
+        handles = axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=min(5, len(labels)))
     figure.savefig(path)
+
+
+def curve(axis, runs: list[dict[int, float]], color: str, label: str):
+    """The mean of the runs' values by step, and from the lowest to the highest."""
+    steps = sorted(set.intersection(*map(set, runs)))
+    values = np.array([[run[step] for step in steps] for run in runs])  # (S, steps)
+    low, middle, high = values.min(0), values.mean(0), values.max(0)
+    if len(steps) > 2:
+        axis.plot(steps, middle, color=color, label=label)
+        axis.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+    else:  # a line between two points would be invented
+        axis.plot(steps, middle, "o", color=color, label=label)
+        axis.vlines(steps, low, high, color=color)
 
 
 def main():

@@ -58,7 +58,7 @@ def healthy() -> dict[str, dict]:
 
 
 def in_words(value) -> str:
-    """A flag's value as docs/flags.md writes it."""
+    """A flag's value as docs/flags.md and flags_run.md write it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value in (None, [], ()):
@@ -69,7 +69,7 @@ def in_words(value) -> str:
 def changed(args: dict) -> list[list[str]]:
     """[flag, value, default] of the flags that have another value than the default."""
     found = []
-    for name, default, *_ in cells("docs/flags.md", 4):
+    for name, default, *_ in cells("docs/flags.md", 4) + cells("docs/flags_run.md", 4):
         name = name.strip("`-")
         default, *others = default.split("; ")  # "8; ppo.py, sft.py 1"
         for other in others:
@@ -242,7 +242,7 @@ def page(folders: list[Path], most_read: int = 2**32, folder: Path | None = None
     runs = [run for group in groups for run in group]
     place = (folder or folders[0]).resolve()
     head = {"runs": [about(run, g) for g, group in enumerate(groups) for run in group],
-            "groups": [plot.title(group) for group in groups], "healthy": healthy(),
+            "groups": plot.titles(groups), "healthy": healthy(),
             "docs": os.path.relpath(ROOT / SICK, place)}
     empty = (ROOT / "tools" / "report.html").read_text()
     room = PAGE - len(empty) - len(packed(head)) - 100_000
