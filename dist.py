@@ -126,7 +126,7 @@ class World:
         return [item for part in lists for item in part]
 
     def any_rank(self, flag: bool) -> bool:
-        """Is it True on any rank? Branch on this before a collective."""
+        """Is it True on one? Branch on this before a collective."""
         return bool(self.max(torch.tensor(int(flag))))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ def everything(world):
     world.same_phase("rollout", 3)
     return dict(
         gathered=world.gather([(text, world.rank) for text in mine]), nothing=world.gather([]),
-        any_rank=[world.any_rank(False), world.any_rank(world.rank == world.size - 1), world.any_rank(True)],
+        any_rank=[world.any_rank(flag) for flag in (False, world.rank == world.size - 1, True)],
         differences=world.differences({"--lr": 1e-3 if world.rank == 0 else 2e-3, "--batch": 8,
                                        "--betas": (0.9, float("nan"))}),
         sum=float(world.sum(torch.tensor(world.rank + 1.0, dtype=torch.float64))),
