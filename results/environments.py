@@ -1,14 +1,14 @@
 """Games of two libraries, learned by a tiny model: three seeds each, and a control.
 
     pip install gymnasium; pip install --no-deps gem-llm     the project does not need them itself
-    python results/environments.py                           all runs: an hour of two cores
+    python results/environments.py                           all runs: half an hour of two cores
     python results/environments.py lake --seeds 1            some of them
     python results/environments.py --page                    the page again, from environments.json
 
 sft.py first teaches the tiny model what can be said in a game, from games in which each turn is
 drawn at random: after it the model knows the form and no way to win. grpo.py then trains it on the
-game's own reward. The control is trained on a random reward, and the game's is only measured. A
-finished run is not run again.
+game's own reward. The control, of seed 0 alone, is trained on a random reward, and the game's is
+only measured. A finished run is not run again.
 """
 import argparse
 import json
@@ -44,7 +44,7 @@ TEXT = """# Environments of libraries, learned
 most ten moves, and is won or lost. `guess` is `examples/gem_games.py` with GEM's
 `game:GuessTheNumber-v0-easy`: a number from 1 to 10 in four guesses. Who does not find it gets a
 reward for being near. Numbers are the mean over the seeds (lowest to highest). Held-out games are
-played greedily. The machine: MACHINE.
+sampled, four for each row. The machine: MACHINE.
 
 """
 
@@ -91,13 +91,14 @@ def learn(key: str, seed: int, kept: dict, steps: int) -> None:
     base = run(f"env-{key}-base", "sft", 60, [
         "--data", f"{data}/chats.jsonl", "--batch", "32", "--lr", "1e-3", "--warmup_steps", "5",
         "--save_every", "0", *game.flags.split()])
-    for kind, reward in (("learned", ["environment"]), ("control", CONTROL)):
+    kinds = {"learned": ["environment"]} | ({"control": CONTROL} if seed == 0 else {})
+    for kind, reward in kinds.items():
         made = run(f"env-{key}-{kind}-{seed}", "grpo", steps, [
             "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
             "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
             "--max_turns", str(game.turns), "--batch", "16", "--group", "8",
             "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--no-export",
-            "--seed", str(seed), *game.flags.split(), "--reward", *reward])
+            "--eval_temperature", "1", "--eval_samples", "4", "--seed", str(seed), *game.flags.split(), "--reward", *reward])
         kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
 
 
