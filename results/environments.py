@@ -98,7 +98,8 @@ def learn(key: str, seed: int, kept: dict, steps: int) -> None:
             "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
             "--max_turns", str(game.turns), "--batch", "16", "--group", "8",
             "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--no-export",
-            "--eval_temperature", "1", "--eval_samples", "4", "--seed", str(seed), *game.flags.split(), "--reward", *reward])
+            "--eval_temperature", "1", "--eval_samples", "4", "--seed", str(seed),
+            *game.flags.split(), "--reward", *reward])
         kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
 
 
