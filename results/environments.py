@@ -28,13 +28,14 @@ from tools.plot import cell, ends
 HERE = Path(__file__).resolve().parent
 FILE, PAGE = HERE / "environments.json", HERE / "environments.md"
 # file, name: of the adapter. rows: what the file takes to write its rows. says: one turn.
-Game = namedtuple("Game", "file name rows says turns flags")
+# taught: flags of sft.py.
+Game = namedtuple("Game", "file name rows says turns taught flags")
 GAMES = {
     "lake": Game("examples/frozen_lake.py", "Lake", [], ["left", "down", "right", "up"], 10,
-                 "--max_prompt_tokens 240 --max_tokens 400"),
+                 "--batch 32 --steps 60", "--max_prompt_tokens 240 --max_tokens 400"),
     "guess": Game("examples/gem_games.py", "Game", ["game:GuessTheNumber-v0-easy"],
                   [f"\\boxed{{{n}}}" for n in range(1, 11)], 4,
-                  "--max_prompt_tokens 900 --max_tokens 480")}
+                  "--batch 8 --steps 240", "--max_prompt_tokens 900 --max_tokens 480")}
 CONTROL = ["environment:0", "examples/coin.py:coin"]
 HELD_OUT, CHATS = 50, 512
 TEXT = """# Environments of libraries, learned
@@ -75,11 +76,11 @@ def play(env, prompt: str, game: Game, rng) -> list[dict]:
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 
-def run(name: str, script: str, steps: int, flags: list[str]) -> Path:
+def run(name: str, script: str, flags: list[str]) -> Path:
     """One run, or what it left if it is finished → its folder."""
-    if finished_steps(Path("runs", name)) < steps:
+    if not finished_steps(Path("runs", name)):
         command = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2",
-                   f"{script}.py", "--name", name, "--steps", str(steps), *flags]
+                   f"{script}.py", "--name", name, *flags]
         print(*command, flush=True)
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return Path("runs", name)
@@ -88,13 +89,13 @@ def run(name: str, script: str, steps: int, flags: list[str]) -> Path:
 def learn(key: str, seed: int, kept: dict, steps: int) -> None:
     """The runs of one game and seed. The base is the same for all seeds."""
     game, data = GAMES[key], Path("runs", f"env-{key}")
-    base = run(f"env-{key}-base", "sft", 60, [
-        "--data", f"{data}/chats.jsonl", "--batch", "32", "--lr", "1e-3", "--warmup_steps", "5",
-        "--save_every", "0", *game.flags.split()])
+    base = run(f"env-{key}-base", "sft", [
+        "--data", f"{data}/chats.jsonl", *game.taught.split(), "--lr", "1e-3",
+        "--warmup_steps", "5", "--save_every", "0", *game.flags.split()])
     kinds = {"learned": ["environment"]} | ({"control": CONTROL} if seed == 0 else {})
     for kind, reward in kinds.items():
-        made = run(f"env-{key}-{kind}-{seed}", "grpo", steps, [
-            "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
+        made = run(f"env-{key}-{kind}-{seed}", "grpo", [
+            "--steps", str(steps), "--model", f"{base}/model", "--data", f"{data}/train.jsonl",
             "--eval_data", f"{data}/test.jsonl", "--reply", f"{game.file}:{game.name}",
             "--max_turns", str(game.turns), "--batch", "16", "--group", "8",
             "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--no-export",
