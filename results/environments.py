@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -30,21 +31,41 @@ from tools.plot import cell, ends
 
 HERE = Path(__file__).resolve().parent
 FILE, PAGE = HERE / "environments.json", HERE / "environments.md"
-# file, name: of the adapter. rows: what the file takes to write its rows. says: one turn.
-# taught: flags of sft.py. about: for the page.
-Game = namedtuple("Game", "file name rows says turns taught flags about")
+
+
+def any_way(rng, skilled, turns):
+    return rng.choice(["left", "down", "right", "up"])
+
+
+def any_number(rng, skilled, turns):
+    """Or, in a skilled player's game, the middle of the numbers that are left."""
+    low, high = 1, 10
+    if not skilled:
+        return f"\\boxed{{{rng.randint(low, high)}}}"
+    for hint, number in re.findall("(higher|lower) than (\\d+)", str(turns)):
+        if hint == "higher":
+            low = int(number) + 1
+        else:
+            high = int(number) - 1
+    return f"\\boxed{{{(low + high) // 2}}}"
+
+
+# file, name: of the adapter. rows: what the file takes to write its rows. say(rng, skilled, turns):
+# a turn of the lessons. games: how many they have. taught: flags of sft.py. about: for the page.
+Game = namedtuple("Game", "file name rows say turns games taught flags about")
 GAMES = {
-    "lake": Game("examples/frozen_lake.py", "Lake", [], ["left", "down", "right", "up"], 10,
+    "lake": Game("examples/frozen_lake.py", "Lake", [], any_way, 10, 512,
                  "--batch 32 --steps 60", "--max_prompt_tokens 240 --max_tokens 400",
                  "gymnasium's FrozenLake on maps of 4 x 4 that do not slip. A game has at most ten "
                  "moves, and is won or lost."),
     "guess": Game("examples/gem_games.py", "Game", ["game:GuessTheNumber-v0-easy"],
-                  [f"\\boxed{{{n}}}" for n in range(1, 11)], 4,
-                  "--batch 8 --steps 240", "--max_prompt_tokens 900 --max_tokens 480",
+                  any_number, 4, 2048, "--batch 16 --steps 240",
+                  "--max_prompt_tokens 900 --max_tokens 480",
                   "GEM's `game:GuessTheNumber-v0-easy`: a number from 1 to 10 in four guesses. Who "
-                  "does not find it gets a reward for being near.")}
+                  "does not find it gets a reward for being near. In two lessons of five the "
+                  "player was skilled, and halved the range.")}
 CONTROL = ["environment:0", "examples/coin.py:coin"]
-HELD_OUT, CHATS = 50, 512
+HELD_OUT, SKILLED = 50, 0.4
 TEXT = """# Environments of libraries, learned
 
 `python results/environments.py` makes this page; its head tells what is run. Numbers are the mean
@@ -54,24 +75,24 @@ over the seeds (lowest to highest). Of each held-out row four games are sampled,
 
 
 def make_rows(game: Game, folder: Path) -> None:
-    """train.jsonl and test.jsonl; chats.jsonl: games that are played at random, for sft.py."""
+    """train.jsonl and test.jsonl; chats.jsonl: the lessons of sft.py."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = subprocess.run([sys.executable, game.file, *game.rows], text=True, check=True,
                            stdout=subprocess.PIPE).stdout.splitlines()
     rows, rng = [json.loads(line) for line in lines], random.Random(0)
     adapter, chats = runpy.run_path(game.file)[game.name], []
-    for seed in range(CHATS):
-        row = rng.choice(rows[HELD_OUT:])
-        chats.append({"messages": play(adapter(row, seed), row["prompt"], game, rng)})
+    for seed in range(game.games):
+        row, skilled = rng.choice(rows[HELD_OUT:]), random.Random(seed).random() < SKILLED
+        chats.append({"messages": play(adapter(row, seed), row["prompt"], game, rng, skilled)})
     for name, part in (("test", rows[:HELD_OUT]), ("train", rows[HELD_OUT:]), ("chats", chats)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def play(env, prompt: str, game: Game, rng) -> list[dict]:
+def play(env, prompt: str, game: Game, rng, skilled: bool) -> list[dict]:
     """A game's messages."""
     messages = [{"role": "user", "content": prompt}]
     for _ in range(game.turns):
-        messages.append({"role": "assistant", "content": rng.choice(game.says)})
+        messages.append({"role": "assistant", "content": game.say(rng, skilled, messages[1:])})
         reply = env.reply(messages[1:])
         if reply is None:
             break
