@@ -1,17 +1,14 @@
-"""Games of libraries, played by a tiny model: three seeds, and a control.
+"""Games of two libraries, learned by a tiny model: three seeds each, and a control.
 
-    pip install gymnasium                            the project does not need it itself
-    python results/environments.py lake              its runs: a quarter of an hour of two cores
-    python results/environments.py lake --seeds 1    some of them
-    python results/environments.py --page            the page again, from environments.json
+    pip install gymnasium; pip install --no-deps gem-llm     the project does not need them itself
+    python results/environments.py                           all runs: half an hour of two cores
+    python results/environments.py lake --seeds 1            some of them
+    python results/environments.py --page                    the page again, from environments.json
 
-`guess` is GEM's (`pip install --no-deps gem-llm`), and has no result yet: in the first 23 steps of
-seed 0 its reward stayed between .58 and .72.
-
-sft.py first teaches the tiny model what can be said in a game, from games in which each turn is
-drawn at random: after it the model knows the form and no way to win. grpo.py then trains it on the
-game's own reward. The control, of seed 0 alone, is trained on a random reward, and the game's is
-only measured. A finished run is not run again.
+sft.py first teaches the tiny model what can be said in a game. Its lessons are games in which each
+turn is drawn at random; of `guess`, two in five are of a skilled player. grpo.py then trains the
+model on the game's own reward. The control, of seed 0 alone, is trained on a random reward, and the
+game's is only measured. A finished run is not run again.
 """
 import argparse
 import json
