@@ -29,7 +29,7 @@ WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: t
 def opened(folder: Path, steps: int = 3, start: int = 0, project: str | None = None,
            max_gap: float = 1e-3) -> log.Log:
     it = log.Log(folder, WORLD, steps, project, max_gap)
-    it.open({"lr": 0.1}, "the plan", start)
+    it.open({"lr": 0.1, "seed": 0}, "the plan", start)
     return it
 
 
