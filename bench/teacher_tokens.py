@@ -1,6 +1,6 @@
 """Tokens that a student needs to reach its teacher, against those that GRPO needed for the teacher.
 
-    python bench/teacher_tokens.py             five seeds, 40 minutes on two cores
+    python bench/teacher_tokens.py             five seeds, two at once: half an hour of two cores
     python bench/teacher_tokens.py --page      teacher_tokens.md again, from teacher_tokens.json
 
 For each seed grpo.py trains the tiny model on the job of `./run.sh`. Then two students begin with
@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,8 +42,8 @@ def run(kind: str, seed: int) -> list[dict]:
     """One run, or what it left if it is finished → its evaluations."""
     script, flags = RUNS[kind]
     name = f"tokens-{kind}-{seed}"
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2", f"{script}.py",
-               *COMMON, *flags.split(), "--seed", str(seed), "--name", name]
+    command = [sys.executable, f"{script}.py", *COMMON, *flags.split(), "--seed", str(seed),
+               "--name", name]
     if kind != "grpo":
         command += ["--teacher", f"runs/tokens-grpo-{seed}/model", "--no-export"]
     if not finished_steps(Path("runs", name)):
@@ -82,9 +83,12 @@ def main() -> None:
     kept = {"machine": machine(), "seeds": {}}
     if FILE.exists():
         kept = json.loads(FILE.read_text())
-    for seed in range(0 if args.page else args.seeds):
-        kept["seeds"][str(seed)] = {kind: run(kind, seed) for kind in RUNS}
-        FILE.write_text(json.dumps(kept, indent=1) + "\n")
+    seeds = range(0 if args.page else args.seeds)
+    with ThreadPoolExecutor(2) as two:  # seeds at once, one rank each
+        found = two.map(lambda seed: {kind: run(kind, seed) for kind in RUNS}, seeds)
+        for seed, runs in zip(seeds, found, strict=True):
+            kept["seeds"][str(seed)] = runs
+            FILE.write_text(json.dumps(kept, indent=1) + "\n")
     PAGE.write_text(page(kept))
     print(page(kept))
 

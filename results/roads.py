@@ -1,6 +1,6 @@
 """Four roads from one small base to a policy, with seeds, and their comparison.
 
-    python results/roads.py --model runs/smollm2       three seeds: under an hour of two cores
+    python results/roads.py --model runs/smollm2       three seeds, two runs at once: under an hour
     python results/roads.py --roads sft --seeds 1      one road, to try it
     python results/roads.py --page                     roads.md again, from roads.json
 
@@ -21,6 +21,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -78,10 +79,9 @@ def run(road: str, seed: int, args) -> dict:
     script, steps, start, teacher, flags = ROADS[road]
     steps, name = args.steps or steps, name_of(road, seed, args.tag)
     model = args.model if start == "base" else f"runs/{name_of(start, seed, args.tag)}/model"
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", "2", f"{script}.py",
-               "--model", model, "--data", "runs/roads/train.jsonl",
-               "--eval_data", "runs/roads/test.jsonl", "--steps", str(steps), "--seed", str(seed),
-               "--name", name, *COMMON, *flags.split()]
+    command = [sys.executable, f"{script}.py", "--model", model,
+               "--data", "runs/roads/train.jsonl", "--eval_data", "runs/roads/test.jsonl",
+               "--steps", str(steps), "--seed", str(seed), "--name", name, *COMMON, *flags.split()]
     if teacher:
         command += ["--teacher", f"runs/{name_of(teacher, seed, args.tag)}/model"]
     if finished_steps(Path("runs", name)) < steps:
@@ -171,9 +171,15 @@ def main() -> None:
         kept = json.loads(FILE.read_text())
     if not args.page:
         make_rows(Path("runs/roads"), args.rows)
-        for seed in range(args.seeds):
-            for road in args.roads:
-                kept["roads"].setdefault(road, {})[str(seed)] = run(road, seed, args)
+        # The control needs no other road, so it is a job of its own. Each job has one rank.
+        chain = [road for road in args.roads if road != "grpo"]
+        jobs = [(seed, roads) for roads in (chain, ["grpo"][:"grpo" in args.roads])
+                for seed in range(args.seeds)]
+        with ThreadPoolExecutor(2) as two:
+            found = two.map(lambda job: [run(road, job[0], args) for road in job[1]], jobs)
+            for (seed, roads), runs in zip(jobs, found, strict=True):
+                for road, one in zip(roads, runs, strict=True):
+                    kept["roads"].setdefault(road, {})[str(seed)] = one
                 if not args.tag:
                     FILE.write_text(json.dumps(kept, indent=1) + "\n")
     if not args.tag:
