@@ -158,8 +158,6 @@ def memory_phases() -> str:
                                   max_tokens=4096, kl_loss_coef=0.001), checkpointing=True)
     made = plan.Plan(args, 4, None, 0)
     loads = memory.loads(made, memory.shape_of(args.model), 80 * memory.GIB)
-    names = list(dict.fromkeys(name for load in loads for name, value in load.parts.items()
-                               if value > 0))
     color = {"set aside": LINE, "parameters": "#0969da", "optimizer": "#54aeff",
              "engine weights": "#bc4c00", "kv cache": "#fb8f44", "engine workspace": "#ffc680",
              "engine awake": "#953800", "engine asleep": "#5f2c00", "one weight": "#8250df",
@@ -172,21 +170,29 @@ def memory_phases() -> str:
                                                                 GREY)]
     for gib in range(0, 81, 20):
         y = bottom - gib * scale
-        out += [rule(62, y, 520, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
+        out += [rule(62, y, 534, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
                 text(54, y + 4, f"{gib}", 12, GREY, "end")]
     out.append(text(20, 46, "GiB", 12, GREY))
-    order = ["sync", "rollout", "score", "update"]
+    order, thin, named = ["sync", "rollout", "score", "update"], [], set()
+    light = {"set aside", "optimizer", "kv cache", "engine workspace", "head"}  # dark words on it
     for i, load in enumerate(sorted(loads, key=lambda load: order.index(load.phase))):
-        x, y = 82 + i * 112, bottom
+        x, y = 72 + i * 116, bottom
         for name, value in load.parts.items():
             if value > 0:
                 h = value / memory.GIB * scale
                 y -= h
-                out.append(f'<rect x="{x}" y="{y:.1f}" width="84" height="{h:.1f}" '
+                out.append(f'<rect x="{x}" y="{y:.1f}" width="104" height="{h:.1f}" '
                            f'fill="{color[name]}" stroke="white" stroke-width="0.7"/>')
-        out += [text(x + 42, y - 6, f"{load.total / memory.GIB:.1f}", 13, INK, "middle"),
-                text(x + 42, bottom + 20, load.phase, 13, INK, "middle")]
-    for i, name in enumerate(reversed(names)):
+                if h >= 13:
+                    named.add(name)
+                    out.append(text(x + 52, y + h / 2 + 4, name, 11,
+                                    INK if name in light else "white", "middle"))
+                elif name not in thin:
+                    thin.append(name)
+        out += [text(x + 52, y - 6, f"{load.total / memory.GIB:.1f}", 13, INK, "middle"),
+                text(x + 52, bottom + 20, load.phase, 13, INK, "middle")]
+    thin = [name for name in reversed(thin) if name not in named]  # too thin for a word in the bar
+    for i, name in enumerate(thin):
         out += [box(560, 76 + i * 20, 14, 14, color[name]), text(582, 88 + i * 20, name, 13)]
     return page(372, *out)
 
