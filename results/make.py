@@ -186,7 +186,7 @@ def main() -> None:
             run(name, seed)
     for name in args.names or COMMANDS:
         if runs := seeds(HERE / name):
-            plot.draw([runs], HERE / name / "curve.png", task_reward(runs[0]))
+            plot.draw([runs], HERE / name / "curve.png", (task_reward(runs[0]), "reward/coin"))
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
     page.write_text(text + mark + table() + by_kind())

@@ -108,11 +108,11 @@ def table(groups: list[list[Path]]) -> str:
     return "\n".join(lines)
 
 
-def draw(groups: list[list[Path]], path, reward: str = "reward/mean"):
-    """A panel for each metric that all runs have. path: or a file."""
+def draw(groups: list[list[Path]], path, rewards: tuple[str, ...] = ("reward/mean",)):
+    """A panel for each metric that all runs have, `rewards` first. path: or a file."""
     from matplotlib.figure import Figure
     runs = [run for group in groups for run in group]
-    panels = [name for name in (reward, *PANELS) if all(series(run, name) for run in runs)]
+    panels = [name for name in (*rewards, *PANELS) if all(series(run, name) for run in runs)]
     if not panels:
         raise SettingsError(f"{', '.join(map(str, runs))}: no metric has a number in all of them; "
                             f"a run without a step has no curve.")
@@ -127,7 +127,7 @@ def draw(groups: list[list[Path]], path, reward: str = "reward/mean"):
             curve(axis, [series(run, name) for run in group], f"C{i}", label)
         axis.set(title=name, xlabel="step", ylabel=UNITS.get(name, "mean of a step"))
         low, high = axis.get_ylim()
-        if name in (reward, "eval/pass@1") and -0.2 < low and high < 1.2:
+        if name in (*rewards, "eval/pass@1") and -0.2 < low and high < 1.2:
             axis.set_ylim(-0.03, 1.03)  # shares have one scale in all pictures
     if len(labels) > 1:
         handles = axes[0].get_legend_handles_labels()
