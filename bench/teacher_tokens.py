@@ -1,6 +1,6 @@
 """Tokens that a student needs to reach its teacher, against those that GRPO needed for the teacher.
 
-    python bench/teacher_tokens.py             five seeds, two at once: half an hour of two cores
+    python bench/teacher_tokens.py             five seeds, two at once: 15 minutes of two cores
     python bench/teacher_tokens.py --page      teacher_tokens.md again, from teacher_tokens.json
 
 For each seed grpo.py trains the tiny model on the job of `./run.sh`. Then two students begin with
