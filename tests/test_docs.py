@@ -1,7 +1,6 @@
 """What README.md and docs/ say is true."""
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import memory
 import plan
 import ppo
 import sft
+from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 FLAG_PAGES = "docs/flags.md", "docs/flags_run.md"
@@ -129,7 +129,7 @@ def test_pasted_output_is_what_the_command_prints(page):
     assert pasted
     for block in pasted:
         command, _, lines = block.replace("\\\n", " ").partition("\n")
-        done = subprocess.run([sys.executable, *command.split()[2:]], cwd=ROOT, text=True,
+        done = subprocess.run([PYTHON, *command.split()[2:]], cwd=ROOT, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
         check_pasted(lines, done.stdout)
 

@@ -12,7 +12,7 @@ from examples import tiny
 from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
-STEPS = 20
+STEPS, P = 20, 16
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 JOB = "--warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16"  # what ./run.sh gives grpo.py
 
@@ -41,8 +41,9 @@ def steps(tmp_path_factory) -> dict:
     (folder / "runs").mkdir()
     made = Path(tiny.ensure(str(ROOT / "runs")))
     (folder / "runs" / made.name).symlink_to(made)
-    (folder / "nano_20.py").write_text(f"import nano\nnano.STEPS = {STEPS}\nnano.train()\n")
-    flags = f"--steps {STEPS} {JOB} --name beside --no-export".split()
+    (folder / "nano_20.py").write_text(
+        f"import nano\nnano.STEPS, nano.P = {STEPS}, {P}\nnano.train()\n")
+    flags = f"--steps {STEPS} --batch {P} {JOB} --name beside --no-export".split()
     started = [start(folder, 1, ROOT / "grpo.py", *flags), start(folder, 1, "nano_20.py")]
     statuses = [process.wait(400) for process in started]
     statuses.append(start(folder, 2, "nano_20.py").wait(400))

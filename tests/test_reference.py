@@ -29,6 +29,7 @@ import reference_sft
 import rewards
 import sft
 from batch import Completion, Sample
+from wirings import WIRINGS
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 LIMIT = 1e-11
@@ -483,7 +484,15 @@ def shipped(folder, request) -> dict[int, dict]:
     return ranks.results(1, learn_all, folder, {n: SETTINGS[n] for n in numbers})[0]
 
 
-@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda n: str(SETTINGS[n]))
+def listed() -> list:
+    """The settings that the list of wirings needs. The others are slow."""
+    needed = {test for *_, test in WIRINGS}
+    return [pytest.param(number, id=str(setting),
+                         marks=[] if str(setting) in needed else pytest.mark.slow)
+            for number, setting in enumerate(SETTINGS)]
+
+
+@pytest.mark.parametrize("number", listed())
 def test_learn_is_the_reference(number, shipped, right):
     wrong = differences(shipped[number], right(number))
     assert not wrong, "\n".join([str(SETTINGS[number]), *wrong])
