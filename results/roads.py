@@ -1,4 +1,4 @@
-"""Four roads from one small base to a policy, with seeds, and their comparison.
+"""Five roads from one small base to a policy, with seeds, and their comparison.
 
     python results/roads.py --model runs/smollm2       three seeds, two runs at once: under an hour
     python results/roads.py --roads sft --seeds 1      one road, to try it
@@ -7,7 +7,8 @@
 The task is a short word, reversed letter by letter: a base fails it. The roads:
 
     grpo          GRPO from the base: the control. Without a first success there is nothing to learn
-    sft           supervised training on right answers, a few
+    sft           supervised training on 128 right answers
+    sft-long      supervised training on 800: what right answers are worth, if you have them
     sft-grpo      GRPO from the sft policy
     distill       the sft-grpo policy as the teacher of the base
 
@@ -38,20 +39,23 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT = "Write these letters in reverse order, with spaces between them: {}"
 ROADS = {  # name: (script, steps, its model, its teacher, its flags)
     "grpo": ("grpo", 30, "base", None, "--batch 4 --group 8 --lr 2e-5 --eval_every 10"),
-    "sft": ("sft", 50, "base", None, "--batch 16 --lr 1e-4 --eval_every 25"),
+    "sft": ("sft", 8, "base", None, "--batch 16 --lr 1e-4 --eval_every 8"),
+    "sft-long": ("sft", 50, "base", None, "--batch 16 --lr 1e-4 --eval_every 25"),
     "sft-grpo": ("grpo", 30, "sft", None, "--batch 4 --group 8 --lr 2e-5 --eval_every 10"),
-    "distill": ("distill", 20, "base", "sft-grpo",
+    "distill": ("distill", 15, "base", "sft-grpo",
                 "--batch 4 --group 8 --lr 5e-5 --divergence reverse_kl --eval_every 5")}
-BEFORE = {"grpo": [], "sft": [], "sft-grpo": ["sft"], "distill": ["sft", "sft-grpo"]}
+BEFORE = {"grpo": [], "sft": [], "sft-long": [], "sft-grpo": ["sft"],
+          "distill": ["sft", "sft-grpo"]}
 COMMON = ("--reward exact --max_prompt_tokens 64 --max_tokens 12 --update_tokens 1024 "
           "--score_tokens 2048 --save_every 0 --warmup_steps 3").split()
-TEXT = """# Four roads from one small base
+TEXT = """# Five roads from one small base
 
 `python results/roads.py --model runs/smollm2` makes this page: SmolLM2-135M-Instruct (see
 [README.md](README.md)) reverses 3 to 5 letters. `grpo` begins with the base: it is the control.
-`sft` learns right answers. `sft-grpo` begins with the sft policy. `distill` begins with the base,
-and the sft-grpo policy teaches it. Columns with "in all" count the roads before it too. Seconds are
-those of the training steps, without starts and evaluations. The machine: MACHINE.
+`sft` learns 128 right answers, `sft-long` 800 (400 rows, twice). `sft-grpo` begins with the sft
+policy. `distill` begins with the base, and the sft-grpo policy teaches it. Columns with "in all"
+count the roads before it too. Seconds are those of the training steps, without starts and
+evaluations, with another run on the other core. The machine: MACHINE.
 
 """
 
@@ -171,10 +175,11 @@ def main() -> None:
         kept = json.loads(FILE.read_text())
     if not args.page:
         make_rows(Path("runs/roads"), args.rows)
-        # The control needs no other road, so it is a job of its own. Each job has one rank.
-        chain = [road for road in args.roads if road != "grpo"]
-        jobs = [(seed, roads) for roads in (chain, ["grpo"][:"grpo" in args.roads])
-                for seed in range(args.seeds)]
+        # A job is a list of roads that need each other. Each run has one rank.
+        alone = {"grpo", "sft-long"}
+        lists = [[road for road in args.roads if road not in alone],
+                 *([road] for road in args.roads if road in alone)]
+        jobs = [(seed, roads) for roads in lists for seed in range(args.seeds)]
         with ThreadPoolExecutor(2) as two:
             found = two.map(lambda job: [run(road, job[0], args) for road in job[1]], jobs)
             for (seed, roads), runs in zip(jobs, found, strict=True):

@@ -1,4 +1,4 @@
-"""results/roads.py: the page of the four roads is what the runs say."""
+"""results/roads.py: the page of the roads is what the runs say."""
 import json
 
 import numpy as np
