@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,6 +24,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["ranks_preload"])
+
+
+def start_fork_server() -> None:
+    """It does not get this sys.path, and passes over what it cannot import without a word."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{HERE}:{path}" if path else str(HERE)
+    forkserver.ensure_running()
+    if path is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = path
 
 
 def free_port() -> int:
@@ -57,6 +69,7 @@ def on_ranks(size: int, function, *args, timeout: float = 300.0, wait: float = 9
              ) -> list[tuple[str, object]]:
     """function(world, *args) on `size` ranks → ("ok", result), ("error", text) or ("killed", "").
     """
+    start_fork_server()
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         paths = [Path(folder) / str(rank) for rank in range(size)]

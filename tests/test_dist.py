@@ -1,5 +1,6 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -128,6 +129,15 @@ def test_minibatches_are_fixed_by_request_order(n, count):
 
 
 # ---- collectives: real processes ----
+
+def has_the_libraries(world) -> bool:
+    return "ranks_preload" in sys.modules
+
+
+def test_a_rank_of_the_tests_is_a_fork_that_has_imported_the_libraries():
+    """Otherwise each rank imports them again: 6 s of a core."""
+    assert ranks.results(1, has_the_libraries) == [True]
+
 
 def everything(world):
     """Every collective once, on any number of ranks."""
