@@ -55,7 +55,9 @@ TEXT = """# Five roads from one small base
 `sft` learns 128 right answers, `sft-long` 800 (400 rows, twice). `sft-grpo` begins with the sft
 policy. `distill` begins with the base, and the sft-grpo policy teaches it. Columns with "in all"
 count the roads before it too. Seconds are those of the training steps, without starts and
-evaluations, with another run on the other core. The machine: MACHINE.
+evaluations; other runs had the other core, so they compare the roads only roughly. A policy is
+saved in the base's bfloat16, so the next road begins beside it: see "held-out before". The machine:
+MACHINE.
 
 """
 
