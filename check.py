@@ -30,9 +30,9 @@ class Checked:
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
-    bridge: turns.Bridge | None  # None: one turn
+    bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: plan.Plan
-    kv_cache: float = 0.0  # bytes; 0: the engine finds out
+    kv_cache: float = 0.0  # bytes; 0: the engine chooses
 
 
 class NoTokenizer:
@@ -149,6 +149,7 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
         other = plan.changed(args, model=args.teacher)
         shape.teacher = find_shape(other, theirs)
     if not (folder and tokenizer):
+        # Only sizes are known here. A larger vocabulary may be the same one, padded.
         if shape and shape.teacher and shape.teacher.vocab < shape.vocab:
             raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                                 f"{args.model}: it has {shape.teacher.vocab:,} of its "
@@ -159,9 +160,9 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
                             f"{args.model}: their tokenizers differ.")
     sizes = theirs.config.vocab_size, lm.config.vocab_size
     if args.divergence != "none" and sizes[0] != sizes[1]:
-        raise SettingsError(f"--divergence {args.divergence} needs equal heads: --teacher has "
-                            f"{sizes[0]:,} rows and --model {sizes[1]:,}. Would work: "
-                            f"--divergence none.")
+        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
+                            f"--teacher has {sizes[0]:,} rows and --model {sizes[1]:,}. "
+                            "Would work: --divergence none.")
     return folder
 
 
@@ -196,10 +197,10 @@ def eos_ids(source: str, tokenizer) -> list[int]:
 
 
 def find_shape(args, lm) -> memory.Shape | None:
-    """The model's sizes. Those of a model that is not here are known, or on the hub."""
+    """The model's sizes. If it is not here: from the table of memory.py, or from the hub."""
     if lm:
         return memory.shape_from(lm)
-    # Without --plan it is needed later. A folder that cannot be read is a mistake already.
+    # Without --plan the model will be here. A folder that cannot be read is a mistake already.
     if not args.plan_args.plan or (Path(args.model).is_dir() and not is_tiny(args.model)):
         return None
     return memory.shape_of(args.model) or memory.shape_from(model.skeleton(args.model))
@@ -241,14 +242,14 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
 
 def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
                 rows: list[data.Row], mistakes: Mistakes) -> turns.Bridge | None:
-    """Between two turns of the model. None: there is one turn, or the model is not here."""
-    here, vocab = None, 0
-    if lm and tokenizer:
-        here, vocab = tokenizer, lm.config.vocab_size
+    """What makes the next prompt after a completion. None: one turn, or the model is not here."""
+    vocab = lm.config.vocab_size if lm and tokenizer else 0
+    if not vocab:
+        tokenizer = None
     if args.turn_args.reply:  # without a model the function alone is tried
-        return mistakes.attempt(turns.check, args, here, ends, vocab, rows)
-    if tools and here:
-        return mistakes.attempt(turns.check_tools, args, tools, here, ends, vocab)
+        return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
+    if tools and tokenizer:
+        return mistakes.attempt(turns.check_tools, args, tools, tokenizer, ends, vocab)
     return None
 
 
@@ -288,8 +289,9 @@ def check_memory(found: Checked, card: float | None, local_size: int) -> None:
     # Without a GPU the plan is exact. On a GPU it is an estimate: only the engine's weights and a
     # cache that the user asks for are exact. holds == 0: the longest sequence does not fit.
     certain = not card or (asked and (engine.holds == 0 or engine.weights + engine.cache > card))
-    if certain and found.shape.fused and not memory.fits(found.plan, found.shape, card):
-        _, words = found.plan.memory.splitlines()[0].split(maxsplit=1)
+    planned = found.shape.fused  # without fused attention there is no plan of the memory
+    if certain and planned and not memory.fits(found.plan, found.shape, card):
+        _, words = found.plan.memory.splitlines()[0].split(maxsplit=1)  # "memory", and the rest
         raise SettingsError(f"this run {words}.")
 
 

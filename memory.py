@@ -143,7 +143,7 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
         rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // shape.vocab))
         root, chunk, head = shape.root * c, rows * shape.vocab * 4, embedding * c
     layer, saved = shape.layer * c, tokens * shape.saved(c, keys)
-    one, two = root + layer, root + 2 * layer  # gathered: the root with one layer, with two
+    root1, root2 = root + layer, root + 2 * layer  # with one layer, with two
     kept = hidden if checkpointing else saved  # of each layer, for backward
     last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * hidden  # behind the last layer
     mlp = shape.layers * kept + 2 * inner + 3 * hidden  # in the backward of an MLP
@@ -151,20 +151,20 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
         mlp += saved  # its layer is computed again
     # Each moment: (gathered, activations, head).
     if not grad:
-        attention = max(3 * inner, tokens * 12 * shape.hidden, saved - 4 * inner)
-        moments = [(root + two, 0, 0), (one, hidden, SCORE_HEAD * chunk),
-                   (two, 4 * hidden + attention, 0)]
+        inside = max(3 * inner, tokens * 12 * shape.hidden, saved - 4 * inner)  # MLP, norms, rest
+        moments = [(root + root2, 0, 0), (root1, hidden, SCORE_HEAD * chunk),
+                   (root2, 4 * hidden + inside, 0)]
     elif frozen:
-        moments = [(one, last, UPDATE_HEAD * chunk), (two, mlp, 0)]
+        moments = [(root1, last, UPDATE_HEAD * chunk), (root2, mlp, 0)]
     else:
         wide = root * m / c  # the root's gradient, reduced: all of it, then this rank's part
         moments = [
-            (one, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
-            (one, last, 3 * head),  # the sum of its gradients
-            (two, mlp, head),  # the last layer
-            (two + shape.layer * m, mlp - kept, head),  # the one before; the last one is reduced
+            (root1, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
+            (root1, last, 3 * head),  # the sum of its gradients
+            (root2, mlp, head),  # the last layer
+            (root2 + shape.layer * m, mlp - kept, head),  # the one before; the last one is reduced
             (root + shape.layer * m, 2 * hidden, 2 * embedding * c + head),  # the embedding
-            (wide + max(root, embedding * c + wide / ranks), 0, 0)]  # its gradient is reduced
+            (wide + max(root, embedding * c + wide / ranks), 0, 0)]
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
 
 
@@ -273,7 +273,7 @@ class TrainerMemory:
         return self.beside_teacher(phase, parts)
 
     def beside_teacher(self, phase: Phase, parts: dict[str, float]) -> dict[str, float]:
-        """With the teacher of distill.py: its own pass, or what it leaves for --divergence."""
+        """The fuller one: parts, with what a teacher leaves for --divergence, or its own pass."""
         w, shape, tokens = self.model_args, self.reference, phase.tokens
         update = phase.name == "update" and self.divergence != "none"
         if not update and (phase.name != "score" or shape is self.shape):
@@ -305,7 +305,7 @@ def loads(plan, shape, card) -> list[Load]:
     largest = max(shape.embedding, shape.hidden * shape.intermediate)
     if plan.args.needs_engine:
         found["sync"] = trainer.waiting | {
-            "one weight": 4 * trainer.c * largest,  # its parts, the whole, and the weight before
+            "one weight": 4 * trainer.c * largest,  # parts and whole, of it and the one before
             "engine awake": engine.awake}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
 

@@ -65,7 +65,7 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # that attention gathers for each token of a micro-batch, at most: see packing.py
+    keys: int  # copies of keys that packing.py makes for each token of a micro-batch, at most
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
@@ -113,8 +113,8 @@ class Plan:
             passes.append(("score", self.n_eval, a.score_tokens))
         if critic:
             passes.append(("critic score", rows, critic.critic_score_tokens))
-        # n completions of t tokens share a prompt of p: p + n·(p + t) keys for p + n·t tokens: less
-        # than n + 1 keys a token. packing.py allows no more than KEYS.
+        # Completions that share a prompt have one copy of its tokens, but each copies its keys:
+        # less than group + 1 keys a token. packing.py allows no more than KEYS.
         keys = min(KEYS, self.args.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -224,7 +224,7 @@ def outside(args, ranks: int) -> dict[str, Rule]:
         words, holds = RANGES.get(name, ("at least 0", lambda x: 0 <= x < INF))
         if not holds(value):
             tries = [default[name]]
-            if isinstance(default[name], int):  # 0 or 1, if the range allows it
+            if isinstance(default[name], int):  # problems() takes the first that works
                 tries = [0, 1, default[name]]
             found[name] = Rule(f"--{name} must be {words} (got {value}).", [(name, tries)])
     return found
@@ -342,7 +342,7 @@ def divisor_rules(plan: Plan, shape, local_size: int | None):
 def strict_rules(plan: Plan):
     """--strict: no batch has padding."""
     given, batches = flags(plan.args) | {"ranks": plan.ranks}, plan.batches
-    if given.get("dynamic_sampling"):  # any number of groups may stay; above, padding repeats
+    if given.get("dynamic_sampling"):  # any number of groups stays; more: the same padding
         largest = min(batches[0], 2 * plan.ranks * plan.args.minibatches)
         batches = range(1, largest + 1)
     padded = [phase for n in batches for phase in plan.phases(n) if phase.padding]

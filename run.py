@@ -139,7 +139,7 @@ def parse(kind: type, description: str):
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
-        dist.run(mistakes.stop)  # ends the process
+        dist.run(mistakes.stop)  # prints and ends
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
         lr, critic_lr = 10 * lr, 10 * critic_lr
@@ -188,7 +188,7 @@ def together(world, act, *args):
     """act(*args). A SettingsError of one rank is raised on all. A collective."""
     mistakes = Mistakes()
     mistakes.attempt(act, *args)
-    Mistakes(world.gather(mistakes)[:1]).stop()  # the ranks make the same mistakes
+    Mistakes(world.gather(mistakes)[:1]).stop()  # the first one: the others are mostly the same
 
 
 def find_checkpoint(args, world, folder: Path, settings: dict):
@@ -260,23 +260,23 @@ class Run:
     def build_models(self):
         """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""
         args, world, source = self.args, self.world, self.checked.source
-        groups = world, args.model_args, args.optimizer_args
+        shared = world, args.model_args, args.optimizer_args
         adapters = args.lora_args if args.lora_args.lora_rank else None
         self.critic = self.reference = self.adapter = None
 
-        def build(kind, source=source, **options):
+        def load(kind, source=source, **options):
             return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
-        self.policy = model.Policy(build(model.LogprobModel, adapters=adapters), *groups)
+        self.policy = model.Policy(load(model.LogprobModel, adapters=adapters), *shared)
         self.trained = {"policy": self.policy}
         if args.critic_args:
-            self.critic = model.Critic(build(model.ValueModel, adapters=adapters), *groups)
+            self.critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared)
             self.trained["critic"] = self.critic
         if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
-            teacher = build(model.LogprobModel, self.checked.teacher or source, trained=False)
-            self.reference = model.Policy(teacher, *groups)
+            teacher = load(model.LogprobModel, self.checked.teacher or source, trained=False)
+            self.reference = model.Policy(teacher, *shared)
         if adapters:
             base = source if is_tiny(args.model) else args.model
             self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)
@@ -290,7 +290,7 @@ class Run:
         self.engine = Engine(
             checked.source, self.world, args.engine_args, tokenizer=checked.tokenizer,
             eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log,
-            trained=[m for m in models if isinstance(m, model.Trained)],  # and the frozen reference
+            trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
             max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
@@ -382,24 +382,24 @@ class Run:
             then = "these steps are not saved"
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; {then}")
         self.close()
-        return 143 if error else dist.SAVED  # see dist.run
+        return 143 if error else dist.SAVED  # the statuses of dist.run
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        failed = missed = False
+        failed = off_target = False
         if self.checked.eval_rows:
             self.evaluate(self.end)
         if not self.args.eval_args.eval_only:
             if self.args.run_args.export:
                 failed = self.export("model")
             if self.world.rank == 0:
-                missed = grade.summary(self.log, self.args.run_args)
+                off_target = grade.summary(self.log, self.args.run_args)
             if not failed:
                 self.log.finish(self.args.steps)
-        missing = ", ".join(self.log.unwritten)
-        failed = self.world.any_rank(bool(failed or missed or missing))
-        if missing:
-            self.log.say(f"missing: {missing}; with space on the disk the same command goes on")
+        unwritten = ", ".join(self.log.unwritten)
+        failed = self.world.any_rank(bool(failed or off_target or unwritten))
+        if unwritten:
+            self.log.say(f"missing: {unwritten}; with space on the disk the same command goes on")
         if self.args.run_args.report and self.world.rank == 0:
             grade.write_report(self.log)
         self.log.say(f"the run is in {self.log.folder}/")
