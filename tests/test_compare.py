@@ -2,12 +2,12 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forked import PYTHON
 from tools import compare
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +138,6 @@ def test_mistakes_are_one_sentence(tmp_path):
 
 
 def test_it_is_a_command():
-    done = subprocess.run([sys.executable, "tools/compare.py", "--help"], cwd=ROOT, text=True,
+    done = subprocess.run([PYTHON, "tools/compare.py", "--help"], cwd=ROOT, text=True,
                           capture_output=True, check=True)
     assert "-- runs/b-0" in done.stdout and "usage: python tools/compare.py" in done.stdout

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from forked import PYTHON
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "exercises"))
 import diagnose  # noqa: E402
@@ -295,7 +297,7 @@ def test_a_run_fits_one_cause_only(number):
 
 
 def test_the_curves_are_printed():
-    done = subprocess.run([sys.executable, "exercises/diagnose.py", "9"], cwd=ROOT,
+    done = subprocess.run([PYTHON, "exercises/diagnose.py", "9"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0 and "rollout/logprob_gap_mean  this run      0.18" in done.stdout
     assert "the KL term has the wrong sign" in done.stdout
@@ -303,7 +305,7 @@ def test_the_curves_are_printed():
 
 def test_the_command_runs_exercises_and_shows_solutions():
     for flag, status, printed in ((), 1, "6: fails"), (("--solution",), 0, "6: solved"):
-        done = subprocess.run([sys.executable, "exercises/exercise.py", "6", *flag], cwd=ROOT,
+        done = subprocess.run([PYTHON, "exercises/exercise.py", "6", *flag], cwd=ROOT,
                               capture_output=True, text=True)
         assert done.returncode == status and printed in done.stdout, done
 

@@ -1,7 +1,6 @@
 """What a new user meets: unlucky commands, tools on odd folders, intervals on the screen."""
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
 from examples import tiny
+from forked import PYTHON
 from rewards import Score
 
 ROOT = Path(__file__).parent.parent
@@ -251,7 +251,7 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, grades, misse
 # ---- commands
 
 def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
+    return subprocess.run([PYTHON, *words], cwd=cwd, capture_output=True, text=True)
 
 
 def test_evaluate_is_no_command_and_says_what_is():

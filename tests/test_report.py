@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -199,7 +198,7 @@ def test_a_run_that_goes_on_has_a_page(tmp_path):
     for file in "metrics.jsonl", "samples/step_00001.jsonl":
         with open(folder / file, "a") as out:
             out.write('{"step": 3, "prom')
-    done = subprocess.run([sys.executable, ROOT / "tools/report.py", folder], text=True,
+    done = subprocess.run([PYTHON, ROOT / "tools/report.py", folder], text=True,
                           capture_output=True)
     assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
     head, blocks = parts(folder / "report.html")
@@ -207,7 +206,7 @@ def test_a_run_that_goes_on_has_a_page(tmp_path):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "tools/report.py", tmp_path], text=True,
+    done = subprocess.run([PYTHON, ROOT / "tools/report.py", tmp_path], text=True,
                           capture_output=True)
     assert done.returncode == 1 and done.stderr.startswith("error: no metrics.jsonl in ")
 

@@ -2,12 +2,12 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples import coin, instructions
+from forked import PYTHON
 from results import make
 from tools import plot, samples
 
@@ -83,7 +83,7 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path):
     for seed, low in ((0, 0.1), (1, 0.3)):
         write_run(tmp_path / f"a-{seed}", seed, [low, low, low, *[low + 0.5] * 10], lr=1e-5)
     write_run(tmp_path / "b", 0, [0.0] * 13, lr=1e-4)
-    done = subprocess.run([sys.executable, ROOT / "tools/plot.py", tmp_path, "--out", "out.png"],
+    done = subprocess.run([PYTHON, ROOT / "tools/plot.py", tmp_path, "--out", "out.png"],
                           cwd=tmp_path, capture_output=True, text=True, check=True)
     shown = re.sub(" +", " ", done.stdout)
     assert "a, 2 seeds\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
@@ -118,7 +118,7 @@ def test_completions_are_shown_in_order_or_the_worst_first(tmp_path):
     for sort, expected in (("step", ["0.5", "None", "0.0"]), ("reward", ["None", "0.0", "0.5"])):
         shown = "\n".join(map(samples.text, samples.read(tmp_path, sort)))
         assert re.findall("^c(.*)", shown, re.M) == expected
-    command = [sys.executable, ROOT / "tools/samples.py", tmp_path, "--sort", "reward"]
+    command = [PYTHON, ROOT / "tools/samples.py", tmp_path, "--sort", "reward"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "--- prompt\np\n--- assistant\ncNone\n" in done.stdout
 
