@@ -233,6 +233,7 @@ class Run:
                            args.optimizer_args.max_bad_steps)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
+        self.unsaved = False  # did the disk refuse the last checkpoint?
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
         # Numbers of finished steps. `finish` makes the last evaluation.
@@ -353,6 +354,7 @@ class Run:
         state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
+        self.unsaved = bool(error)
         if error:
             self.log.say(f"the checkpoint after {step} steps was not written ({error})")
         else:
@@ -386,20 +388,23 @@ class Run:
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        failed = off_target = False
+        missing, off_target = [], False
+        if self.unsaved:
+            missing.append("the last checkpoint")
         if self.checked.eval_rows:
             self.evaluate(self.end)
         if not self.args.eval_args.eval_only:
-            if self.args.run_args.export:
-                failed = self.export("model")
+            if self.args.run_args.export and self.export("model"):
+                missing.append("the model")
             if self.world.rank == 0:
                 off_target = grade.summary(self.log, self.args.run_args)
-            if not failed:
+            if not missing:
                 self.log.finish(self.args.steps)
-        unwritten = ", ".join(self.log.unwritten)
-        failed = self.world.any_rank(bool(failed or off_target or unwritten))
-        if unwritten:
-            self.log.say(f"missing: {unwritten}; with space on the disk the same command goes on")
+        missing += self.log.unwritten
+        failed = self.world.any_rank(bool(off_target or missing))
+        if missing:
+            self.log.say(f"missing: {', '.join(missing)}; with space on the disk the same command "
+                         "goes on")
         if self.args.run_args.report and self.world.rank == 0:
             grade.write_report(self.log)
         self.log.say(f"the run is in {self.log.folder}/")
