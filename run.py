@@ -233,7 +233,7 @@ class Run:
                            args.optimizer_args.max_bad_steps)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
-        self.unsaved = False  # did the disk refuse the last checkpoint?
+        self.unsaved = False  # was the last checkpoint refused?
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
         # Numbers of finished steps. `finish` makes the last evaluation.
