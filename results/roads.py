@@ -1,6 +1,6 @@
 """Five roads from one small base to a policy, with seeds, and their comparison.
 
-    python results/roads.py --model runs/smollm2       three seeds, two runs at once: under an hour
+    python results/roads.py --model runs/smollm2       three seeds, two runs at once: about an hour
     python results/roads.py --roads sft --seeds 1      one road, to try it
     python results/roads.py --page                     roads.md again, from roads.json
 
