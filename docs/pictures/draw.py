@@ -327,8 +327,40 @@ def controls() -> str:
     return page(440, *out, *seeds_legend(430, 5))
 
 
+def roads() -> str:
+    """results/roads.json: the held-out accuracy of each seed against what was spent until then."""
+    from results.roads import BEFORE
+    found = json.loads((ROOT / "results/roads.json").read_text())["roads"]
+    out = [text(20, 24, "From a base to a policy: held-out accuracy of each seed", 14,
+                weight="bold")]
+    w, h, y0 = 290, 150, 60
+    for x0, what, most in (60, "tokens", 12000), (430, "seconds", 1000):
+        for value in (0, 0.5, 1):
+            y = y0 + h * (1 - value)
+            out += [rule(x0, y, x0 + w, y, PALE if value else LINE),
+                    text(x0 - 6, y + 4, f"{value:g}", 11, GREY, "end")]
+        for part in (0, 0.5, 1):
+            out.append(text(x0 + w * part, y0 + h + 16, f"{most * part:,.0f}", 11, GREY, "middle"))
+        words = {"tokens": "tokens sampled", "seconds": "seconds of training"}[what]
+        out.append(text(x0 + w / 2, y0 + h + 32, f"{words}, with the roads before", 11, GREY,
+                        "middle"))
+        for color, (road, seeds) in zip(DARK, found.items(), strict=True):
+            for seed, run in seeds.items():
+                before = sum(found[one][seed][what] for one in BEFORE[road])
+                points = " ".join(
+                    f"{x0 + w * (before + p[what]) / most:.1f},{y0 + h * (1 - p['pass']):.1f}"
+                    for p in run["points"])
+                out.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.4" '
+                           f'points="{points}"/>')
+    for i, (color, road) in enumerate(zip(DARK, found, strict=True)):
+        x = 60 + 130 * i
+        out += [rule(x, y0 + h + 56, x + 22, y0 + h + 56, color),
+                text(x + 28, y0 + h + 60, road, 12)]
+    return page(y0 + h + 76, *out)
+
+
 PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_phases,
-            "turns": turns, "curves": curves, "game": game, "controls": controls}
+            "turns": turns, "curves": curves, "roads": roads, "game": game, "controls": controls}
 
 
 def main() -> None:
