@@ -29,7 +29,7 @@ from vllm import LLM, SamplingParams
 
 from examples import tiny
 
-STEPS, P, G, SEED = 60, 64, 8, 0  # in each step P prompts, and G completions of each
+STEPS, P, G, SEED = 35, 64, 8, 0  # in each step P prompts, and G completions of each
 MAX_PROMPT, MAX_TOKENS = 64, 16  # the longest prompt and the longest completion, in tokens
 LR, WARMUP, MAX_NORM = 3e-4, 10, 1.0  # the learning rate rises for WARMUP steps
 MICROS = 8  # micro-batches of a step on each rank, at most its completions: more need less memory

@@ -70,9 +70,9 @@ def test_nano_learns(steps):
 
 def test_nano_has_the_settings_of_the_default_job():
     code, job = (ROOT / "nano.py").read_text(), (ROOT / "run.sh").read_text()
-    assert 'sorting="--steps 60 ' in job
+    assert 'sorting="--steps 35 ' in job
     assert all(flag in " ".join(job.split()) for flag in re.findall(r"--\w+ \d+", JOB))
-    for constants in ("STEPS, P, G, SEED = 60, 64, 8, 0 ", "MAX_PROMPT, MAX_TOKENS = 64, 16 ",
+    for constants in ("STEPS, P, G, SEED = 35, 64, 8, 0 ", "MAX_PROMPT, MAX_TOKENS = 64, 16 ",
                       "LR, WARMUP, MAX_NORM = 3e-4, 10, 1.0 "):
         assert constants in code
 

@@ -1,5 +1,8 @@
 """What a new user meets: unlucky commands, tools on odd folders, intervals on the screen."""
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,6 +274,35 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
         assert f"./run.sh {job}" in shown.stdout
     wrong = subprocess.run(["./run.sh", "hlep"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line, ranks, words, graded", [
+    ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
+    ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
+    ("--steps 3", "3", "grpo.py --steps 35 --steps 3", False),
+    ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False)])
+def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
+    """A copy of run.sh, whose torchrun prints its command."""
+    for name in "run.sh", "requirements.txt":
+        shutil.copy(ROOT / name, tmp_path)
+    both = (tmp_path / "requirements.txt").read_bytes() + (tmp_path / "run.sh").read_bytes()
+    made = tmp_path / ".venv/bin/torchrun"
+    made.parent.mkdir(parents=True)
+    made.write_text('#!/bin/sh\necho "$@" "bytecode ${PYTHONDONTWRITEBYTECODE-kept}"\n')
+    made.chmod(0o755)
+    none = tmp_path / "nvidia-smi"  # a machine without a GPU
+    none.write_text("#!/bin/sh\nexit 1\n")
+    none.chmod(0o755)
+    (tmp_path / f".venv/.ready-{hashlib.sha256(both).hexdigest()[:12]}-cpu").touch()
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**env, "RANKS": ranks} if ranks else {k: v for k, v in env.items() if k != "RANKS"}
+    done = subprocess.run(["./run.sh", *line.split()], cwd=tmp_path, env=env, text=True,
+                          capture_output=True)
+    assert done.stdout.startswith(f"--nproc_per_node {ranks or 2} "), done.stdout + done.stderr
+    assert done.stdout.endswith(" bytecode kept\n")
+    given = iter(done.stdout.split())
+    assert all(word in given for word in words.split())  # in this order
+    assert ("--target_reward" in done.stdout, "--target_eval" in done.stdout) == (graded, graded)
 
 
 @pytest.mark.parametrize("files, words", [
