@@ -12,11 +12,23 @@ from data import Prompt, Row
 from dist import cut
 from errors import SettingsError
 from log import peak_memory
+from memory import GIB
 from plan import Phase, Plan, ceil_div
 from rewards import Score
 from teacher import beside
 
 LAST = 64  # tokens that `compare` looks at
+
+
+def try_worst_case(run):
+    """--canary: the largest micro-batch of each phase."""
+    wanted = run.args.run_args.canary
+    if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
+        return
+    peaks = canary(run.checked.plan, run.world, run.checked.shape.vocab, run.policy, run.reference,
+                   run.critic)
+    peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
+    run.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
 
 
 def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:

@@ -43,7 +43,9 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
              eos_ids: list[int]) -> Row | None:
     """A row with its target. None: its prompt is empty."""
     prompt, replies = split(columns)
-    columns = columns | {"prompt": prompt}
+    if prompt is not None:
+        columns = columns | {"prompt": prompt}
+    "".join(m["content"] for m in replies).encode()  # a ValueError, as in data.make_row
     row = data.make_row(index, columns, name, tokenizer, controls, args)
     if row and eos_ids:
         asked = messages_of(columns, not_null(columns), args.prompt_template)
@@ -56,8 +58,9 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     return row
 
 
-def split(columns: dict) -> tuple[str | list[dict], list[dict]]:
-    """The prompt of a row, and the messages after it. The last one is the assistant's."""
+def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
+    """The prompt of a row, and the messages after it. The last one is the assistant's. None:
+    --prompt_template makes the prompt, or there is none."""
     there = not_null(columns)
     if "messages" in there:
         chat = there["messages"]
@@ -75,7 +78,7 @@ def split(columns: dict) -> tuple[str | list[dict], list[dict]]:
     if not isinstance(answer, list) or not answer or not all(map(is_message, answer)):
         raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
                             f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
-    return there[asked[0]] if asked else "", answer
+    return there[asked[0]] if asked else None, answer
 
 
 # ---- texts: the chat up to the end of a message, and whether the assistant says its last part ----

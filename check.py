@@ -92,7 +92,8 @@ def check_files(args, ranks: int, local_size: int | None = None, make: bool = Fa
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
             data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
-    mistakes.attempt(rewards.check_rows, needs or [], everything)
+    scored = eval_rows if args.supervised or args.eval_args.eval_only else everything
+    mistakes.attempt(rewards.check_rows, needs or [], scored)
     bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
 
     n_rows, n_eval = len(rows) or None, len(eval_rows)

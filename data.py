@@ -273,14 +273,14 @@ def read_file(path: str) -> list[dict]:
 
 
 def read_csv(path: str) -> list[dict]:
-    """An empty cell is None."""
+    """An empty cell is None. Empty lines do not count."""
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        rows = list(reader)
-    for i, row in enumerate(rows):
-        if len(row) != len(reader.fieldnames):
+        names, *rows = [cells for cells in csv.reader(file, strict=True) if cells] or [[]]
+    for i, cells in enumerate(rows):
+        if not len(cells) == len(names) == len({*names}):
             raise ValueError(f"row {i} (counted from 0) does not fit the first line")
-    return [{name: cell or None for name, cell in row.items()} for row in rows]
+    return [{name: cell or None for name, cell in zip(names, cells, strict=True)}
+            for cells in rows]
 
 
 def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
@@ -367,12 +367,17 @@ def with_system(messages: list[dict], system: str) -> list[dict]:
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
     """distill.py: the prompt of each row for the teacher. It must not be shorter than the row's
     own: micro-batches are cut by it."""
+    args, limit = replace(args, prompt_template=template), args.max_prompt_tokens
     for row in rows:
-        made = make_row(row.index, row.columns, row.source, tokenizer, [],
-                        replace(args, prompt_template=template))
+        try:
+            made = make_row(row.index, row.columns, row.source, tokenizer, [], args)
+        except ValueError as error:  # half a surrogate pair
+            raise SettingsError(f"--teacher_prompt, row {row.index}: {error}") from None
+        if made is None:
+            raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")
         row.teacher_ids = made.prompt_ids
-        if not len(row.prompt_ids) <= len(row.teacher_ids) <= args.max_prompt_tokens:
+        if not len(row.prompt_ids) <= len(row.teacher_ids) <= limit:
             raise SettingsError(
                 f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
                 f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
-                f"{args.max_prompt_tokens}.")
+                f"{limit}.")

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -268,6 +269,7 @@ def leave(status: int, text: str):
 
 def say_last(text: str):
     """Prints it below all else: torchrun prints forty lines after its ranks have ended."""
+    text = text.replace("\0", "\\0")  # a command takes none
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         print(text, file=sys.stderr)
         return
@@ -311,7 +313,8 @@ def run(main, *args):
                 error.add_note(f"waited {World.joined.timeout:g} s (--timeout) for rank {late}")
             print(f"[rank {rank}] failed:\n{traceback.format_exc()}", file=sys.stderr)
             report.record_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in sys.stdout, sys.stderr:
+        with suppress(OSError):  # a full disk
+            stream.flush()
     os._exit(status)
 

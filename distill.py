@@ -54,6 +54,9 @@ class Args(losses.ClipArgs, CommonArgs):
         """Yields a Rule for settings of distill.py that contradict each other."""
         if not (self.teacher or self.teacher_prompt):
             yield Rule("--teacher or --teacher_prompt must be given: else nobody teaches.", [])
+        if self.eval_data and not self.reward:
+            yield Rule("--eval_data needs --reward: a completion passes by its first reward.",
+                       [("reward", [("exact",)]), ("eval_data", [None])])
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])

@@ -23,11 +23,12 @@ def summary(run_log: Log, flags) -> bool:
              rewards[:first], rewards[-last:]),
             ("", "held-out perplexity, before and after", losses[:1], losses[1:][-1:]),
             ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
-        target = vars(flags).get(flag)
+        target, reached = vars(flags).get(flag), False
         if after:
             before, after = np.mean(before), np.mean(after)
             run_log.say(f"{words}: {before:.3f} -> {after:.3f}")
-        if target and not (after and before <= target[0] and after >= target[1]):
+            reached = target and before <= target[0] and after >= target[1]
+        if target and not reached:
             missed = True
             say_last(f"missed --{flag}: at most {target[0]} before and at least {target[1]} after")
     if rewards:

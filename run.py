@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import shutil
 import sys
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ import dist
 import grade
 import log
 import lora
-import memory
 import model
 import plan
 import rewards
@@ -233,13 +233,17 @@ class Run:
                            args.optimizer_args.max_bad_steps)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
-        self.unsaved = False  # was the last checkpoint refused?
+        # Did a disk refuse the last checkpoint, or the best model?
+        self.unsaved = self.best_unwritten = False
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
-        # Numbers of finished steps. `finish` makes the last evaluation.
+        # Numbers of finished steps. `finish` makes the last evaluation; a finished run that goes on
+        # had one too, and it is made again.
         self.evaluations = self.saves = range(0)
+        ended = world.gather([log.finished_steps(folder)])[0]
         if checked.eval_rows:
-            self.evaluations = range(0, args.steps, args.eval_args.eval_every or args.steps)
+            every = args.eval_args.eval_every or args.steps
+            self.evaluations = {*range(0, args.steps, every), ended}
         if args.run_args.save_every:
             self.saves = {*range(0, args.steps, args.run_args.save_every), args.steps}
 
@@ -253,7 +257,7 @@ class Run:
             self.build_engine()
         self.scorer.wait()
         if not self.args.eval_args.eval_only:
-            self.try_worst_case()
+            canary.try_worst_case(self)
         if self.saved:
             self.restore(self.saved.state)
         self.stop.looping = not self.args.eval_args.eval_only  # SIGTERM waits for a step's end
@@ -298,16 +302,6 @@ class Run:
             episodes=self.episodes)
         self.engine.sleep()
 
-    def try_worst_case(self):
-        """--canary: the largest micro-batch of each phase."""
-        wanted = self.args.run_args.canary
-        if wanted == "off" or (wanted == "auto" and self.world.device.type != "cuda"):
-            return
-        peaks = canary.canary(self.checked.plan, self.world, self.checked.shape.vocab,
-                              self.policy, self.reference, self.critic)
-        peaks = ", ".join(f"{name} {peak / memory.GIB:.2f} GiB" for name, peak in peaks.items())
-        self.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
-
     def restore(self, state: dict):
         """Goes on from the checkpoint."""
         checkpoint.load(self.saved, self.world, self.trained)
@@ -323,7 +317,7 @@ class Run:
 
     def evaluate(self, step: int):
         """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py). The best
-        policy so far is exported."""
+        policy of a training run so far is exported."""
         metrics = {}
         if self.args.supervised:
             with self.log.time("eval"):
@@ -333,10 +327,13 @@ class Run:
             metrics |= self.sample_and_score(step)
             score = metrics["eval/pass@1"]
         self.log.step(step, metrics)
+        if self.args.eval_args.eval_only:
+            return
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
             if self.args.run_args.export and step:  # before the first step it is --model
-                self.export("best", {"best.json": json.dumps(self.best | metrics, indent=1)})
+                self.best_unwritten = self.export(
+                    "best", {"best.json": json.dumps(self.best | metrics, indent=1)})
 
     def sample_and_score(self, step: int) -> dict[str, float]:
         """Completions of the rows of --eval_data → metrics."""
@@ -351,8 +348,9 @@ class Run:
     def save(self, step: int) -> str | None:
         """A checkpoint → None, or why that failed. A collective."""
         folder = self.log.folder / "checkpoints"
+        best = None if self.best_unwritten else self.best
         state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
-                 "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
+                 "bad_steps": self.log.bad_steps, "best": best, "settings": self.settings}
         error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.unsaved = bool(error)
         if error:
@@ -372,6 +370,8 @@ class Run:
                     self.world, lora.export, lm, self.world.device, self.adapter, folder)
         except checkpoint.NotWritten as error:
             self.log.say(f"{folder} was not written ({error})")
+            if self.world.rank == 0:  # what there is of it
+                shutil.rmtree(f"{folder}.partial", ignore_errors=True)
             return True
         return False
 
@@ -393,6 +393,8 @@ class Run:
             missing.append("the last checkpoint")
         if self.checked.eval_rows:
             self.evaluate(self.end)
+        if self.best_unwritten:
+            missing.append("the best model")
         if not self.args.eval_args.eval_only:
             if self.args.run_args.export and self.export("model"):
                 missing.append("the model")

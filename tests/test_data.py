@@ -334,6 +334,7 @@ def test_no_such_file(tmp_path):
     ("a.parquet", b"PAR1 no table", "a.parquet cannot be loaded", ""),
     ("a.jsonl.gz", b"", "a.jsonl.gz is a file; it must end in .jsonl, .json, .parquet, .csv", ""),
     ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 1 (counted from 0)", "does not fit the first line"),
+    ("a.csv", b"a,b\n1,2\n1\n", "row 1 (counted from 0)", "does not fit the first line"),
     ("a.csv", b"a,a\n1,2\n", "row 0 (counted from 0)", "does not fit the first line"),
     ("a.csv", b'a\n"open', "a.csv is no whole .csv", "unexpected end"),
     *((name, content, "has no rows", "") for name, content in [

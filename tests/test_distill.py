@@ -315,6 +315,8 @@ def test_what_teaches_nothing_is_refused():
     assert "--teacher or --teacher_prompt" in rules(teacher=None)
     assert "--reward_coef needs --reward" in rules(reward_coef=0.5)
     assert not rules(reward_coef=0.5, reward=("exact",))
+    assert "--eval_data needs --reward" in rules(eval_data="tiny")
+    assert not rules(eval_data="tiny", reward=("exact",))
 
 
 def test_the_teachers_prompt_has_more_in_it():
@@ -322,9 +324,13 @@ def test_the_teachers_prompt_has_more_in_it():
     row = data.make_row(0, columns, "made up", tokenizer, [], DataArgs())
     data.add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
-    for template, limit in (("{answer}", 512), ("{question} {question} {answer}", 15)):
+    row.columns["note"], row.columns["half"] = " \n", "\ud800"
+    for template, limit in (("{note}", 512), ("{answer}", 512),
+                            ("{question} {question} {answer}", 15)):
         with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):
             data.add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
+    with pytest.raises(SettingsError, match="--teacher_prompt, row 0: .*surrogates"):
+        data.add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
 
 
 # ---- the run ----

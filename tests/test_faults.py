@@ -173,6 +173,11 @@ def test_other_settings_finished_runs_and_more_steps(start, tmp_path):
     assert "resumed from runs/x/checkpoints/step_2; changed since: steps 4 (was 2)" in text, text
     assert go("y", "4")[0] == 0
     assert differences(tmp_path / "runs/x", tmp_path / "runs/y") == []
+    rows(tmp_path / "rows.jsonl", range(500123, 500139))
+    for steps in "2", "4":  # the end of the first run is evaluated again
+        assert go("e", steps, "--eval_data", "rows.jsonl")[0] == 0
+    found = map(json.loads, (tmp_path / "runs/e/metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in found if "eval/rows" in row] == [0, 2, 4]
     assert go("z", "1", "--save_every", "0")[0] == 0
     assert "runs/z is finished and has no checkpoint" in go("z", "2")[1]
 

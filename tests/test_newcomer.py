@@ -251,6 +251,95 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, grades, misse
     assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
 
 
+def test_a_target_of_exactly_0_is_reached(monkeypatch):
+    rows = [{"reward/mean": value, "time/step": 1.0, "rollout/tokens": 7} for value in (-1.0, 0.0)]
+    monkeypatch.setattr(grade, "draw_curve", lambda log: None)
+    run_log = SimpleNamespace(rows=rows, say=lambda text: None)
+    assert not grade.summary(run_log, run.RunArgs(target_reward=(-0.5, 0.0)))
+
+
+# ---- the best model
+
+def evaluated(scores: list[float], *flags: str, refused=()):
+    """What run.Run.evaluate exports of evaluations with these scores, and the run after them.
+    refused: steps whose export fails."""
+    exported = []
+
+    def export(name, notes):
+        exported.append(json.loads(notes["best.json"])["step"])
+        return exported[-1] in refused
+
+    it = SimpleNamespace(
+        args=args("--eval_data", "tiny", *flags), engine=True, best=None, best_unwritten=False,
+        log=SimpleNamespace(step=lambda step, metrics: None), export=export,
+        sample_and_score=lambda step: {"eval/pass@1": scores[step]})
+    for step in range(len(scores)):
+        run.Run.evaluate(it, step)
+    return exported, it
+
+
+def test_the_best_model_is_a_training_runs():
+    assert evaluated([0.1, 0.5, 0.3, 0.6])[0] == [1, 3]
+    assert evaluated([0.1, 0.5], "--eval_only")[0] == []
+
+
+def test_a_best_model_that_was_not_written_is_not_forgotten(monkeypatch):
+    """A checkpoint does not count it, and the end of the run names it."""
+    assert not evaluated([0.1, 0.5, 0.6], refused=[1])[1].best_unwritten
+    exported, it = evaluated([0.1, 0.5, 0.3], refused=[1])
+    assert exported == [1] and it.best_unwritten
+    states, said = [], []
+    vars(it).update(
+        settings={}, kl_coef=0.0, unsaved=False, trained={}, close=lambda: None,
+        world=SimpleNamespace(rank=1, any_rank=bool), stream=SimpleNamespace(state=dict),
+        checked=SimpleNamespace(eval_rows=[]), export=lambda name: False)
+    it.log = SimpleNamespace(folder=Path("x"), bad_steps=0, say=said.append, unwritten={},
+                             finish=lambda steps: pytest.fail("done.json"))
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: states.append(all[3]))
+    run.Run.save(it, 2)
+    assert states[0]["best"] is None
+    assert run.Run.finish(it) == 1 and said[-2].startswith("missing: the best model; ")
+
+
+def test_what_a_full_disk_leaves_of_an_export_is_removed(tmp_path, monkeypatch):
+    def fails(world, act, source, folder, notes):
+        Path(f"{folder}.partial").mkdir()
+        raise run.checkpoint.NotWritten("no space")
+
+    monkeypatch.setattr(run.checkpoint, "write", fails)
+    said = []
+    policy = SimpleNamespace(module=SimpleNamespace(lm=None), export=None)
+    it = SimpleNamespace(log=SimpleNamespace(folder=tmp_path, say=said.append), policy=policy,
+                         checked=SimpleNamespace(source=""), world=SimpleNamespace(rank=0))
+    assert run.Run.export(it, "best") and not [*tmp_path.iterdir()] and "no space" in said[0]
+
+
+# ---- machines
+
+def test_a_machine_without_git_has_versions_too(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    found = log.versions()
+    assert found["commit"] == "" and found["torch"]
+
+
+def test_an_output_on_a_full_disk_does_not_end_the_run():
+    """Neither a line of it, nor the last flush."""
+    code = ("import dist, log, sys, types; it = types.SimpleNamespace(writing=True); "
+            "sys.stdout.reconfigure(line_buffering=True); "
+            "dist.run(lambda: log.Log.say(it, 'a line') or 3)")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 3, done.stderr.decode()
+
+
+def test_rows_that_are_not_scored_need_no_answer(place):
+    (place / "bare.jsonl").write_text('{"prompt": "Sort 31"}\n')
+    (place / "held.jsonl").write_text('{"prompt": "Sort 32", "answer": "23"}\n')
+    flags = ["--data", "bare.jsonl", "--eval_data", "held.jsonl", "--batch", "1"]
+    assert "--reward exact needs 'answer'; 1 of 2 rows have none" in mistakes(*flags)
+    assert check.check(args(*flags, "--eval_only"), 1, 1).eval_rows
+
+
 # ---- commands
 
 def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:

@@ -211,6 +211,18 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("error: no metrics.jsonl in ")
 
 
+def test_a_run_without_args_and_a_page_that_cannot_be_written_are_one_sentence(tmp_path):
+    folders = [write_run(tmp_path / name, 1, lambda step: []) for name in "ab"]
+    (folders[0] / "args.json").unlink()
+    (tmp_path / "file").touch()
+    outs = ["x.html", "file/x.html"]
+    for folder, out, words in zip(folders, outs, ["has no whole args.json", "cannot be written"],
+                                  strict=True):
+        done = subprocess.run([PYTHON, ROOT / "tools/report.py", folder, "--out", tmp_path / out],
+                              text=True, capture_output=True)
+        assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
     assert report.changed({"batch": 8, "group": 8, "export": False, "reward": ["exact"],
                            "advantage_eps": 1e-06, "stop": []}) == [
@@ -294,6 +306,13 @@ def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small, wid
     light = [sum(map(int, re.findall(r"\d+", color)[:3])) / 765 for color in (ink, back)]
     assert (light[0] < 0.3 < 0.9 < light[1]) if scheme == "light" else (light[0] > 0.8 > 0.2 >
                                                                         light[1])
+
+
+def test_a_run_without_a_step_opens(browser, tmp_path):
+    folder = write_run(tmp_path / "a", 1, lambda step: [])
+    (folder / "metrics.jsonl").write_text("")
+    browser.open(report_of([folder]))
+    assert not browser.said and "0 of 1" in text_of(browser, "#run")
 
 
 def test_hostile_texts_are_shown_and_do_nothing(browser, small):

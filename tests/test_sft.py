@@ -156,6 +156,13 @@ def test_prompt_and_answer_are_a_chat_of_two_messages(tmp_path):
     assert sum(row.target[1]) == len(tokenizer(f"13{end}{CHAT[3]['content']}{end}")["input_ids"])
 
 
+def test_a_template_makes_the_prompt_of_any_columns(tmp_path):
+    (row,), _ = load(tmp_path, [{"instruction": "Sort", "input": "31", "answer": "13"}],
+                     tiny.make_tokenizer(), prompt_template="{instruction} {input}")
+    (plain,), _ = load(tmp_path, [{"prompt": "Sort 31", "answer": "13"}], tiny.make_tokenizer())
+    assert (row.prompt_ids, row.target) == (plain.prompt_ids, plain.target)
+
+
 def test_a_system_message_stands_before_the_chat(tmp_path):
     tokenizer = tokenizer_of(*TEMPLATES["qwen2"])
     (plain,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer)
@@ -178,6 +185,8 @@ def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path):
     ({"messages": "Sort"}, "messages must be a list of"),
     ({"prompt": "Sort 31"}, "a row to learn needs messages, or a prompt and a text in one of"),
     ({"question": "Sort 31", "answer": 13}, "a row to learn needs messages"),
+    ({"prompt": "x", "answer": "\ud800"}, "row 0 .* surrogates not allowed"),
+    ({"x": "Sort 31", "answer": "13"}, "no prompt column in"),
     ({"prompt": "x", "answer": "1" * 300}, "--max_tokens 301 keeps it")])
 def test_rows_that_teach_nothing_are_refused(tmp_path, row, words):
     with pytest.raises(SettingsError, match=words):

@@ -20,6 +20,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from errors import SettingsError  # noqa: E402
 from log import is_evaluation, read_metrics, write_whole  # noqa: E402
 from tools import plot  # noqa: E402
 
@@ -92,7 +93,7 @@ def curves(run: Path) -> dict[str, list]:
         found[row["step"]] = found.get(row["step"], {}) | row
     stride = -(-len(found) // POINTS)
     rows = [row for i, row in enumerate(found.values()) if i % stride == 0 or is_evaluation(row)]
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(["step", *(name for row in rows for name in row)])
     return {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -259,8 +260,13 @@ def main():
     if not any(plot.runs_in(run) for run in args.runs):
         sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
     path = args.out or args.runs[0] / "report.html"
-    text = page(args.runs, folder=path.parent)
-    write_whole(path, text)
+    try:
+        text = page(args.runs, folder=path.parent)
+        write_whole(path, text)
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {path} cannot be written ({error.strerror}).")
     print(f"report: {path} ({len(text) / 1e6:.1f} MB)")
 
 
