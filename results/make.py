@@ -143,10 +143,11 @@ def table() -> str:
         def metrics(key, runs=runs):
             return [[*plot.series(one, key).values()] for one in runs]
 
-        columns += [f"{passed} of {len(runs)}",
+        is_control = any(f"-{control}" in name for control in CONTROLS)
+        columns += ["no grade" if is_control else f"{passed} of {len(runs)}",
                     plot.cell([note["seconds"] for note in notes], 0),
                     plot.cell([np.median(steps) for steps in metrics("time/step")], 2),
-                    f"{np.max(metrics('memory/peak_gb')):.2f}"]
+                    f"{np.max(np.concatenate(metrics('memory/peak_gb'))):.2f}"]
         lines.append(" | ".join([
             f"| [{name}]({name})", f"`{command}`" + " (loaded)" * loaded, *columns]) + " |")
     return ("| result | command | reward, first 3 steps | last 10 | held-out before | after "

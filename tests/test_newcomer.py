@@ -418,10 +418,10 @@ def test_plot_reads_a_cut_last_line_and_refuses_a_picture_that_is_none(tmp_path)
 def test_below_torchrun_the_sentence_comes_after_it_has_ended(tmp_path):
     """The starter prints after its child has ended, as torchrun does."""
     code = ("import os, subprocess, sys; child = subprocess.run([sys.executable, '-c', "
-            "'import dist; dist.say_last(\"error: a sentence\")'], "
+            "'import dist; dist.say_last(\"error: a\" + chr(0) + \" sentence\")'], "
             "env=os.environ | {'TORCHELASTIC_RUN_ID': 'x'}); print('forty lines', file=sys.stderr)")
     done = command("-c", code)
-    assert done.stderr.splitlines() == ["forty lines", "error: a sentence"]
+    assert done.stderr.splitlines() == ["forty lines", "error: a\\0 sentence"]
 
 
 def test_alone_the_sentence_comes_at_once(capsys, monkeypatch):

@@ -316,7 +316,7 @@ def game() -> str:
 
 
 def controls() -> str:
-    """Three tasks, above their controls with a random reward."""
+    """Three tasks, above their controls with a random reward and with none."""
     out = []
     for i, (task, name, reward) in enumerate((("sorting", "sort-grpo", "exact"),
                                               ("knights and knaves", "kk", "kk01"),
@@ -324,7 +324,9 @@ def controls() -> str:
         x = 60 + 245 * i
         out += reward_panel(x, 36, name, f"reward/{reward}", task)
         out += reward_panel(x, 250, f"{name}-coin", f"reward/{reward}", "trained on a coin")
-    return page(440, *out, *seeds_legend(430, 5))
+        out += reward_panel(
+            x, 464, f"{name}-sharpen", f"reward/{reward}", "no reward: made surer")
+    return page(654, *out, *seeds_legend(644, 5))
 
 
 def roads() -> str:
