@@ -84,10 +84,10 @@ def check_files(args, ranks: int, local_size: int | None = None, make: bool = Fa
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
-    def load(spec: str | None, seed: int) -> list[data.Row]:
-        return load_rows(args, spec, seed, tokenizer, ends, tools, mistakes, notes)
+    def load(flag: str, seed: int) -> list[data.Row]:
+        return load_rows(args, flag, seed, tokenizer, ends, tools, mistakes, notes)
 
-    rows, eval_rows = load(args.data, args.seed), load(args.eval_data, 0)  # for any --seed
+    rows, eval_rows = load("data", args.seed), load("eval_data", 0)  # for any --seed
     everything = rows + eval_rows
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
@@ -254,12 +254,13 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
     return None
 
 
-def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int],
+def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
               tools: list[dict] | None, mistakes: Mistakes, notes: list[str]) -> list[data.Row]:
     """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
 
     ends: the ids that end a completion. tools: the schemas of --tools.
     """
+    spec = getattr(args, flag)
     if not spec:
         return []
     tokenizer = tokenizer or NoTokenizer()
@@ -271,7 +272,7 @@ def load_rows(args, spec: str | None, seed: int, tokenizer, ends: list[int],
     if found is None:
         return []
     rows, note = found
-    notes.append(note)
+    notes.append(f"--{flag} {note}")
     return rows
 
 

@@ -367,7 +367,7 @@ def with_system(messages: list[dict], system: str) -> list[dict]:
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
     """distill.py: the prompt of each row for the teacher. It must not be shorter than the row's
     own: micro-batches are cut by it."""
-    args, limit = replace(args, prompt_template=template), args.max_prompt_tokens
+    args = replace(args, prompt_template=template)
     for row in rows:
         try:
             made = make_row(row.index, row.columns, row.source, tokenizer, [], args)
@@ -376,8 +376,8 @@ def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: st
         if made is None:
             raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")
         row.teacher_ids = made.prompt_ids
-        if not len(row.prompt_ids) <= len(row.teacher_ids) <= limit:
+        if not len(row.prompt_ids) <= len(row.teacher_ids) <= args.max_prompt_tokens:
             raise SettingsError(
                 f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
                 f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
-                f"{limit}.")
+                f"{args.max_prompt_tokens}.")
