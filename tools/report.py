@@ -2,9 +2,9 @@
 
     python tools/report.py RUN [RUN ...]     writes report.html in the first RUN
 
-RUN is runs/NAME, ended or not, or a folder of such folders. The page is one file, needs no server
-and loads nothing. Runs whose args.json differ in the seed and the name only are one curve, with a
-band from the lowest to the highest. tools/report.html is the page without its data.
+RUN is runs/NAME, ended or not, or a folder of such folders. The page is one file and loads nothing.
+Runs whose args.json differ in the seed and the name only are one curve, with a band from lowest to
+highest. tools/report.html is the page without its data.
 """
 import argparse
 import base64
@@ -26,8 +26,8 @@ from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
 POINTS = 2000  # of a curve, at most
-AT_THE_END = 8_000_000  # bytes of samples/ that the end of a run reads: less than a second
-CUT = 1000  # characters of a text, where the page has no room
+AT_THE_END = 8_000_000  # bytes of samples/ that a run's end reads: under a second
+CUT = 1000  # characters of a text, if there is no room
 SICK = "docs/reading_metrics.md"
 RANGE = re.compile(r"(above|below|between) ([-\d.e]+)(?: and ([-\d.e]+))?")
 
@@ -93,7 +93,7 @@ def curves(run: Path) -> dict[str, list]:
         found[row["step"]] = found.get(row["step"], {}) | row
     stride = -(-len(found) // POINTS)
     rows = [row for i, row in enumerate(found.values()) if i % stride == 0 or is_evaluation(row)]
-    names = dict.fromkeys(["step", *(name for row in rows for name in row)])
+    names = dict.fromkeys(["step", *(k for row in rows for k in row)])
     return {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -108,7 +108,7 @@ def about(run: Path, group: int) -> dict:
 
 
 def sample_rows(path: Path) -> list[dict]:
-    """A run that goes on may have written half of the last line."""
+    """A run that goes on may have written half a line."""
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -255,7 +255,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
-    parser.add_argument("--out", type=Path, help="the page's file")
+    parser.add_argument("--out", type=Path, help="its file")
     args = parser.parse_args()
     if not any(plot.runs_in(run) for run in args.runs):
         sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
@@ -263,10 +263,8 @@ def main():
     try:
         text = page(args.runs, folder=path.parent)
         write_whole(path, text)
-    except SettingsError as error:
+    except (SettingsError, OSError) as error:
         sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: {path} cannot be written ({error.strerror}).")
     print(f"report: {path} ({len(text) / 1e6:.1f} MB)")
 
 
