@@ -237,8 +237,8 @@ class Run:
         self.unsaved = self.best_unwritten = False
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
-        # Numbers of finished steps. `finish` makes the last evaluation; a finished run that goes on
-        # had one too, and it is made again.
+        # Numbers of finished steps. `finish` makes the last evaluation. Where a finished run goes
+        # on, it is made again.
         self.evaluations = self.saves = range(0)
         ended = world.gather([log.finished_steps(folder)])[0]
         if checked.eval_rows:
@@ -316,8 +316,8 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py). The best
-        policy of a training run so far is exported."""
+        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py).
+        Exports the best policy of a training run."""
         metrics = {}
         if self.args.supervised:
             with self.log.time("eval"):
@@ -403,6 +403,7 @@ class Run:
             if not missing:
                 self.log.finish(self.args.steps)
         missing += self.log.unwritten
+        self.log.unwritten.clear()  # done.json must not come with the report
         failed = self.world.any_rank(bool(off_target or missing))
         if missing:
             self.log.say(f"missing: {', '.join(missing)}; with space on the disk the same command "
