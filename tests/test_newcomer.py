@@ -293,12 +293,13 @@ def test_a_best_model_that_was_not_written_is_not_forgotten(monkeypatch):
         settings={}, kl_coef=0.0, unsaved=False, trained={}, close=lambda: None,
         world=SimpleNamespace(rank=1, any_rank=bool), stream=SimpleNamespace(state=dict),
         checked=SimpleNamespace(eval_rows=[]), export=lambda name: False)
-    it.log = SimpleNamespace(folder=Path("x"), bad_steps=0, say=said.append, unwritten={},
+    it.log = SimpleNamespace(folder=Path("x"), bad_steps=0, say=said.append, unwritten={"a": ""},
                              finish=lambda steps: pytest.fail("done.json"))
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: states.append(all[3]))
     run.Run.save(it, 2)
     assert states[0]["best"] is None
-    assert run.Run.finish(it) == 1 and said[-2].startswith("missing: the best model; ")
+    assert run.Run.finish(it) == 1 and said[-2].startswith("missing: the best model, a; ")
+    assert not it.log.unwritten  # a file that was named is not written later, with the report
 
 
 def test_what_a_full_disk_leaves_of_an_export_is_removed(tmp_path, monkeypatch):
