@@ -253,8 +253,8 @@ def curves() -> str:
             y = y0 + h * (1 - reward)
             out += [rule(x0, y, x0 + w, y, PALE if reward else LINE),
                     text(x0 - 6, y + 4, f"{reward:g}", 11, GREY, "end")]
-        for step in (0, 30, 60):
-            out.append(text(x0 + w * step / 60, y0 + h + 16, step, 11, GREY, "middle"))
+        for step in (1, len(mean) // 2, len(mean)):
+            out.append(text(x0 + w * step / len(mean), y0 + h + 16, step, 11, GREY, "middle"))
 
         def line(values, color, width, x0=x0, y0=y0, w=w, h=h) -> str:
             points = " ".join(f"{x0 + w * (k + 1) / len(values):.1f},{y0 + h * (1 - v):.1f}"
