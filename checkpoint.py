@@ -118,7 +118,8 @@ def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
     for who, it in trained.items():
         for name, p in it.parameters.items():
             found[f"{who}.{name}"] = p.detach()
-            found |= {f"{who}.{name}.{key}": value for key, value in it.optimizer.state[p].items()}
+            state = it.optimizer.state.get(p, {})
+            found |= {f"{who}.{name}.{k}": value for k, value in state.items()}
     return found
 
 

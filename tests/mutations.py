@@ -250,8 +250,8 @@ ROWS = [
     Row("data.py", "self.position += len(prompts)", "self.position += n",
         "data.py::test_an_epoch_is_every_row_once", "two_epochs()",
         "rows drawn in two epochs of 1,000, batch 64: {} → {}"),
-    Row("checkpoint.py", 'found |= {f"{who}.{name}.{key}": value for key, value in '
-        "it.optimizer.state[p].items()}", "pass",
+    Row("checkpoint.py", 'found |= {f"{who}.{name}.{k}": value for k, value in '
+        "state.items()}", "pass",
         "checkpoint.py::test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one", "resumed()",
         "weights two steps after a resume: {} off"),
     Row("evaluate.py", "return 1.0 - comb(n - correct, k) / comb(n, k)",
