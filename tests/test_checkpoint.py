@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,3 +270,14 @@ def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
         checkpoint.compare(saved, was | {"group": 4, "reward": ("gsm8k",), "lr": 1.0})
     with pytest.raises(SettingsError, match="script was grpo and is now ppo"):
         checkpoint.compare(saved, was | {"script": "ppo"})
+
+
+def test_a_checkpoint_before_the_first_step_leaves_adamw_without_a_state():
+    """--offload optimizer moves the moments of each state that is there."""
+    import torch
+
+    import checkpoint
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    it = SimpleNamespace(parameters={"w": weight}, optimizer=torch.optim.AdamW([weight]))
+    assert [*checkpoint.tensors({"policy": it})] == ["policy.w"] and not it.optimizer.state

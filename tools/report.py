@@ -2,8 +2,8 @@
 
     python tools/report.py RUN [RUN ...]     writes report.html in the first RUN
 
-RUN is runs/NAME, ended or not, or a folder of such folders. The page is one file and loads nothing.
-Runs whose args.json differ in the seed and the name only are one curve, with a band from lowest to
+RUN is runs/NAME, ended or not, or a folder of those. The page is one file and loads nothing. Runs
+whose args.json differ in the seed and the name only are one curve, with a band from lowest to
 highest. tools/report.html is the page without its data.
 """
 import argparse
@@ -255,7 +255,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
-    parser.add_argument("--out", type=Path, help="its file")
+    parser.add_argument("--out", type=Path, help="the page's file")
     args = parser.parse_args()
     if not any(plot.runs_in(run) for run in args.runs):
         sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
