@@ -20,7 +20,7 @@ speed   A random Qwen2 of 3.2 M parameters. The learning rate is so small that n
         the cores (then with --threads 1, because a thread that waits for another uses CPU too).
         Memory: the largest sum of resident memory over the process and its children, sampled five
         times a second.
-curves  The model of tiny.py that half-knows how to sort, the same prompts at each step, several
+curves  The model of tiny.py that mostly sorts downwards, the same prompts at each step, several
         seeds of sampling: mean reward per step. The picture is runs/trl_curves.png.
 real    The same with the model and the rows of `./run.sh real`, and the seconds of a step (median
         without the first two; of all seeds). The model is made first: examples/smollm2.py. The
@@ -338,7 +338,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=7,
                         help="of a speed run, with the first two, which do not count")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--curve_steps", type=int, default=50)
+    parser.add_argument("--curve_steps", type=int, default=35)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro", type=int, default=32, help="rows of a speed run's micro-batch")
     parser.add_argument("--quick", action="store_true",
