@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+import log
 from dist import World
 from errors import SettingsError
 from model import Trained
@@ -124,6 +125,25 @@ def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
 
 
 # ---- resume ----
+
+def newest(args, world: World, folder: Path, settings: dict) -> tuple[Saved | None, list[str]]:
+    """The checkpoint that the run in `folder` goes on from; lines to print. A collective."""
+    saved, notes = find(folder / "checkpoints", world)
+    if saved:
+        changed, step = compare(saved, settings), saved.state["step"]
+        if step > args.steps and not args.eval_args.eval_only:
+            raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
+                                f" Would work: --steps {step}, or more.")
+        notes.append(f"resumed from {saved.path}")
+        if changed:
+            notes[-1] += f"; changed since: {', '.join(changed)}"
+    elif log.finished_steps(folder):
+        raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint to "
+                            f"go on from; choose another --name.")
+    elif (folder / "metrics.jsonl").exists():
+        notes.append(f"{folder} has no checkpoint: the run begins again")
+    return saved, notes
+
 
 def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
     """The newest whole one; a sentence for each damaged one. A collective."""

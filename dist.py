@@ -240,7 +240,8 @@ class Stop:
         self.pids = world.gather([os.getpid()])[first:first + world.local_size]  # of this machine
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGALRM, lambda *_: leave(
-            143, f"SIGTERM: no step ended within --stop_seconds {seconds:g}; the step is lost"))
+            143, f"SIGTERM: no step ended within --stop_seconds {seconds:g}; what came after the "
+                 f"last checkpoint is lost"))
 
     def agreed(self) -> bool:
         """Whether any rank got SIGTERM. A collective."""

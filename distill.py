@@ -57,6 +57,8 @@ class Args(losses.ClipArgs, CommonArgs):
         if self.eval_data and not self.reward:
             yield Rule("--eval_data needs --reward: a completion passes by its first reward.",
                        [("reward", [("exact",)]), ("eval_data", [None])])
+        if self.run_args.target_reward and not self.reward:
+            yield Rule("--target_reward needs --reward.", [("target_reward", [None])])
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])

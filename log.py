@@ -9,6 +9,7 @@ import os
 import platform
 import reprlib
 import resource
+import shutil
 import subprocess
 import threading
 import time
@@ -107,6 +108,17 @@ def write_whole(path: Path, content: str | bytes):
     unfinished.replace(path)
 
 
+@contextmanager
+def whole_folder(folder: str | Path):
+    """Gives an empty folder to fill, which then replaces this one. A kill leaves no half of it."""
+    unfinished = Path(f"{folder}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
 def look(run, samples: list[Sample]):
     """For samples/: adds the policy's log-probs and entropies of now to `looks`. A collective."""
     batch, args = Batch(samples), run.args
@@ -166,8 +178,8 @@ class Log:
     # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Makes the folder and keeps other runs out. Rows of what comes again after `start` steps
-        go: a killed run wrote them."""
+        """Makes the folder and keeps other runs out. What a killed run wrote after `start` steps
+        goes: it comes again."""
         if not self.writing:
             return
         path = self.folder / "metrics.jsonl"
@@ -180,7 +192,7 @@ class Log:
             write_whole(path, as_lines(self.rows))
             write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
             write_whole(self.folder / "plan.txt", plan_text)
-            (self.folder / "done.json").unlink(missing_ok=True)
+            self.forget(start, args.get("eval_only"))
         except BlockingIOError:
             raise SettingsError(
                 f"another run is writing {self.folder}; choose another --name.") from None
@@ -192,6 +204,16 @@ class Log:
         threading.Thread(target=self.beat, daemon=True).start()
         if self.project:
             self.open_wandb(args)
+
+    def forget(self, start: int, only_evaluates: bool):
+        """Removes the samples of later steps, and a best model that was found later."""
+        for path in (self.folder / "samples").glob("*_*.jsonl"):
+            kind, step = path.stem.split("_")
+            if int(step) > start or (kind == "eval" and int(step) == start):
+                path.unlink()
+        best = self.folder / "best/best.json"
+        if not only_evaluates and best.exists() and json.loads(best.read_text())["step"] >= start:
+            shutil.rmtree(best.parent)
 
     def open_wandb(self, args: dict):
         """Without a key the run is recorded offline."""

@@ -7,7 +7,6 @@ import random
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
+
+from log import whole_folder
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 
@@ -138,6 +139,6 @@ def export(lm, device, config: dict, folder: str):
     """peft's two files, in float32, written by rank 0. A collective."""
     found = {name: t.float().cpu().contiguous() for name, t in tensors(lm, device)}
     if torch.distributed.get_rank() == 0:
-        Path(folder).mkdir(exist_ok=True)
-        save_file(found, f"{folder}/adapter_model.safetensors", {"format": "pt"})
-        Path(folder, "adapter_config.json").write_text(json.dumps(config, indent=1))
+        with whole_folder(folder) as unfinished:
+            save_file(found, unfinished / "adapter_model.safetensors", {"format": "pt"})
+            (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))

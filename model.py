@@ -24,6 +24,7 @@ from batch import Micro
 from dist import World
 from errors import SettingsError
 from head import hidden_alone, recomputed, token_logprobs
+from log import whole_folder
 from lora import LoraArgs
 from memory import HEAD_LOGITS
 
@@ -384,17 +385,13 @@ class Policy(Trained):
                 weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
         if self.world.rank:
             return
-        unfinished = Path(f"{folder}.partial")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        for path in Path(source).iterdir():
-            if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
-                shutil.copy(path, unfinished)
-        save_torch_state_dict(weights, unfinished)
-        for name, text in (notes or {}).items():
-            (unfinished / name).write_text(text)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        with whole_folder(folder) as unfinished:
+            for path in Path(source).iterdir():
+                if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
+                    shutil.copy(path, unfinished)
+            save_torch_state_dict(weights, unfinished)
+            for name, text in (notes or {}).items():
+                (unfinished / name).write_text(text)
 
 
 class Critic(Trained):

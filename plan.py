@@ -258,6 +258,9 @@ def run_rules(plan: Plan):
     if args.turn_args.tools:
         yield from tool_rules(args)
     given, default = flags(args), flags(type(args)())
+    for name in ("target_reward", "target_eval") if given["eval_only"] else ():
+        if given[name]:
+            yield Rule(f"--{name} grades training, and --eval_only has none.", [(name, [None])])
     for names, needed in NEEDS.items():
         for name in names.split():
             if given[name] != default[name] and not any(map(given.get, needed.split())):

@@ -81,6 +81,11 @@ class Args(losses.LossArgs, CommonArgs):
         if self.kl_target is not None and self.kl_reward_coef == 0:
             yield Rule(f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be "
                        f"0.", [("kl_reward_coef", [0.05])])
+        fifth = self.batch * self.group // 5
+        if self.kl_target is not None and self.kl_horizon <= fifth:
+            yield Rule(f"--kl_horizon must be more than a fifth of --batch x --group (got "
+                       f"{self.kl_horizon}): else one step may turn the coefficient negative.",
+                       [("kl_horizon", [fifth + 1])])
         if 0 < self.steps <= self.critic_args.critic_warmup_steps:
             yield Rule("--critic_warmup_steps must be below --steps: else the policy never learns.",
                        [("critic_warmup_steps", [0])])

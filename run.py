@@ -171,7 +171,7 @@ def set_up(args) -> "Run":
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
     settings = flags | facts | {"ranks": ranks} | versions
-    saved, notes = find_checkpoint(args, world, folder, settings)
+    saved, notes = checkpoint.newest(args, world, folder, settings)
     # 4. Open the run's folder.
     run = Run(args, world, folder, checked, saved, settings)
     open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
@@ -189,22 +189,6 @@ def together(world, act, *args):
     mistakes = Mistakes()
     mistakes.attempt(act, *args)
     Mistakes(world.gather(mistakes)[:1]).stop()  # the first one: the others are mostly the same
-
-
-def find_checkpoint(args, world, folder: Path, settings: dict):
-    """(the checkpoint to go on from, or None; lines to print). A collective."""
-    saved, notes = checkpoint.find(folder / "checkpoints", world)
-    if saved:
-        changed = checkpoint.compare(saved, settings)
-        notes.append(f"resumed from {saved.path}")
-        if changed:
-            notes[-1] += f"; changed since: {', '.join(changed)}"
-    elif log.finished_steps(folder):
-        raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint to "
-                            f"go on from; choose another --name.")
-    elif (folder / "metrics.jsonl").exists():
-        notes.append(f"{folder} has no checkpoint: the run begins again")
-    return saved, notes
 
 
 def open_folder(run: "Run", args: dict):
@@ -310,8 +294,11 @@ class Run:
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
         was = state["settings"]
-        if all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_")):
-            self.best = state["best"]  # else its score does not compare
+        same = all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_"))
+        there = self.world.any_rank((self.log.folder / "best").exists())
+        best = state["best"]
+        if best and same and (there or best["step"] == 0):  # else its score does not compare, or
+            self.best = best                                # a killed run wrote another over it
 
     # ---- between the steps ----
 
@@ -357,6 +344,8 @@ class Run:
             self.log.say(f"the checkpoint after {step} steps was not written ({error})")
         else:
             self.log.say(f"saved {folder}/step_{step}")
+            if self.world.rank == 0:  # until now a finished run that goes on was still finished
+                (self.log.folder / "done.json").unlink(missing_ok=True)
         return error
 
     def export(self, name: str, notes: dict | None = None) -> bool:
@@ -393,6 +382,8 @@ class Run:
             missing.append("the last checkpoint")
         if self.checked.eval_rows:
             self.evaluate(self.end)
+        if self.stop.looping and self.stop.agreed():
+            return self.stopped(self.end, self.save(self.end))
         if self.best_unwritten:
             missing.append("the best model")
         if not self.args.eval_args.eval_only:
@@ -406,8 +397,10 @@ class Run:
         self.log.unwritten.clear()  # done.json must not come with the report
         failed = self.world.any_rank(bool(off_target or missing))
         if missing:
+            goes_on = checkpoint.steps(self.log.folder / "checkpoints")
+            then = "goes on from the last checkpoint" if goes_on else "begins again"
             self.log.say(f"missing: {', '.join(missing)}; with space on the disk the same command "
-                         "goes on")
+                         f"{then}")
         if self.args.run_args.report and self.world.rank == 0:
             grade.write_report(self.log)
         self.log.say(f"the run is in {self.log.folder}/")

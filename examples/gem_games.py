@@ -44,6 +44,8 @@ class Game:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("error: which game? Would work: game:GuessTheNumber-v0-easy")
     for seed in range(ROWS):
         _, said = make(sys.argv[1], seed)
         print(json.dumps({"prompt": said, "game": sys.argv[1], "seed": seed}))

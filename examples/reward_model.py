@@ -12,7 +12,10 @@ import os
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-NAME = os.environ["REWARD_MODEL"]
+NAME = os.environ.get("REWARD_MODEL")
+if not NAME:
+    raise SystemExit("examples/reward_model.py needs the variable REWARD_MODEL: a folder or a hub "
+                     "name.")
 tokenizer = AutoTokenizer.from_pretrained(NAME)
 model = AutoModelForSequenceClassification.from_pretrained(NAME, dtype=torch.float32).eval()
 if model.config.num_labels != 1:

@@ -272,6 +272,22 @@ def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
         checkpoint.compare(saved, was | {"script": "ppo"})
 
 
+def test_a_run_does_not_go_back_to_fewer_steps(tmp_path, monkeypatch):
+    import checkpoint
+    from errors import SettingsError
+
+    saved = checkpoint.Saved(tmp_path / "step_40", {"step": 40, "settings": {}})
+    monkeypatch.setattr(checkpoint, "find", lambda folder, world: (saved, []))
+
+    def newest(steps, only=False):
+        args = SimpleNamespace(steps=steps, eval_args=SimpleNamespace(eval_only=only))
+        return checkpoint.newest(args, None, tmp_path, {})
+
+    with pytest.raises(SettingsError, match="--steps 20: .*step_40 .* Would work: --steps 40"):
+        newest(20)
+    assert newest(40) == newest(20, only=True) == (saved, [f"resumed from {saved.path}"])
+
+
 def test_a_checkpoint_before_the_first_step_leaves_adamw_without_a_state():
     """--offload optimizer moves the moments of each state that is there."""
     import torch

@@ -231,6 +231,13 @@ def arguments(**flags):
     return plan.changed(distill.Args(), **values | flags)
 
 
+def test_a_grade_of_the_reward_needs_a_reward():
+    flags = dict(teacher="x", target_reward=(0.1, 0.9))
+    problem, = plan.problems(plan.changed(distill.Args(), **flags), 1)
+    assert str(problem) == "--target_reward needs --reward. Would work: no --target_reward."
+    assert not plan.problems(plan.changed(distill.Args(), reward=("exact",), **flags), 1)
+
+
 def test_learn_with_the_students_own_weights_moves_nothing(tmp_path):
     """And with other weights it does. One process: the reference's files are the model's."""
     args = arguments()

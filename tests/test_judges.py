@@ -1,5 +1,6 @@
 """Rewards that wait: coroutines run together, a bad one costs its completion, failures are retried.
 The judge and the reward model of examples/, with a server and a model of the test's own."""
+import importlib
 import json
 import os
 import re
@@ -18,7 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import ranks
-from examples import judge, tiny
+import rewards
+from errors import SettingsError
+from examples import tiny
 from rewards import Item, RewardArgs, Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,7 +202,14 @@ def test_the_judge_behind_vllm_serve(served):
     assert served.read_text().count("POST /v1/chat/completions HTTP/1.1\" 200") == 6
 
 
-def test_the_judge_behind_a_server(monkeypatch):
+@pytest.fixture
+def judge(monkeypatch):
+    for name in "JUDGE_URL", "JUDGE_MODEL":
+        monkeypatch.setenv(name, "x")
+    return importlib.import_module("examples.judge")
+
+
+def test_the_judge_behind_a_server(judge, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -222,7 +232,7 @@ def test_the_judge_behind_a_server(monkeypatch):
     (GRADES, 0.5), (f"So {{x}}:\n```json\n{GRADES}\n```", 0.5), ("", None), ("{}", None),
     (GRADES.replace("10", "11"), None), (GRADES.replace("10", "9.5"), None),
     (GRADES.replace("10", '"10"'), None), (GRADES.replace("10", "null"), None)])
-def test_a_grade(text, value):
+def test_a_grade(judge, text, value):
     if value is not None:
         assert judge.grade(text) == value
         return
@@ -231,6 +241,22 @@ def test_a_grade(text, value):
 
 
 # ---- examples/reward_model.py
+
+@pytest.mark.parametrize("reward, missing", [
+    ("judge.py:judge", "JUDGE_URL and JUDGE_MODEL"), ("reward_model.py:score", "REWARD_MODEL")])
+def test_what_an_example_needs_is_said_before_the_run(monkeypatch, reward, missing):
+    for name in "JUDGE_URL", "JUDGE_MODEL", "REWARD_MODEL":
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SettingsError) as error:
+        rewards.check([f"{ROOT}/examples/{reward}"])
+    assert missing in str(error.value) and "Traceback" not in str(error.value)
+
+
+def test_a_game_of_gem_has_a_name():
+    done = subprocess.run([sys.executable, "examples/gem_games.py"], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: which game?")
+
 
 def classifier(folder, labels):
     """A random one of few numbers, and what it says of a text."""

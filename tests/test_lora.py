@@ -192,6 +192,20 @@ def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags,
 
 
 @pytest.mark.slow
+def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
+    def fails(*all):
+        raise OSError("no space")
+
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("old")
+    monkeypatch.setattr(lora.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(lora, "tensors", lambda *all: [])
+    monkeypatch.setattr(lora, "save_file", fails)
+    with pytest.raises(OSError, match="no space"):
+        lora.export(None, None, {}, tmp_path / "adapter")
+    assert (tmp_path / "adapter/adapter_config.json").read_text() == "old"
+
+
 def test_peft_loads_the_adapter(exported):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,6 +292,7 @@ def test_a_best_model_that_was_not_written_is_not_forgotten(monkeypatch):
     states, said = [], []
     vars(it).update(
         settings={}, kl_coef=0.0, unsaved=False, trained={}, close=lambda: None,
+        stop=SimpleNamespace(looping=False),
         world=SimpleNamespace(rank=1, any_rank=bool), stream=SimpleNamespace(state=dict),
         checked=SimpleNamespace(eval_rows=[]), export=lambda name: False)
     it.log = SimpleNamespace(folder=Path("x"), bad_steps=0, say=said.append, unwritten={"a": ""},
@@ -313,6 +315,69 @@ def test_what_a_full_disk_leaves_of_an_export_is_removed(tmp_path, monkeypatch):
     it = SimpleNamespace(log=SimpleNamespace(folder=tmp_path, say=said.append), policy=policy,
                          checked=SimpleNamespace(source=""), world=SimpleNamespace(rank=0))
     assert run.Run.export(it, "best") and not [*tmp_path.iterdir()] and "no space" in said[0]
+
+
+# ---- the end of a run
+
+def ending(tmp_path, **more):
+    """A run at its end, with what it printed."""
+    said = []
+    world = SimpleNamespace(rank=0, any_rank=bool)
+    it = SimpleNamespace(
+        args=SimpleNamespace(steps=4, eval_args=SimpleNamespace(eval_only=False),
+                             run_args=run.RunArgs(report=False, export=False, keep=2)),
+        world=world, end=4, unsaved=False, best_unwritten=False, settings={}, kl_coef=0.0,
+        trained={}, best=None, stream=SimpleNamespace(state=dict), close=lambda: None,
+        checked=SimpleNamespace(eval_rows=[1]), evaluate=lambda step: None, said=said,
+        stop=SimpleNamespace(looping=True, agreed=lambda: False),
+        log=SimpleNamespace(folder=tmp_path, bad_steps=0, say=said.append, unwritten={}, rows=[],
+                            finish=lambda steps: (tmp_path / "done.json").touch()))
+    it.save, it.stopped = partial(run.Run.save, it), partial(run.Run.stopped, it)
+    vars(it).update(more)
+    return it
+
+
+def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]["step"]))
+    it = ending(tmp_path, stop=SimpleNamespace(looping=True, agreed=lambda: True))
+    assert run.Run.finish(it) == 75 and saved == [4]
+    assert "ended after 4 of 4 steps; the same command with --name" in it.said[-1]
+    assert not (tmp_path / "done.json").exists()
+
+
+def test_a_finished_run_that_goes_on_is_finished_until_its_next_checkpoint(tmp_path, monkeypatch):
+    """If it is killed before, its old end is evaluated again."""
+    done = tmp_path / "done.json"
+    done.touch()
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: "no space")
+    run.Run.save(ending(tmp_path), 5)
+    assert done.exists()
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: None)
+    run.Run.save(ending(tmp_path), 5)
+    assert not done.exists()
+
+
+def test_what_the_same_command_does_after_a_full_disk_is_true(tmp_path, monkeypatch):
+    monkeypatch.setattr(grade, "summary", lambda *all: False)
+    for then in "begins again", "goes on from the last checkpoint":
+        it = ending(tmp_path, best_unwritten=True)
+        assert run.Run.finish(it) == 1 and it.said[-2].endswith(f"the same command {then}")
+        (tmp_path / "checkpoints/step_2").mkdir(parents=True, exist_ok=True)
+
+
+@pytest.mark.parametrize("step, there, kept", [
+    (3, True, True), (3, False, False), (0, False, True)])
+def test_the_best_model_of_a_checkpoint_is_on_the_disk(tmp_path, monkeypatch, step, there, kept):
+    """A killed run may have written a later one over it. Then the next evaluation is the best."""
+    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
+    if there:
+        (tmp_path / "best").mkdir()
+    it = ending(tmp_path, saved=None)
+    it.args.critic_args, it.stream.restore = None, lambda state: None
+    best = {"step": step, "score": 0.5}
+    run.Run.restore(it, {"bad_steps": 0, "settings": {}, "best": best})
+    assert it.best == (best if kept else None)
 
 
 # ---- machines

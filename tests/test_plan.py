@@ -210,6 +210,9 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(reward_timeout=1e300), "--reward_timeout must be from 1 to 1e6 (got 1e+300)"),
     (dict(max_num_seqs=10**9), "--max_num_seqs must be from 0 to 4,096 (got 1000000000)"),
     (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
+    (dict(target_reward=(0.2, 0.9), eval_data="x", eval_only=True),
+     "--target_reward grades training, and --eval_only has none."),
+    (dict(target_eval=(0.2, 0.9), eval_data="x", eval_only=True), "--target_eval grades training"),
     (dict(target_reward=(0.2, -INF)), "--target_reward must be two numbers (got (0.2, -inf))"),
     (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
     *(({name: ""}, f"--{name} must be some text (got )") for name in (
@@ -218,6 +221,8 @@ def test_more_minibatches_than_completions_in_the_last_batch():
         ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd")),
     # of ppo.py
     (dict(gamma=1.5), "--gamma"), (dict(lam=-0.1), "--lam"), (dict(kl_target=0.1), "--kl_target"),
+    (dict(kl_target=0.1, kl_reward_coef=0.1, kl_horizon=102, batch=512),
+     "--kl_horizon must be more than a fifth of --batch x --group (got 102): else one step may"),
     (dict(kl_horizon=0), "--kl_horizon must be more than 0 (got 0)"),
     (dict(kl_horizon=-1), "--kl_horizon must be more than 0 (got -1)"),
     (dict(kl_target=0.0, kl_reward_coef=0.1), "--kl_target must be more than 0 (got 0.0)"),

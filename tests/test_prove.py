@@ -205,6 +205,13 @@ def test_the_table_says_where_to_look(capsys):
     assert advice == f"Look at (line 2): {second.advice}."
 
 
+def test_flags_that_contradict_each_other_are_refused():
+    done = subprocess.run([PYTHON, "-m", "tools.prove", "--group", "1"], cwd=ROOT, text=True,
+                          capture_output=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "error: --advantage dr_grpo compares the completions" in last
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_command(tmp_path, status):

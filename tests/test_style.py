@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
-LARGEST, TOTAL, WIDEST = 20_000, 340_200, 100  # bytes, bytes, columns
+LARGEST, TOTAL, WIDEST = 20_000, 342_600, 100  # bytes, bytes, columns
 APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
 FILES = {path.name: path for path in sorted(ROOT.glob("*.py"))}
 

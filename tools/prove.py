@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 import plan
+from errors import Mistakes, SettingsError
 from run import parse
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
@@ -212,6 +213,10 @@ def main() -> int:
                  "copy of one of them.")
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
+    try:
+        Mistakes(map(str, plan.problems(args, 1))).stop()
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
     results = prove(file, args)
     show(results)
     return int(not all(result.holds for result in results))

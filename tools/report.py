@@ -3,8 +3,8 @@
     python tools/report.py RUN [RUN ...]     writes report.html in the first RUN
 
 RUN is runs/NAME, ended or not, or a folder of those. The page is one file and loads nothing. Runs
-whose args.json differ in the seed and the name only are one curve, with a band from lowest to
-highest. tools/report.html is the page without its data.
+that differ in seed and name alone are one curve, with a band from lowest to highest.
+tools/report.html is the page without its data.
 """
 import argparse
 import base64
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from errors import SettingsError  # noqa: E402
-from log import is_evaluation, read_metrics, write_whole  # noqa: E402
+from log import finished_steps, is_evaluation, read_metrics, write_whole  # noqa: E402
 from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
-POINTS = 2000  # of a curve, at most
+POINTS = 2000  # of a curve at most
 AT_THE_END = 8_000_000  # bytes of samples/ that a run's end reads: under a second
 CUT = 1000  # characters of a text, if there is no room
 SICK = "docs/reading_metrics.md"
@@ -104,7 +104,7 @@ def about(run: Path, group: int) -> dict:
     return {"name": os.path.relpath(run), "group": group, "seed": args.get("seed"),
             "versions": args.get("versions", {}), "flags": changed(args), "curves": curves(run),
             "plan": plan.read_text() if plan.exists() else "",
-            "steps": args.get("steps"), "done": (run / "done.json").exists()}
+            "steps": args["steps"], "done": finished_steps(run) == args["steps"]}
 
 
 def sample_rows(path: Path) -> list[dict]:
