@@ -191,7 +191,6 @@ def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags,
     assert works != any("--lora_sync merged" in sentence for sentence in found), found
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
     def fails(tensors, path, *all):
         Path(path).write_text("half of it")
@@ -207,6 +206,7 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter(exported):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
