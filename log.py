@@ -208,8 +208,8 @@ class Log:
     def forget(self, start: int, only_evaluates: bool):
         """Removes the samples of later steps, and a best model that was found later."""
         for path in (self.folder / "samples").glob("*_*.jsonl"):
-            kind, step = path.stem.split("_")
-            if int(step) > start or (kind == "eval" and int(step) == start):
+            kind, step = path.stem.split("_", 1)
+            if step.isdigit() and int(step) >= start + (kind == "step"):
                 path.unlink()
         best = self.folder / "best/best.json"
         if not only_evaluates and best.exists() and json.loads(best.read_text())["step"] >= start:

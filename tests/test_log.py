@@ -135,14 +135,15 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
 
 def test_samples_and_a_best_model_of_a_killed_run_go_with_its_lines(tmp_path):
     opened(tmp_path).lock.close()
-    for name in "step_00002", "step_00003", "eval_00001", "eval_00002":
+    for name in "step_00002", "step_00003", "eval_00001", "eval_00002", "my_own_3", "my_best":
         (tmp_path / f"samples/{name}.jsonl").touch()
     (tmp_path / "best").mkdir()
     best, done = tmp_path / "best/best.json", tmp_path / "done.json"
     best.write_text('{"step": 1}')
     done.write_text('{"steps": 2}')
     opened(tmp_path, start=2).lock.close()
-    assert {p.stem for p in tmp_path.glob("samples/*")} == {"step_00002", "eval_00001"}
+    assert {p.stem for p in tmp_path.glob("samples/*")} == {
+        "step_00002", "eval_00001", "my_own_3", "my_best"}
     assert best.exists()
     assert done.exists()  # it goes when a checkpoint takes its place
     best.write_text('{"step": 2}')

@@ -366,6 +366,9 @@ PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memor
 
 
 def main() -> None:
+    unknown = set(sys.argv[1:]) - PICTURES.keys()
+    if unknown:
+        sys.exit(f"error: no picture {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
     for name in sys.argv[1:] or PICTURES:
         (HERE / f"{name}.svg").write_text(PICTURES[name]())
 
