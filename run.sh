@@ -2,7 +2,7 @@
 # ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run: a minute
 # ./run.sh ppo [FLAGS]    the same with ppo.py
 # ./run.sh sft [FLAGS]    sft.py on the right answers: a minute
-# ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute once for it
+# ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute for it
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
 # ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
@@ -81,7 +81,7 @@ train() {  # SCRIPT GRADE FLAGS...: on RANKS ranks
 
 grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if the job is unchanged
   case " $1 " in
-    *" --steps"* | *" --model"* | *" --data"* | *" --reward "* | *" --eval"*) ;;
+    *" --steps"* | *" --model"* | *" --data"* | *" --reward "* | *" --reward="* | *" --eval"*) ;;
     *) echo "$2" ;;
   esac
 }

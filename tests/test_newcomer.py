@@ -435,7 +435,9 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
     ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
     ("--steps 3", "3", "grpo.py --steps 35 --steps 3", False),
-    ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False)])
+    ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
+    ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False),
+    ("--reward_workers 1", "", "grpo.py --reward_workers 1", True)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """A copy of run.sh, whose torchrun prints its command."""
     for name in "run.sh", "requirements.txt":
