@@ -1,6 +1,9 @@
 """Completions that two workers score per second, on the real rows' own solutions.
 
-    python bench/scoring.py [FOLDER WITH THE DATA]
+    python bench/scoring.py FOLDER
+
+FOLDER has gsm8k/train.jsonl (openai/gsm8k), math500/test.jsonl (HuggingFaceH4/MATH-500) and
+kk/*.parquet (the rows of Logic-RL).
 """
 import json
 import sys
@@ -11,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rewards import Item, RewardArgs, Scorer
 
-DATA = Path(__file__).resolve().parent.parent.parent / "shared/data"
 WORKERS = 2
 
 
@@ -54,4 +56,6 @@ def main(data: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else DATA)
+    if not sys.argv[1:]:
+        sys.exit(f"error: name the folder of the rows.\n{__doc__}")
+    main(Path(sys.argv[1]))

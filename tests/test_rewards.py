@@ -1,5 +1,6 @@
 """Rewards: real rows (not in the repository), hostile rewards, hostile completions."""
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,8 +27,8 @@ from examples import countdown, gsm8k, kk, tiny
 from rewards import Item, RewardArgs, Score, Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT.parent / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the real rows are not here")
+DATA = Path(os.environ.get("REAL_ROWS", "real_rows")).resolve()
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="REAL_ROWS names no folder of rows")
 
 
 def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
