@@ -185,6 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         return serve(options)
+    find_model("tiny", make=True)  # here: in a contestant its message would be read as an answer
     contestants = [Contestant(options.before or ROOT, not options.before, options.model),
                    Contestant(ROOT, False, options.model)]
     print(f"load average {os.getloadavg()[0]:.1f}\n\n| case | CPU seconds | ratio | by FLOPs | "
