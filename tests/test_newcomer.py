@@ -3,7 +3,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +95,13 @@ def test_an_empty_stop_has_nothing_that_would_work_but_to_leave_it_out(place):
 def test_a_file_of_another_encoding_or_cut_is_one_sentence(place, file, content, words):
     (place / file).write_bytes(content)
     assert words in mistakes("--data", file)
+
+
+def test_a_folder_of_other_files_is_one_sentence(place):
+    (place / "junk").mkdir()
+    (place / "junk/a.txt").write_text("hi\n")
+    words = "junk, row 0 (counted from 0): no prompt column in (text)"
+    assert words in mistakes("--eval_data", "junk")
 
 
 def changed_model(place, **files) -> str:
@@ -421,6 +430,22 @@ def test_help_of_the_examples_fetches_nothing(tmp_path):
     done = command(str(ROOT / "examples/smollm2.py"), "--help", cwd=tmp_path)
     assert done.returncode == 0 and "the default is runs/smollm2" in done.stdout
     assert not any(tmp_path.iterdir())
+
+
+def test_a_run_that_kept_no_completions_is_one_sentence(tmp_path):
+    done = command("tools/samples.py", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: no completions in {tmp_path}/samples/\n"
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "sft", "distill"])
+def test_ctrl_c_while_the_libraries_load_ends_without_a_traceback(tmp_path, script):
+    """A module in place of torch, in whose import Ctrl-C comes."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # PYTHON has imported torch
+    done = subprocess.run([sys.executable, ROOT / f"{script}.py"], cwd=tmp_path,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_run_sh_lists_its_jobs_and_refuses_others():
