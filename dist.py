@@ -275,7 +275,7 @@ def say_last(text: str):
         print(text, file=sys.stderr)
         return
     # A process of its own waits until torchrun has ended. A zombie has no exe.
-    wait = 'while [ -e /proc/$0/exe ]; do sleep 0.02; done; printf "%s\\n" "$1" >&2'
+    wait = 'while [ -e /proc/$0/exe ]; do sleep .005; done; printf "%s\\n" "$1" >&2'
     subprocess.Popen(["sh", "-c", wait, str(os.getppid()), text], start_new_session=True)
 
 
