@@ -270,7 +270,7 @@ def leave(status: int, text: str):
 
 def say_last(text: str):
     """Prints it below all else: torchrun prints forty lines after its ranks have ended."""
-    text = text.replace("\0", "\\0")  # a command takes none
+    text = text.replace("\0", "\\0")  # commands take none
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         print(text, file=sys.stderr)
         return

@@ -138,7 +138,7 @@ def parse(kind: type, description: str):
             args = tyro.cli(kind, description=description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
-        mistakes = Mistakes([f"\n{said.getvalue()}"] if end.code else [])  # 0: it was --help
+        mistakes = Mistakes([f"\n{said.getvalue().rstrip()}"] if end.code else [])  # 0: --help
         dist.run(mistakes.stop)  # prints and ends
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
