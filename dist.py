@@ -270,11 +270,11 @@ def leave(status: int, text: str):
 
 def say_last(text: str):
     """Prints it below all else: torchrun prints forty lines after its ranks have ended."""
-    text = text.replace("\0", "\\0")  # commands take none
+    text = text.replace("\0", "\\0")  # a command takes none
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         print(text, file=sys.stderr)
         return
-    # A process of its own waits until torchrun has ended. A zombie has no exe.
+    # A process of its own sees torchrun's end before the shell. A zombie has no exe.
     wait = 'while [ -e /proc/$0/exe ]; do sleep .005; done; printf "%s\\n" "$1" >&2'
     subprocess.Popen(["sh", "-c", wait, str(os.getppid()), text], start_new_session=True)
 
@@ -297,7 +297,7 @@ def run(main, *args):
         if rank == "0" or error.alone:
             say_last(f"error: {error}")
         else:
-            time.sleep(60)  # rank 0 has it too; torchrun ends this rank when rank 0 has ended
+            time.sleep(60)  # rank 0 has it too; when it ends, torchrun ends this rank
     except KeyboardInterrupt:
         status = 130
         if rank == "0":

@@ -107,6 +107,7 @@ def test_a_mistake_on_several_ranks_is_printed_once_and_last(place, flags, words
     assert done.returncode != 0 and len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
     torchruns, _, last = done.stderr.rpartition("error: ")
     assert words in last and words not in torchruns and "ChildFailedError" in torchruns
+    assert last.splitlines()[-1]  # no empty line below it
 
 
 # ---- a real run
