@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from errors import SettingsError
+from dist import SettingsError
 from examples import countdown
 from rewards import is_message
-from verifiers import last_boxed
+from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")

@@ -20,15 +20,15 @@ import torch
 
 import dist
 import losses
-from batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
-from canary import compare
-from check import show_plan
 from dist import World
-from model import Policy, learning_rate
-from plan import Rule
+from keeping.run import CommonArgs, parse, set_up
+from preflight.inputs import show_plan
+from preflight.plan import Rule
+from preflight.worst_case import compare
 from rewards import score_samples
-from run import CommonArgs, parse, set_up
-from teacher import beside
+from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
+from trainer.model import Policy, learning_rate
+from trainer.teacher import beside
 
 
 @dataclass

@@ -27,16 +27,16 @@ import torch
 
 import dist
 import losses
-from batch import GAP, Batch, Meter, Sample, sample_metrics
-from canary import compare
-from check import show_plan
 from dist import World
-from log import look
-from model import Policy, learning_rate
-from plan import Rule
+from keeping.log import look
+from keeping.run import CommonArgs, Run, parse, set_up
+from preflight.inputs import show_plan
+from preflight.plan import Rule
+from preflight.worst_case import compare
 from rewards import parse as parse_rewards
 from rewards import score_samples
-from run import CommonArgs, Run, parse, set_up
+from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
+from trainer.model import Policy, learning_rate
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from errors import SettingsError
+from dist import SettingsError
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""rewards.py: completions → numbers, in the processes of reward_worker.py.
+"""rewards.py: completions → numbers, in the processes of scoring/worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
-    --reward mine.py:tidy:0.5     your own function: reward_worker.KINDS, docs/rewards.md
+    --reward mine.py:tidy:0.5     your own function: scoring/worker.KINDS, docs/rewards.md
 """
 import contextlib
 import json
@@ -19,10 +19,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from errors import SettingsError
-from verifiers import REWARDS
+from dist import SettingsError
+from scoring.verifiers import REWARDS
 
-WORKER = os.path.join(os.path.dirname(__file__), "reward_worker.py")
+ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
 LONGEST_REPLY = 1_000_000  # characters
@@ -214,11 +214,12 @@ class Worker:
         self.received, self.printed = b"", b""
         self.socket, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0"}  # order of sets
+                       "PYTHONHASHSEED": "0",  # order of sets
+                       "PYTHONPATH": ROOT}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", WORKER, str(theirs.fileno()), str(int(MEMORY_GB * 2**30)),
-                 kind, json.dumps(asdict(args)), *specs],
+                [sys.executable, "-P", "-u", "-m", "scoring.worker", str(theirs.fileno()),
+                 str(int(MEMORY_GB * 2**30)), kind, json.dumps(asdict(args)), *specs],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
 

@@ -17,13 +17,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-import lora
-import memory
-from batch import Completion, Sample
 from data import Prompt
 from dist import World, assert_divisible, share
-from log import Log
-from model import Policy, Trained
+from trainer import lora
+from trainer.batch import Completion, Sample
+from trainer.model import Policy, Trained
 
 
 @dataclass
@@ -71,7 +69,7 @@ class Engine:
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
-                 kv_cache: float, log: Log, trained: list[Trained], adapter: dict | None = None,
+                 kv_cache: float, log, trained: list[Trained], adapter: dict | None = None,
                  episodes=None):
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
@@ -111,7 +109,7 @@ class Engine:
         # CPU in any call of more than 4,096 prompt tokens.
         return {"enforce_eager": True, "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(4096, max_len),
-                "max_num_seqs": memory.engine_limits(self.args, None)[1]}
+                "max_num_seqs": engine_limits(self.args, None)[1]}
 
     def options_of_adapter(self) -> dict:
         if not self.adapter:
@@ -216,6 +214,20 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def engine_limits(args, card) -> tuple[int, int]:
+    """(prompt tokens in one pass of the engine, completions at once): by default vLLM's own choice
+    for a card (get_batch_defaults in its arg_utils.py)."""
+    tokens, seqs = 8192, 256
+    if card and card >= 70 * 2**30 and not is_a100():
+        tokens, seqs = 16384, 1024
+    return tokens, args.max_num_seqs or seqs
+
+
+def is_a100() -> bool:
+    """Whether this machine's GPU is one. Of a GPU that is not here only the size is known."""
+    return torch.cuda.is_available() and "a100" in torch.cuda.get_device_name().lower()
 
 
 def put_adapter(llm, config: dict, adapter: Iterator, sync: int):

@@ -24,12 +24,12 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, given
-from check import show_plan
 from dist import World
-from model import Policy, learning_rate
-from plan import Rule
-from run import CommonArgs, parse, set_up
+from keeping.run import CommonArgs, parse, set_up
+from preflight.inputs import show_plan
+from preflight.plan import Rule
+from trainer.batch import Batch, Meter, Sample, given
+from trainer.model import Policy, learning_rate
 
 
 @dataclass

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dist  # isort: skip  (before torch: it sets what torch reads)
 import torch
 
-import checkpoint
-import model
+from keeping import checkpoint
+from trainer import model
 
 SHAPES = {
     "0.5b": dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,

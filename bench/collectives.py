@@ -25,7 +25,7 @@ def costs(world, completions: int, tokens: int) -> dict[str, float]:
     """Median seconds of each collective on this rank."""
     import torch
 
-    from batch import Completion
+    from trainer.batch import Completion
     mine = [Completion(np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), False)
             for _ in world.mine(range(completions))]
     scores = torch.zeros(completions, tokens)

@@ -42,15 +42,14 @@ import numpy as np
 import torch
 
 import grpo
-import log
-import memory
-import model
-import plan
 import rollout
-from batch import Batch, Completion, Sample
 from data import DataArgs, Prompt, Row
 from examples import tiny
+from keeping import log
+from preflight import memory, plan
 from rewards import Score
+from trainer import model
+from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = {"tiny": "tiny", "0.5b": "Qwen2.5-0.5B", "1.5b": "Qwen2.5-1.5B", "7b": "Qwen2.5-7B"}
@@ -160,9 +159,9 @@ class Bench:
 
     def in_use(self) -> float:
         if not self.card:
-            return log.resident()
+            return memory.resident()
         torch.cuda.empty_cache()
-        return log.gpu_in_use()
+        return memory.gpu_in_use()
 
 
 def median(values: list[float]) -> str:
@@ -234,7 +233,7 @@ def head(bench: Bench) -> list[str]:
 
         model.token_logprobs(hidden, logits, targets, 1.0, chunk, "value")[0].sum().backward()
 
-    for chunk in (min(n // 4, memory.HEAD_LOGITS // vocab), n):
+    for chunk in (min(n // 4, model.HEAD_LOGITS // vocab), n):
         seconds, = bench.seconds(partial(run, chunk))
         cells.append(median([1000 * x for x in seconds]))
         if bench.card:

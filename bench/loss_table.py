@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from docs.pictures import draw
-from log import read_metrics
+from keeping.log import read_metrics
 from tools.compare import paired_t
 
 ROOT = Path(__file__).resolve().parent.parent

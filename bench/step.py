@@ -35,11 +35,11 @@ import numpy as np
 import torch
 
 import grpo
-from batch import Batch, Completion, Sample
 from data import DataArgs
 from examples import tiny
+from keeping.run import Run, RunArgs, set_up
 from rewards import Score, score_samples
-from run import Run, RunArgs, set_up
+from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"3m": dict(hidden_size=256, intermediate_size=640, num_hidden_layers=4,

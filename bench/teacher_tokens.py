@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from log import finished_steps, read_metrics
+from keeping.log import finished_steps, read_metrics
 from results.make import machine
 from results.roads import measured
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from verifiers import last_answer
+from scoring.verifiers import last_answer
 
 # https://github.com/Jiayi-Pan/TinyZero/blob/main/examples/data_preprocess/countdown.py
 PROMPT = """Using the numbers {nums}, create an equation that equals {target}. \

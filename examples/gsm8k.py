@@ -5,7 +5,7 @@
 import re
 from decimal import Decimal
 
-from verifiers import last_boxed
+from scoring.verifiers import last_boxed
 
 NUMBER = re.compile(r"(?:(?<![\w).])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
                     r"|(?<![0-9])\.[0-9]+")

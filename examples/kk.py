@@ -4,7 +4,7 @@
 """
 import re
 
-from verifiers import format_tags, last_answer
+from scoring.verifiers import format_tags, last_answer
 
 
 def kk(completion, answer, prompt="", **row):

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import zlib
 
-from errors import SettingsError
-from verifiers import last_answer
+from dist import SettingsError
+from scoring.verifiers import last_answer
 
 MAKE = """import pickle, random, sys, numpy, reasoning_gym
 task, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from errors import SettingsError
+from dist import SettingsError
 from examples import guess
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
-from log import finished_steps, is_evaluation, read_metrics
+from keeping.log import finished_steps, is_evaluation, read_metrics
 from results.make import machine
 from tools.compare import paired_t
 from tools.plot import cell

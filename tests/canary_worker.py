@@ -9,10 +9,10 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 import dist  # noqa: E402, I001  (first: it sets what torch reads)
 import torch  # noqa: E402
 
-import canary  # noqa: E402
+from preflight import worst_case as canary  # noqa: E402
 import learning  # noqa: E402
-import model  # noqa: E402
-import plan  # noqa: E402
+from trainer import model  # noqa: E402
+from preflight import plan  # noqa: E402
 
 
 class Fails(torch.autograd.Function):

@@ -13,14 +13,15 @@ import dist  # isort: skip  (it sets what torch reads)
 import torch
 import torch._dynamo
 
-import canary
 import data
 import families
-import model
 import rewards
-from batch import Batch, Sample
-from errors import SettingsError
+from dist import SettingsError
+from keeping.export import export_model
+from preflight import worst_case as canary
 from rollout import Engine, EngineArgs, Request, hash_seed
+from trainer import model
+from trainer.batch import Batch, Sample
 
 
 def main(folder: str, out: str) -> None:
@@ -118,7 +119,7 @@ def main(folder: str, out: str) -> None:
     found["crowd"] = ids_of(crowd) == [ids for i in range(0, 48, 16)
                                        for ids in ids_of(crowd[i:i + 16])]
     found["compiled"] = dict(torch._dynamo.utils.counters["frames"])
-    policy.export(folder, out + ".model")
+    export_model(policy, folder, out + ".model")
     if world.rank == 0:
         Path(out).write_text(json.dumps(found | {"prompts": prompts}))
     engine.close()

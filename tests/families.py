@@ -15,11 +15,12 @@ import torch
 
 import data
 import dist
-import model
-from batch import Batch, Completion, Sample
 from forked import PYTHON
+from keeping.export import export_model
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
+from trainer import model
+from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
@@ -116,7 +117,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
             policy.backward((logprobs + 0.1 * entropy).sum() / 100)
         assert policy.step(3e-3) > 0
         if not step:
-            policy.export(folder, f"{folder}-1")
+            export_model(policy, folder, f"{folder}-1")
     if engine:
         vllm.close()
     return found

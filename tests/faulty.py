@@ -14,14 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import dist  # isort: skip  (it sets what torch reads)
-import batch
-import checkpoint
-import log
-import model
 import rewards
 import rollout
-import run
-import turns
+from chats import turns
+from keeping import checkpoint, log, run
+from trainer import batch, model
 
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),

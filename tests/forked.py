@@ -91,7 +91,7 @@ def preload() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: F401
 
     import dist  # noqa: F401  (first: it sets what torch reads)
-    import run  # noqa: F401
+    from keeping import run  # noqa: F401
     for name, module in list(sys.modules.items()):  # a script imports its own files
         file = getattr(module, "__file__", None)
         if file and Path(file).parent == HERE.parent:

@@ -10,11 +10,10 @@ from torch.distributed.tensor import distribute_tensor
 
 import data
 import grpo
-import lora
-import model
-import plan
 import rewards
-from batch import Batch, Completion, Sample
+from preflight import plan
+from trainer import lora, model
+from trainer.batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION

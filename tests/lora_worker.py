@@ -12,10 +12,10 @@ import torch
 
 import data
 import families
-import lora
-import model
 import rollout
+from keeping.export import export_adapter, export_model
 from rollout import EngineArgs, Request, hash_seed
+from trainer import lora, model
 
 
 def main(folder: str, out: str, tp: str) -> None:
@@ -98,8 +98,8 @@ def main(folder: str, out: str, tp: str) -> None:
     adapt()
     found["untouched"] = all(torch.equal(p, last[n]) for n, p in everything().items())
     found["batch"], found["logprobs"] = batch, scored(batch)
-    lora.export(lm, world.device, config, f"{out}.adapter")
-    policy.export(folder, f"{out}.model")
+    export_adapter(policy, config, f"{out}.adapter")
+    export_model(policy, folder, f"{out}.model")
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
     engine.close()

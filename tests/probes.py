@@ -21,22 +21,22 @@ import numpy as np
 import pytest
 import torch
 
-import canary
-import check
 import data
-import evaluate  # noqa: F401
 import grpo
 import learning
 import losses
-import model
 import ppo
 import ranks
 import rollout
 import test_packing
-from batch import Batch, Micro
 from dist import balance, cut, share, tokens  # noqa: F401
 from forked import PYTHON
+from keeping import evaluate  # noqa: F401
 from learning import Case, fabricate, whole
+from preflight import inputs as check
+from preflight import worst_case as canary
+from trainer import model
+from trainer.batch import Batch, Micro
 
 F64 = torch.float64
 
@@ -279,7 +279,7 @@ def evaluated() -> str:
     """What sympy, as a reward worker has it, does with code in a formula."""
     from sympy.parsing import sympy_parser
 
-    import reward_worker
+    from scoring import worker as reward_worker
     kept = sympy_parser.stringify_expr
     try:
         reward_worker.shut_eval()

@@ -21,7 +21,7 @@ import torch.distributed.fsdp  # noqa: F401
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: F401
 
 import grpo  # noqa: F401
-import model  # noqa: F401
+from trainer import model  # noqa: F401
 
 with torch.device("meta"):                # what transformers imports when a model is made
     AutoModelForCausalLM.from_config(Qwen2Config(

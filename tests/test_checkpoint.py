@@ -1,4 +1,4 @@
-"""checkpoint.py on real gloo ranks, with a policy and a critic of two layers."""
+"""keeping/checkpoint.py on real gloo ranks, with a policy and a critic of two layers."""
 import json
 import os
 import resource
@@ -24,8 +24,7 @@ def folder(tmp_path_factory) -> str:
 
 def make(world, folder):
     """The critic has adapters: of it, only they and its head are saved."""
-    import lora
-    import model
+    from trainer import lora, model
     args = model.ModelArgs(dtype="float32"), model.OptimizerArgs(weight_decay=0.01)
 
     def build(kind, adapters):
@@ -50,19 +49,19 @@ def numbers(trained) -> dict:
     """Everything that is saved, whole, as numpy."""
     from torch.distributed.tensor import DTensor
 
-    import checkpoint
+    from keeping import checkpoint
     return {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone().numpy()
             for k, t in checkpoint.tensors(trained).items()}
 
 
 def save(world, trained, out, step: int, keep: int, **state) -> str | None:
-    import checkpoint
+    from keeping import checkpoint
     return checkpoint.save(Path(out), world, trained, {"step": step} | state, keep)
 
 
 def a_run(world, folder, out, first: int, last: int, save_at: tuple):
     """Steps first..last-1, resumed when first > 0."""
-    import checkpoint
+    from keeping import checkpoint
     trained, state = make(world, folder), None
     if first:
         saved, passed = checkpoint.find(Path(out), world)
@@ -95,7 +94,7 @@ def full_disk(world, folder, out):
 
 def full_from_the_start(world, folder, out):
     """The first save, and an export: neither is there, and both say so."""
-    import checkpoint
+    from keeping import checkpoint
     trained = make(world, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     saved = save(world, trained, out, 1, 1)
@@ -116,7 +115,7 @@ def own_disks(world, folder, out):
 
 
 def untouched(world, folder, out):
-    import checkpoint
+    from keeping import checkpoint
     trained = make(world, folder)
     assert save(world, trained, out, 1, 1) is None
     again = make(world, folder)
@@ -130,7 +129,7 @@ def untouched(world, folder, out):
 
 
 def resume_past_damage(world, folder, out):
-    import checkpoint
+    from keeping import checkpoint
     trained = make(world, folder)
     saved, passed = checkpoint.find(Path(out), world)
     assert saved.state["step"] == 2 and len(passed) == 1
@@ -140,8 +139,8 @@ def resume_past_damage(world, folder, out):
 
 
 def found(world, folders):
-    import checkpoint
-    from errors import SettingsError
+    from dist import SettingsError
+    from keeping import checkpoint
     answers = []
     for folder in folders:
         try:
@@ -258,8 +257,8 @@ def test_machines_that_share_no_folder_are_told_so(folder, tmp_path):
 
 
 def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
-    import checkpoint
-    from errors import SettingsError
+    from dist import SettingsError
+    from keeping import checkpoint
     was = dict(script="grpo", model="tiny", group=8, lr=1e-3, betas=(0.9, 0.99), reward=("exact",))
     saved = checkpoint.Saved(tmp_path, {"settings": json.loads(json.dumps(was))})
     assert checkpoint.compare(saved, was) == []
@@ -273,8 +272,8 @@ def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
 
 
 def test_a_run_does_not_go_back_to_fewer_steps(tmp_path, monkeypatch):
-    import checkpoint
-    from errors import SettingsError
+    from dist import SettingsError
+    from keeping import checkpoint
 
     saved = checkpoint.Saved(tmp_path / "step_40", {"step": 40, "settings": {}})
     monkeypatch.setattr(checkpoint, "find", lambda folder, world: (saved, []))
@@ -292,7 +291,7 @@ def test_a_checkpoint_before_the_first_step_leaves_adamw_without_a_state():
     """--offload optimizer moves the moments of each state that is there."""
     import torch
 
-    import checkpoint
+    from keeping import checkpoint
 
     weight = torch.nn.Parameter(torch.zeros(2))
     it = SimpleNamespace(parameters={"w": weight}, optimizer=torch.optim.AdamW([weight]))

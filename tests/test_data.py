@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 import data
 from data import DataArgs, Row, Stream, read
-from errors import SettingsError
+from dist import SettingsError
 from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
 

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import check
-import evaluate
 import families
 import grpo
 import learning
-import model
 import mutations
 import probes
 import ranks
 import test_packing
 import test_reference
-from batch import Batch, Micro
+from keeping import evaluate
+from preflight import inputs as check
+from trainer import model
+from trainer.batch import Batch, Micro
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ranks
-from batch import Batch
-from dist import assert_divisible, balance, cut, pad_to_multiple, share, tokens
-from errors import SettingsError
+from dist import KEYS, SettingsError, assert_divisible, balance, cut, pad_to_multiple, share, tokens
 from learning import fabricate
-from packing import KEYS
+from trainer.batch import Batch
 
 # ---- share, pad, divide ----
 

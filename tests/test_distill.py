@@ -10,24 +10,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import canary
 import data
 import distill
 import faults
-import head
 import losses
-import memory
-import model
-import plan
 import ranks
 import sft
-import teacher as beside
 from data import DataArgs
-from errors import SettingsError
+from dist import SettingsError
 from examples import tiny
 from live import Live
+from preflight import memory, plan
+from preflight import worst_case as canary
 from tools.hostile import fabricate, make_models
 from tools.trial import Trial, run_trials
+from trainer import logprobs as head
+from trainer import model
+from trainer import teacher as beside
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 PAIRS = list(product(range(V), repeat=2))

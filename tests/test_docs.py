@@ -10,11 +10,10 @@ import tyro
 import distill
 import grpo
 import losses
-import memory
-import plan
 import ppo
 import sft
 from forked import PYTHON
+from preflight import memory, plan
 
 ROOT = Path(__file__).parent.parent
 FLAG_PAGES = "docs/flags.md", "docs/flags_run.md"

@@ -10,14 +10,12 @@ import torch
 from transformers import AutoConfig
 
 import grpo
-import lora
-import model
-import plan
 import ppo
-from dist import World
+from dist import KEYS, World
 from fakegpu import FakeGpu, on_gpu
-from packing import KEYS
+from preflight import plan
 from tools.hostile import LONGEST, PROMPT, VOCAB, fabricate
+from trainer import lora, model
 
 WAITS = 0  # of the host, in one micro-batch of an update
 GPU = torch.device("cuda", 0)

@@ -8,15 +8,15 @@ import pytest
 
 import data
 import ranks
-import turns
-from errors import SettingsError
+from chats import turns
+from chats.turns import said
+from dist import SettingsError
 from examples import tiny
 from faults import Attempt, differences
 from rewards import RewardArgs
 from test_layouts import run
 from test_layouts import same as same_run
 from test_turns import ALONE, END, FakeEngine, bridge
-from turns import said
 
 import rollout  # isort: skip
 
@@ -155,7 +155,7 @@ def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
 
 
 def test_the_reward_of_an_environment():
-    from verifiers import environment
+    from scoring.verifiers import environment
     assert environment([said("a") | {"reward": 0.5}]) == 0.5 and environment([said("a")]) is None
 
 

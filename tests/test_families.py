@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-import check
 import families
 import grpo
-import model
-import plan
-from errors import SettingsError
+from dist import SettingsError
 from examples import tiny
-from packing import pack
+from preflight import inputs as check
+from preflight import plan
 from ranks import results
+from trainer import model
+from trainer.packing import pack
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
 RISKY = ("Mistral", "StableLM", "Gemma 2", "Gemma 3", "Granite", "Cohere", "Phi", "GPT-2",

@@ -8,16 +8,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-import check
 import dist
 import grpo
-import head
-import memory
-import plan
 import rollout
-from dist import World
-from errors import SettingsError
-from memory import GIB
+from dist import SettingsError, World
+from preflight import inputs as check
+from preflight import plan
+from preflight.memory import GIB
+from trainer import logprobs as head
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = Path(torch.__file__).parent.parent
@@ -125,13 +123,13 @@ def vllm_defaults(total: float, name: str) -> tuple[int, int]:
 def test_the_plan_knows_what_vllm_chooses(gib, name, monkeypatch):
     """The plan had 8,192 tokens for every card: 0.5 to 1.1 GiB too little on an H100."""
     gpus(monkeypatch, 1, name=name)
-    assert memory.engine_limits(rollout.EngineArgs(), gib * GIB) == vllm_defaults(gib * GIB, name)
-    assert memory.engine_limits(rollout.EngineArgs(max_num_seqs=5), gib * GIB)[1] == 5
+    assert rollout.engine_limits(rollout.EngineArgs(), gib * GIB) == vllm_defaults(gib * GIB, name)
+    assert rollout.engine_limits(rollout.EngineArgs(max_num_seqs=5), gib * GIB)[1] == 5
 
 
 def test_a_card_that_is_not_here_is_no_a100():
-    assert memory.engine_limits(rollout.EngineArgs(), 80 * GIB) == (16384, 1024)
-    assert memory.engine_limits(rollout.EngineArgs(), None) == (8192, 256)
+    assert rollout.engine_limits(rollout.EngineArgs(), 80 * GIB) == (16384, 1024)
+    assert rollout.engine_limits(rollout.EngineArgs(), None) == (8192, 256)
 
 
 class Llm:

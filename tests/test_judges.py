@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import ranks
 import rewards
-from errors import SettingsError
+from dist import SettingsError
 from examples import tiny
 from rewards import Item, RewardArgs, Scorer
 

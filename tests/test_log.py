@@ -1,4 +1,4 @@
-"""log.py: lines, times, memory, and what Weights & Biases gets."""
+"""keeping/log.py: lines, times, memory, and what Weights & Biases gets."""
 import json
 import os
 import pty
@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import grade
-import log
-from batch import Completion, Sample
 from data import Prompt, Row
-from errors import SettingsError
+from dist import SettingsError
+from keeping import log
+from keeping import summary as grade
 from rewards import Score
+from trainer.batch import Completion, Sample
 
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
 

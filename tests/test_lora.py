@@ -4,22 +4,22 @@ import os
 import pickle
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import check
 import families
 import grpo
-import lora
-import memory
-import model
-import plan
 from families import ROOT
 from forked import PYTHON
+from keeping import export
+from preflight import inputs as check
+from preflight import memory, plan
 from ranks import results
 from test_script import place, script  # noqa: F401
+from trainer import lora, model
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
@@ -198,11 +198,12 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("old")
-    monkeypatch.setattr(lora.torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(lora, "tensors", lambda *all: [])
-    monkeypatch.setattr(lora, "save_file", fails)
+    monkeypatch.setattr(export, "save_file", fails)
     with pytest.raises(OSError, match="no space"):
-        lora.export(None, None, {}, tmp_path / "adapter")
+        policy = SimpleNamespace(module=SimpleNamespace(lm=None),
+                                 world=SimpleNamespace(rank=0, device="cpu"))
+        export.export_adapter(policy, {}, tmp_path / "adapter")
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import grpo
-import plan
 from bench import loss_table
+from preflight import plan
 from test_docs import parsed
 from tools.compare import paired_t
 

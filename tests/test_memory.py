@@ -12,22 +12,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import canary
-import check
 import grpo
 import learning
-import log
-import memory
-import model
-import plan
 import ppo
-from batch import Batch, Micro
-from errors import SettingsError
+from dist import KEYS, SettingsError
 from forked import PYTHON
 from learning import difference, fabricate
 from live import Live
-from packing import KEYS
+from preflight import inputs as check
+from preflight import memory, plan
+from preflight import worst_case as canary
 from ranks import results
+from trainer import model
+from trainer.batch import Batch, Micro
 
 ROOT = Path(__file__).parent.parent
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
@@ -442,7 +439,7 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, whe
 
 def test_a_peak_is_of_its_own_phase():
     def rise(mebibytes: int) -> float:
-        with log.peak_memory(torch.device("cpu")) as peak:
+        with memory.peak_memory(torch.device("cpu")) as peak:
             torch.ones(mebibytes * 2**18)                      # gone again at the end
         return peak["gb"]
     rise(512)

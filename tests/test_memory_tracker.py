@@ -13,11 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-import lora
-import memory
-import model
-import packing
-from packing import KEYS
+from dist import KEYS
+from preflight import memory
+from trainer import lora, model, packing
 
 LENGTH = 1024
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}

@@ -7,15 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import check
 import families
 import grpo
-import model
-import plan
-from errors import SettingsError
+from dist import SettingsError
 from examples import tiny
-from packing import pack
+from keeping.export import export_model
+from preflight import inputs as check
+from preflight import plan
 from ranks import results
+from trainer import model
+from trainer.packing import pack
 
 IDS = torch.arange(24).view(2, 12)
 SOURCE = torch.tensor([0, 3, 11, 12, 22])
@@ -51,7 +52,7 @@ def load_and_export(world, folder: str, args: model.ModelArgs) -> torch.Tensor:
     with torch.no_grad():
         micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
         logp, _ = policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")
-    policy.export(folder, f"{folder}-out", notes={"note.json": "{}"})
+    export_model(policy, folder, f"{folder}-out", notes={"note.json": "{}"})
     return logp
 
 

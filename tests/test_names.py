@@ -13,8 +13,9 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 VLLM = Path(torch.__file__).parent.parent / "vllm"
-OURS = ("model.py", "head.py", "packing.py", "lora.py", "dist.py", "canary.py", "batch.py",
-        "checkpoint.py", "log.py", "check.py", "memory.py")
+OURS = ("trainer/model.py", "trainer/logprobs.py", "trainer/packing.py", "trainer/lora.py",
+        "trainer/batch.py", "dist.py", "preflight/worst_case.py", "preflight/inputs.py",
+        "preflight/memory.py", "keeping/checkpoint.py", "keeping/export.py", "keeping/log.py")
 
 
 def tree(path: Path) -> ast.Module:
@@ -204,8 +205,8 @@ def test_the_words_that_vllm_reads_are_its_own():
 
 
 def test_a_wrong_argument_is_seen(tmp_path, monkeypatch):
-    (tmp_path / "model.py").write_text(
+    (tmp_path / "trainer/model.py").write_text(
         "import torch\nfrom torch import nn\nnn.Linear(1, 2, bais=False)\n")
     monkeypatch.setattr("test_names.ROOT", tmp_path)
     with pytest.raises(TypeError, match="bais"):
-        test_torch_takes_these_arguments("model.py")
+        test_torch_takes_these_arguments("trainer/model.py")

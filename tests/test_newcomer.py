@@ -13,20 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import check
 import dist
-import evaluate
-import grade
 import grpo
-import log
-import plan
-import run
-from batch import Completion, Sample
 from data import Prompt, Row
-from errors import SettingsError
+from dist import SettingsError
 from examples import tiny
 from forked import PYTHON
+from keeping import evaluate, log, run
+from keeping import summary as grade
+from preflight import inputs as check
+from preflight import plan
 from rewards import Score
+from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))
@@ -180,7 +178,7 @@ def episodes(max_tokens: int, said: list):
     """turns.Episodes without an engine: `note` and what it needs."""
     from transformers import AutoTokenizer
 
-    import turns
+    from chats import turns
     it = object.__new__(turns.Episodes)
     bridge = turns.Bridge(AutoTokenizer.from_pretrained(TINY), [2], 320, None)
     vars(it).update(bridge=bridge, max_tokens=max_tokens, noted=set(),
@@ -422,7 +420,7 @@ def command(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def test_evaluate_is_no_command_and_says_what_is():
-    done = command("evaluate.py", "--model", "tiny")
+    done = command("keeping/evaluate.py", "--model", "tiny")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "--eval_only" in done.stderr
 
 

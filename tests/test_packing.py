@@ -1,4 +1,4 @@
-"""packing.py: a packed group is its rows, to the last digits."""
+"""trainer/packing.py: a packed group is its rows, to the last digits."""
 import random
 from itertools import groupby
 from types import SimpleNamespace
@@ -21,14 +21,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import canary
 import learning
-import model
-import packing
 import ranks
-from batch import Batch, Micro
-from errors import SettingsError
+from dist import SettingsError
 from learning import Case, difference, learn_all, whole
+from preflight import worst_case as canary
+from trainer import model, packing
+from trainer.batch import Batch, Micro
 
 AttentionInterface.register("packed", packing.attention)
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,

@@ -1,4 +1,4 @@
-"""plan.py: what is refused and how, what is printed, and that what is accepted runs.
+"""preflight/plan.py: what is refused and how, what is printed, and that what is accepted runs.
 
 The last is a property over random settings: an epoch is simulated with the shipped Stream, share,
 minibatches and balance, all that a step's sizes depend on.
@@ -16,17 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import check
 import grpo
-import plan
 import ppo
-from batch import Batch, Completion, Sample
 from data import Row, Stream
-from dist import balance, share
-from errors import Mistakes, SettingsError
+from dist import Mistakes, SettingsError, balance, share
 from examples import tiny
-from memory import shape_of
+from preflight import inputs as check
+from preflight import plan
+from preflight.memory import shape_of
 from rewards import Score
+from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 NAN, INF = float("nan"), float("inf")

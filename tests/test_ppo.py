@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import learning
-import lora
-import model
-import plan
 import ppo
 import ranks
 from learning import LONGEST, difference, fabricate, make_models, whole
+from preflight import plan
+from trainer import lora, model
 
 BASE = dict(critic_lr=1e-3, minibatches=1, critic_update_tokens=4096, critic_score_tokens=4096)
 CASES = [dict(update_tokens=4096, score_tokens=4096),

@@ -18,17 +18,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 import data
 import distill
 import grpo
-import lora
 import losses
-import model
-import plan
 import ppo
 import ranks
 import reference
 import reference_sft
 import rewards
 import sft
-from batch import Completion, Sample
+from preflight import plan
+from trainer import lora, model
+from trainer.batch import Completion, Sample
 from wirings import WIRINGS
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16

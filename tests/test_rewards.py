@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 import data
 import ranks
 import rewards
-import verifiers
-from batch import Completion, Sample
-from errors import SettingsError
+from dist import SettingsError
 from examples import countdown, gsm8k, kk, tiny
 from rewards import Item, RewardArgs, Score, Scorer
+from scoring import verifiers
+from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("REAL_ROWS", "real_rows")).resolve()

@@ -22,7 +22,7 @@ from learning import (
     make_models,
     whole,
 )
-from model import widen
+from trainer.model import widen
 
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
 BUDGETS = (LONGEST, 77, 4096)               # exactly one longest sequence; a few; everything

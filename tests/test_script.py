@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-import model
 from forked import PYTHON
+from trainer import model
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}

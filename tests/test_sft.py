@@ -16,16 +16,16 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import chats
 import faults
-import model
-import plan
 import sft
-from batch import given
+from chats import targets as chats
 from data import Prompt
-from errors import SettingsError
+from dist import SettingsError
 from examples import tiny
+from preflight import plan
 from tools.trial import Trial, run_trials
+from trainer import model
+from trainer.batch import given
 
 # The formats of the families' own templates, with the roles that they name. The text in «» is what
 # the assistant says: transformers' {% generation %} in the reference, nothing in what is tested.
@@ -269,7 +269,7 @@ def test_flags_without_use_are_refused():
 
 
 def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
-    import memory
+    from preflight import memory
     shape = memory.shape_of("Qwen2.5-0.5B")
     found = {}
     for name, flags in {"alone": {}, "held out": dict(eval_data="tiny"),

@@ -6,12 +6,12 @@ import pytest
 
 import grpo
 import learning
-import model
-import plan
 import ranks
 from data import Row, Stream
 from dist import share
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
+from preflight import plan
+from trainer import model
 
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
 EIGHT = [Case(1, (("batch", 1), ("group", 8), ("update_tokens", 77))),

@@ -15,7 +15,9 @@ LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
 LARGEST, TOTAL, WIDEST = 20_000, 342_600, 100  # bytes, bytes, columns
 APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
-FILES = {path.name: path for path in sorted(ROOT.glob("*.py"))}
+ROOMS = (".", "scoring", "trainer", "chats", "preflight", "keeping", "variants")
+FILES = {str(path.relative_to(ROOT)): path for room in ROOMS
+         for path in sorted((ROOT / room).glob("*.py"))}
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -101,7 +103,7 @@ def sizes() -> dict[str, int]:
 
 def widths() -> dict[str, int]:
     """The width of every line of Python here, by place: "tiny.py:7"."""
-    files = sorted(path for folder in (".", "tests", "bench", "examples")
+    files = sorted(path for folder in (*ROOMS, "tests", "bench", "examples", "tools")
                    for path in (ROOT / folder).glob("*.py"))
     return {f"{path.relative_to(ROOT)}:{number}": len(line) for path in files
             for number, line in enumerate(path.read_text().splitlines(), 1)}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
-from errors import SettingsError
+from dist import SettingsError
 from examples import kk, tiny
 from forked import PYTHON
 

@@ -15,18 +15,17 @@ from vllm.tool_parsers import ToolParserManager
 
 import data
 import grpo
-import plan
 import ranks
 import rollout
-import toolcalls
-import turns
-from batch import Completion
-from errors import SettingsError
+from chats import toolcalls, turns
+from dist import SettingsError
 from examples import calculator, tiny
+from preflight import plan
 from rewards import RewardArgs, Scorer
 from test_layouts import run
 from test_sft import tokenizer_of
 from test_turns import ALONE
+from trainer.batch import Completion
 
 ROOT = Path(__file__).parent.parent
 OWN = '''

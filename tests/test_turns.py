@@ -12,24 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-import batch
 import data
 import dist
 import grpo
 import learning
-import model
 import ppo
 import ranks
 import rollout
-import turns
-from batch import Batch, Completion, Sample
-from errors import SettingsError
+from chats import turns
+from dist import SettingsError
 from examples import again, calculator, guess, tiny
 from faults import Attempt, differences, metrics
 from forked import PYTHON
 from rewards import Item, RewardArgs, Score, Scorer, messages, score_samples
 from test_layouts import run
 from test_layouts import same as same_run
+from trainer import batch, model
+from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}

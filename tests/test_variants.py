@@ -13,9 +13,9 @@ import torch
 
 import grpo
 import losses
-import plan
 import reference_losses as reference
-from errors import SettingsError
+from dist import SettingsError
+from preflight import plan
 from test_losses import (
     F64,
     FULL,

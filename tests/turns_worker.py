@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 
 import data
 import families
-import model
-from batch import Batch
+from chats.turns import Bridge, Episodes, TurnArgs
 from rewards import RewardArgs, Score
 from rollout import Engine, EngineArgs
-from turns import Bridge, Episodes, TurnArgs
+from trainer import model
+from trainer.batch import Batch
 
 
 def main(folder: str, reply: str, out: str) -> None:

@@ -26,8 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import SettingsError
-from log import read_metrics
+from dist import SettingsError
+from keeping.log import read_metrics
 
 LEAST_ROWS = 20   # for a bootstrap
 # 95 % of Student's t lies within ± this, for 1, 2, … 12 degrees of freedom.

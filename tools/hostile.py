@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 import data
-import model
-from batch import Completion, Sample
-from check import is_tiny
+from preflight.inputs import is_tiny
 from rewards import Score, parse
+from trainer import model
+from trainer.batch import Completion, Sample
 
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt, of the longest completion
 KINDS = ("plain", "equal rewards", "replies", "replies, one unscored", "one scored", "one token",

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-import plan
-from errors import Mistakes, SettingsError
-from run import parse
+from dist import Mistakes, SettingsError
+from keeping.run import parse
+from preflight import plan
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
 

@@ -15,13 +15,12 @@ import torch.distributed.fsdp  # noqa: F401  (before the ranks are forked)
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-import checkpoint
 import dist
-import lora
 import losses
-import model
-import plan
-from batch import Batch, Micro, Sample
+from keeping import checkpoint
+from preflight import plan
+from trainer import lora, model
+from trainer.batch import Batch, Micro, Sample
 
 
 @dataclass

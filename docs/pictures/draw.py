@@ -152,8 +152,7 @@ def packed() -> str:
 def memory_phases() -> str:
     """memory.py's own plan for one GPU."""
     import grpo
-    import memory
-    import plan
+    from preflight import memory, plan
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096, kl_loss_coef=0.001), checkpointing=True)
     made = plan.Plan(args, 4, None, 0)

@@ -7,15 +7,13 @@ import torch
 import torch.distributed as td
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from batch import Batch, Completion, Micro, Sample
 from data import Prompt, Row
-from dist import cut
-from errors import SettingsError
-from log import peak_memory
-from memory import GIB
-from plan import Phase, Plan, ceil_div
+from dist import SettingsError, cut
+from preflight.memory import GIB, peak_memory
+from preflight.plan import Phase, Plan, ceil_div
 from rewards import Score
-from teacher import beside
+from trainer.batch import Batch, Completion, Micro, Sample
+from trainer.teacher import beside
 
 LAST = 64  # tokens that `compare` looks at
 

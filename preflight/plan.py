@@ -2,8 +2,8 @@
 import re
 from dataclasses import dataclass, is_dataclass, replace
 
-from lora import LORA_RANKS
-from packing import KEYS
+from dist import KEYS
+from trainer.lora import LORA_RANKS
 
 
 @dataclass

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
 from dist import World, balance, share
-from packing import pack, to_device
 from rewards import Score
+from trainer.packing import pack, to_device
 
 
 @dataclass

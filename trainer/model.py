@@ -1,7 +1,6 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
 import re
-import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,23 +10,20 @@ from typing import Literal
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
-from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-import lora
-import packing
-from batch import Micro
-from dist import World
-from errors import SettingsError
-from head import hidden_alone, recomputed, token_logprobs
-from log import whole_folder
-from lora import LoraArgs
-from memory import HEAD_LOGITS
+from dist import SettingsError, World
+from trainer import lora, packing
+from trainer.batch import Micro
+from trainer.logprobs import hidden_alone, recomputed, token_logprobs
+from trainer.lora import LoraArgs
 
+HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares each with the engine and transformers.
 FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral olmo2 phi phi3
@@ -375,23 +371,6 @@ class Policy(Trained):
                 value = self.adapted[name].merged(device)
             if name not in self.left_out:
                 yield name, whole(value.to(device, to))
-
-    def export(self, source: str, folder: str, notes: dict | None = None):
-        """A Hugging Face folder in the source's dtype, by rank 0. notes: {file: text}."""
-        weights, dtype = {}, config_of(source).dtype or torch.float32
-        names = names_in_files(self.module.lm, source)  # of tied weights only the first
-        for name, value in self.weights(dtype):
-            if self.world.rank == 0 and name in names:
-                weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
-        if self.world.rank:
-            return
-        with whole_folder(folder) as unfinished:
-            for path in Path(source).iterdir():
-                if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
-                    shutil.copy(path, unfinished)
-            save_torch_state_dict(weights, unfinished)
-            for name, text in (notes or {}).items():
-                (unfinished / name).write_text(text)
 
 
 class Critic(Trained):

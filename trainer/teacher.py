@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from head import of_logits, recomputed
+from trainer.logprobs import of_logits, recomputed
 
 
 class Teacher(NamedTuple):

@@ -2,19 +2,23 @@
 
 Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: there is none).
 """
+import resource
 from collections import namedtuple
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from packing import EVEN
-from plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
+from preflight.plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
+from rollout import engine_limits
+from trainer.model import HEAD_LOGITS
+from trainer.packing import EVEN
 
 GIB = 2**30
 RESERVED = 2.0 * GIB  # CUDA context, NCCL and cuBLAS buffers, fragmentation
 ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
-HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
 TEACHER_HEAD = 6  # more of them for --divergence
 LADDER = [  # the cheapest first
@@ -166,20 +170,6 @@ def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float
             (root + shape.layer * m, 2 * hidden, 2 * embedding * c + head),  # the embedding
             (wide + max(root, embedding * c + wide / ranks), 0, 0)]
     return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
-
-
-def engine_limits(args, card) -> tuple[int, int]:
-    """(prompt tokens in one pass of the engine, completions at once): by default vLLM's own choice
-    for a card (get_batch_defaults in its arg_utils.py). args: rollout.EngineArgs."""
-    tokens, seqs = 8192, 256
-    if card and card >= 70 * GIB and not is_a100():
-        tokens, seqs = 16384, 1024
-    return tokens, args.max_num_seqs or seqs
-
-
-def is_a100() -> bool:
-    """Whether this machine's GPU is one. Of a GPU that is not here only the size is known."""
-    return torch.cuda.is_available() and "a100" in torch.cuda.get_device_name().lower()
 
 
 class EngineMemory:
@@ -420,3 +410,40 @@ def table(found: list[Load]) -> list[str]:
 
 def in_gib(size: float) -> str:
     return f"{size / GIB:.2f}" if size else ""
+
+
+# ---- what was used ----
+
+def peak_memory(device):
+    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
+    return gpu_peak() if device.type == "cuda" else cpu_peak()
+
+
+@contextmanager
+def cpu_peak():
+    """gb: resident in this process."""
+    with suppress(OSError):  # the kernel's peak starts again
+        Path("/proc/self/clear_refs").write_text("5")
+    peak = {}
+    yield peak
+    peak["gb"] = resident()
+
+
+@contextmanager
+def gpu_peak():
+    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
+    torch.cuda.reset_peak_memory_stats()
+    others = gpu_in_use() - torch.cuda.memory_reserved()
+    peak = {}
+    yield peak
+    peak["gb"] = others + torch.cuda.max_memory_allocated()
+    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
+
+
+def resident() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def gpu_in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free

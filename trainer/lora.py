@@ -2,7 +2,6 @@
 
     y = W x + alpha / rank · B (A x)    A (rank, in), B (out, rank)    arxiv.org/abs/2106.09685
 """
-import json
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +9,9 @@ from functools import partial
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
-
-from log import whole_folder
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 
@@ -133,12 +129,3 @@ def tensors(lm, device):
     for name, p in lm.named_parameters():
         if is_adapter(name):
             yield f"base_model.model.{name}.weight", p.detach().to(device).full_tensor()
-
-
-def export(lm, device, config: dict, folder: str):
-    """peft's two files, in float32, written by rank 0. A collective."""
-    found = {name: t.float().cpu().contiguous() for name, t in tensors(lm, device)}
-    if torch.distributed.get_rank() == 0:
-        with whole_folder(folder) as unfinished:
-            save_file(found, unfinished / "adapter_model.safetensors", {"format": "pt"})
-            (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))

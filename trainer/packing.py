@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget
 EVEN = 0.7  # segments of one block have at least this share of the longest one's length
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-import toolcalls
-from batch import Completion
+from chats import toolcalls
+from chats.toolcalls import Calls, said
 from data import Prompt, Row
-from errors import Mistakes, SettingsError
+from dist import Mistakes, SettingsError
 from rewards import Item, Move, Score, Scorer, check_rows, report
 from rollout import Request, prepare_environment
-from toolcalls import Calls, said
+from trainer.batch import Completion
 
 CHECKED = 8  # one in so many episodes of an environment is played again
 WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later

@@ -4,7 +4,7 @@ import io
 import numpy as np
 
 from dist import say_last
-from log import Log, is_evaluation
+from keeping.log import Log, is_evaluation
 
 
 def summary(run_log: Log, flags) -> bool:

@@ -12,26 +12,25 @@ from typing import ClassVar, Literal
 import torch
 import tyro
 
-import canary
-import checkpoint
 import data
 import dist
-import grade
-import log
-import lora
-import model
-import plan
 import rewards
-from check import check, eos_ids, is_tiny
+from chats.turns import Episodes, TurnArgs
 from data import DataArgs
-from errors import Mistakes, SettingsError
-from evaluate import EvalArgs, evaluation_metrics, held_out_metrics
-from lora import LoraArgs
-from model import ModelArgs, OptimizerArgs
-from plan import PlanArgs
+from dist import Mistakes, SettingsError
+from keeping import checkpoint, log
+from keeping import summary as grade
+from keeping.evaluate import EvalArgs, evaluation_metrics, held_out_metrics
+from keeping.export import export_adapter, export_model
+from preflight import plan
+from preflight import worst_case as canary
+from preflight.inputs import check, eos_ids, is_tiny
+from preflight.plan import PlanArgs
 from rewards import RewardArgs, score_samples
 from rollout import Engine, EngineArgs
-from turns import Episodes, TurnArgs
+from trainer import lora, model
+from trainer.lora import LoraArgs
+from trainer.model import ModelArgs, OptimizerArgs
 
 # ---- flags ----
 
@@ -350,13 +349,14 @@ class Run:
 
     def export(self, name: str, notes: dict | None = None) -> bool:
         """The policy → runs/NAME/`name` → whether it failed. notes: {file: text}. A collective."""
-        folder, lm = self.log.folder / name, self.policy.module.lm
+        folder = self.log.folder / name
         try:
-            checkpoint.write(self.world, self.policy.export, self.checked.source, folder, notes)
+            checkpoint.write(
+                self.world, export_model, self.policy, self.checked.source, folder, notes)
             if self.adapter and name == "model":
                 folder = self.log.folder / "adapter"
                 checkpoint.write(
-                    self.world, lora.export, lm, self.world.device, self.adapter, folder)
+                    self.world, export_adapter, self.policy, self.adapter, folder)
         except checkpoint.NotWritten as error:
             self.log.say(f"{folder} was not written ({error})")
             if self.world.rank == 0:  # what there is of it

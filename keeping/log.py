@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import reprlib
-import resource
 import shutil
 import subprocess
 import threading
@@ -22,9 +21,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from batch import Batch, Sample
-from dist import World
-from errors import SettingsError
+from dist import SettingsError, World
+from keeping.files import write_whole
+from preflight.memory import peak_memory
+from trainer.batch import Batch, Sample
 
 LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
@@ -99,24 +99,6 @@ def evaluation_line(row: dict) -> str:
     if row.get("eval/groups_equal") is not None:
         shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
-
-
-def write_whole(path: Path, content: str | bytes):
-    """A kill leaves no half of this file."""
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_bytes(content if isinstance(content, bytes) else content.encode())
-    unfinished.replace(path)
-
-
-@contextmanager
-def whole_folder(folder: str | Path):
-    """Gives an empty folder to fill, which then replaces this one. A kill leaves no half of it."""
-    unfinished = Path(f"{folder}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield unfinished
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
 
 
 def look(run, samples: list[Sample]):
@@ -382,40 +364,3 @@ class Log:
             reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
             prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
             self.say(f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}")
-
-
-# ---- memory ----
-
-def peak_memory(device):
-    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
-    return gpu_peak() if device.type == "cuda" else cpu_peak()
-
-
-@contextmanager
-def cpu_peak():
-    """gb: resident in this process."""
-    with suppress(OSError):  # the kernel's peak starts again
-        Path("/proc/self/clear_refs").write_text("5")
-    peak = {}
-    yield peak
-    peak["gb"] = resident()
-
-
-@contextmanager
-def gpu_peak():
-    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
-    torch.cuda.reset_peak_memory_stats()
-    others = gpu_in_use() - torch.cuda.memory_reserved()
-    peak = {}
-    yield peak
-    peak["gb"] = others + torch.cuda.max_memory_allocated()
-    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
-
-
-def resident() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def gpu_in_use() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from chats.toolcalls import Tools
 from examples import reasoning_gym_tasks
 from rewards import Item, Move, Part, RewardArgs, messages, number, parse
-from toolcalls import Tools
-from verifiers import REWARDS, math_reward
+from scoring.verifiers import REWARDS, math_reward
 
 # A parameter of a reward shows its kind. The first that fits counts.
 KINDS = {"completions": "trl", "queries": "openrlhf", "solution_str": "verl",

@@ -9,9 +9,10 @@ import re
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "verifiers:environment",
-    "exact": "verifiers:exact", "math": "verifiers:math_reward", "format": "verifiers:format_tags",
-    "short": "verifiers:short", "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
+    "environment": "scoring.verifiers:environment",
+    "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
+    "format": "scoring.verifiers:format_tags", "short": "scoring.verifiers:short",
+    "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
     "reasoning_gym": "examples.reasoning_gym_tasks:score"}
 

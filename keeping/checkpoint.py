@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-import log
-from dist import World
-from errors import SettingsError
-from model import Trained
+from dist import SettingsError, World
+from keeping import log
+from trainer.model import Trained
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",

@@ -10,8 +10,8 @@ from math import comb, exp
 import numpy as np
 import torch
 
-from batch import Batch, Meter, Sample, given
 from data import Prompt
+from trainer.batch import Batch, Meter, Sample, given
 
 
 @dataclass

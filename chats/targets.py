@@ -11,7 +11,7 @@ from functools import partial
 
 import data
 from data import ANSWERS, PROMPTS, Row, messages_of, not_null, with_system
-from errors import SettingsError
+from dist import SettingsError
 from rewards import is_message
 
 COMPLETIONS = ("completion", "response", *ANSWERS)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 
-from errors import SettingsError
+from dist import SettingsError
 from rewards import LONGEST_REPLY, Item, Score, Scorer
 
 # The first of vLLM's parsers that reads what the chat template writes is taken. The last one takes

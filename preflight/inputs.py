@@ -8,16 +8,13 @@ from pathlib import Path
 
 import torch
 
-import chats
 import data
 import dist
-import memory
-import model
-import plan
 import rewards
-import toolcalls
-import turns
-from errors import Mistakes, SettingsError
+from chats import targets, toolcalls, turns
+from dist import Mistakes, SettingsError
+from preflight import memory, plan
+from trainer import model
 
 
 @dataclass
@@ -265,7 +262,7 @@ def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
         return []
     tokenizer = tokenizer or NoTokenizer()
     if args.supervised:
-        found = mistakes.attempt(chats.load, spec, tokenizer, args, ends, seed=seed)
+        found = mistakes.attempt(targets.load, spec, tokenizer, args, ends, seed=seed)
     else:
         make = partial(data.make_row, tools=tools)
         found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed, make=make)

@@ -1,0 +1,5 @@
+"""Will this run work? Read plan.py, memory.py, inputs.py: all before the weights load.
+
+worst_case.py: what is tried before the first update.
+This room may import chats and all below it.
+"""
