@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from dist import SettingsError, World
 from keeping.files import write_whole
-from preflight.memory import peak_memory
+from preflight.worst_case import peak_memory
 from trainer.batch import Batch, Sample
 
 LINE = {  # what is printed of a step
