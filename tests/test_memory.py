@@ -19,7 +19,7 @@ from dist import KEYS, SettingsError
 from forked import PYTHON
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs, memory, plan, worst_case
+from preflight import inputs, memory, plan, rules, worst_case
 from ranks import results
 from trainer import model
 from trainer.batch import Batch, Micro
@@ -30,7 +30,7 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> str:
     args = plan.changed(script.Args(), model=model_name, **flags)
-    assert not plan.problems(args, ranks, n_rows)
+    assert not rules.problems(args, ranks, n_rows)
     made = plan.Plan(args, ranks, n_rows, 0)
     shape = memory.shape_of(model_name)
     return memory.planned(made, shape, gpu_gb * GIB).memory.splitlines()[0]
@@ -100,14 +100,14 @@ def test_what_the_search_names_fits_and_less_does_not(script, name, ranks, gpu_g
     args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1)
     shape, card = memory.shape_of(name), gpu_gb * GIB
     made = plan.Plan(args, ranks, None, 0)
-    flags = memory.fewest(made, shape, card)
+    flags = memory.flags_that_fit(made, shape, card)
     if flags is None:
         return
 
     def fits(flags):
         return memory.fits(replace(made, args=plan.changed(args, **flags)), shape, card)
 
-    assert fits(flags) and not plan.problems(plan.changed(args, **flags), ranks)
+    assert fits(flags) and not rules.problems(plan.changed(args, **flags), ranks)
     for dropped in flags:
         assert not fits({flag: value for flag, value in flags.items() if flag != dropped})
 

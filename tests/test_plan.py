@@ -21,7 +21,7 @@ import ppo
 from data import Row, Stream
 from dist import Mistakes, SettingsError, balance, share
 from examples import tiny
-from preflight import inputs, plan
+from preflight import inputs, plan, rules
 from preflight.memory import shape_of
 from rewards import Score
 from trainer.batch import Batch, Completion, Sample
@@ -36,10 +36,10 @@ def Args(script=grpo, **flags):
 
 
 def problems(ranks: int = 1, n_rows: int | None = 1000, **flags):
-    return plan.problems(Args(**flags), ranks, n_rows)
+    return rules.problems(Args(**flags), ranks, n_rows)
 
 
-def one(*where, **flags) -> plan.Rule:
+def one(*where, **flags) -> rules.Rule:
     found, = problems(*where, **flags)
     return found
 
@@ -75,7 +75,7 @@ def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
 
 
 def test_every_range_is_of_a_flag():
-    assert set(plan.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
+    assert set(rules.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
 
 
 # ---- what is printed ----
@@ -146,7 +146,7 @@ def test_a_terminal_in_ascii_shows_the_help():
 @pytest.mark.parametrize("script, names", [(grpo, plan.BUDGETS[:2]), (ppo, plan.BUDGETS)])
 def test_a_budget_below_the_longest_sequence(script, names):
     def of(**budget):
-        return plan.problems(
+        return rules.problems(
             Args(script, max_prompt_tokens=100, max_tokens=50, batch=64, **budget), 1, 1000)
 
     for name in names:
@@ -230,7 +230,7 @@ def test_more_minibatches_than_completions_in_the_last_batch():
     (dict(critic_warmup_steps=-1), "--critic_warmup_steps must be at least 0")])
 def test_each_combination_that_makes_no_sense(flags, words):
     args = Args(grpo if set(flags) <= set(plan.flags(grpo.Args())) else ppo, **flags)
-    problem, = plan.problems(args, 4, 1000)
+    problem, = rules.problems(args, 4, 1000)
     assert words in problem.sentence
     assert problem.fixes, "names no value that works"
     check_fixes(args, 4, 1000, [problem])
@@ -242,7 +242,7 @@ def test_nan_is_refused_wherever_it_is_given(script):
     assert {"lr", "temperature", "eval_pass", "target_reward", "timeout", "dual_clip"} <= {*names}
     for name in names:
         nan = (NAN, NAN) if "tuple" in str(flag_types(script)[name]) else NAN
-        found = plan.problems(Args(script, **{name: nan}), 1, 1000)
+        found = rules.problems(Args(script, **{name: nan}), 1, 1000)
         assert f"--{name}" in {p.kind for p in found}, name
 
 
@@ -269,19 +269,19 @@ QWEN_05B, QWEN_15B, TINY = map(shape_of, ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"
     (None, 2, 8, 8, "--tp must divide the 2 ranks of a machine (got 8)", [2])])
 def test_an_engine_the_model_or_machines_do_not_allow(shape, machine, ranks, tp, words, fixes):
     """vLLM says so after minutes; an engine over two machines it starts."""
-    found = plan.problems(Args(tp=tp), ranks, 1000, shape=shape, local_size=machine)
+    found = rules.problems(Args(tp=tp), ranks, 1000, shape=shape, local_size=machine)
     assert any(words in p.sentence for p in found), [str(p) for p in found]
     assert {p.kind for p in found} == {"--tp"}
     assert all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
     for value in fixes:
-        assert not plan.problems(Args(tp=value), ranks, 1000, shape=shape, local_size=machine)
+        assert not rules.problems(Args(tp=value), ranks, 1000, shape=shape, local_size=machine)
 
 
 def test_engines_that_are_allowed():
     three = shape_of("Qwen2.5-3B")                           # 2 key-value heads for 8 ranks: copies
     for tp, shape in ((2, QWEN_05B), (4, TINY), (4, shape_of("Qwen2.5-7B")), (8, three)):
-        assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, local_size=8)
-    text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, local_size=3)[0])
+        assert not rules.problems(Args(tp=tp), 8, 1000, shape=shape, local_size=8)
+    text = str(rules.problems(Args(tp=2), 3, 1000, shape=TINY, local_size=3)[0])
     assert text.endswith("Would work: --tp 1.")
 
 
@@ -296,12 +296,12 @@ def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
     assert str(caught.value).startswith("6 problems:") and "\n  6. " in str(caught.value)
 
 
-def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) -> None:
+def check_fixes(args, ranks: int, n_rows: int | None, found: list[rules.Rule]) -> None:
     """Each suggested change ends its problem and makes no new one."""
     for problem in found:
         for flag, value in problem.fixes:
             there = args if flag == "ranks" else plan.changed(args, **{flag: value})
-            left = {p.kind for p in plan.broken(
+            left = {p.kind for p in rules.broken(
                 there, value if flag == "ranks" else ranks, n_rows, 0)}
             assert left <= {p.kind for p in found} - {problem.kind}, (flag, value, problem, left)
 
@@ -437,7 +437,7 @@ def settle(count: int, seed: int) -> Counter:
     for _ in range(count):
         args, ranks, n_rows, n_eval = draw(rng)
         try:
-            if found := plan.problems(args, ranks, n_rows, n_eval):
+            if found := rules.problems(args, ranks, n_rows, n_eval):
                 outcomes["refused"] += 1
                 outcomes["suggestions"] += sum(len(p.fixes) for p in found)
                 check_fixes(args, ranks, n_rows, found)
