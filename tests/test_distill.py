@@ -313,15 +313,18 @@ def test_the_worst_case_has_the_divergence_too(tmp_path):
 # ---- settings and rows ----
 
 def test_what_teaches_nothing_is_refused():
-    def rules(**flags):
+    def broken(**flags):
         return "\n".join(map(str, rules.problems(arguments(**flags), 1)))
 
-    assert not rules() and not rules(teacher=None, teacher_prompt="{question} {answer}")
-    assert "--teacher or --teacher_prompt" in rules(teacher=None)
-    assert "--reward_coef needs --reward" in rules(reward_coef=0.5)
-    assert not rules(reward_coef=0.5, reward=("exact",))
-    assert "--eval_data needs --reward" in rules(eval_data="tiny")
-    assert not rules(eval_data="tiny", reward=("exact",))
+    assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
+    assert "--teacher or --teacher_prompt" in broken(teacher=None)
+    assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
+    assert not broken(reward_coef=0.5, reward=("exact",))
+    assert "--eval_data needs --reward" in broken(eval_data="tiny")
+    assert not broken(eval_data="tiny", reward=("exact",))
+    unused = dict(divergence="jsd", engine_correction="mask")
+    assert "--engine_correction weighs the loss of sampled tokens" in broken(**unused)
+    assert not broken(**unused, reward_coef=0.5, reward=("exact",))
 
 
 def test_the_teachers_prompt_has_more_in_it():
