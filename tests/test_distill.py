@@ -295,8 +295,9 @@ def tried(world, folder: str) -> dict[str, tuple]:
             return shipped(logits, theirs, kind)
 
         beside.divergence = counted
-        peaks = worst_case.measure_phases(plan.Plan(args, world.size, 64, 0), world, 64, models[0],
-                              models[1] if args.needs_reference else None)
+        reference = models[1] if args.needs_reference else None
+        peaks = worst_case.measure_phases(
+            plan.Plan(args, world.size, 64, 0), world, 64, models[0], reference)
         found[name] = sorted(peaks), set(calls)
         assert all(p.grad is None for p in models[0].module.parameters())
     return found
