@@ -49,7 +49,7 @@ def test_situation_4_fits_with_the_flags_it_names(group):
     line, checkpointed = (
         planned(grpo, 4, QWEN_7B, 80, batch=8, group=group, max_tokens=4096, checkpointing=on)
         for on in (False, True))
-    assert "does not fit" in line and flags_in(line) == {"checkpointing": []}
+    assert "does not fit" in line and flags_in(line) == {"update_tokens": ["4608"]}
     assert "  fits: 63." in checkpointed, checkpointed
 
 
@@ -60,7 +60,7 @@ def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
         [PYTHON, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert told.returncode == 1, told.stderr
     for part in ("parameters", "gradients", "optimizer", "micro-batch", "engine weights",
-                 "kv cache", "total", "would with --checkpointing"):
+                 "kv cache", "total", "would with --update_tokens 4608: "):
         assert part in told.stdout
 
 
