@@ -7,11 +7,6 @@ grpo.py's reference. --divergence compares whole distributions instead. With --t
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
 as in grpo.py. What is minimized: docs/distillation.md.
 """
-import signal
-
-if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -22,6 +17,7 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
+from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
 from preflight.plan import Rule
 from preflight.worst_case import compare
@@ -32,7 +28,7 @@ from trainer.teacher import beside
 
 
 @dataclass
-class Args(losses.ClipArgs, CommonArgs):
+class Args(ClipArgs, CommonArgs):
     """The flags of distill.py. Those of the loss are in ClipArgs."""
     teacher: str | None = None
     """A folder or hub name, with the vocabulary of --model. Not given: the starting model."""
@@ -62,6 +58,11 @@ class Args(losses.ClipArgs, CommonArgs):
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])
+        if (self.engine_correction != "none" and self.divergence != "none"
+                and not self.reward_coef):
+            yield Rule(f"--engine_correction weighs losses of sampled tokens, and with "
+                       f"--divergence {self.divergence} only --reward_coef has one.",
+                       [("engine_correction", ["none"])])
 
 
 def train(args: Args) -> int:
@@ -123,11 +124,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     logprobs, entropy, *divergence = policy.logprobs(
                         micro, args.temperature, "value", formula)
                     loss, details = losses.clip_loss(
-                        logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
-                        clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
-                    if args.has_factors:
-                        factors, found = losses.loss_factors(
-                            args, logprobs, old, micro.engine_logprobs, micro.slice(advantages), m)
+                        logprobs, old, micro.slice(advantages), m, **args.bounds)  # (b, t)
+                    if args.engine_correction != "none":
+                        factors, found = losses.engine_correction(
+                            old, micro.engine_logprobs, m, **args.correction)
                         loss, details = loss * factors, details | found
                     details |= {"loss/policy": loss, "entropy": entropy,
                                 "teacher_kl": old - micro.slice(teacher_logprobs),

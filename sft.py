@@ -7,14 +7,9 @@ It is grpo.py without the rollout and the reward. The completions are in the dat
 -log π of each token that the assistant says. Nothing is sampled, so there is no engine. With
 --eval_data and --reward there is one: it shows what a reward could teach next.
 
-Read `train`, then `learn`. Which tokens the assistant says: chats.py. The trainer's memory:
-ModelArgs in model.py.
+Read `train`, then `learn`. Which tokens the assistant says: chats/targets.py. The trainer's memory:
+ModelArgs in trainer/model.py.
 """
-import signal
-
-if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import exp

@@ -22,7 +22,7 @@ from keeping import checkpoint, log
 from keeping import summary as grade
 from keeping.evaluate import EvalArgs, evaluation_metrics, held_out_metrics
 from keeping.export import export_adapter, export_model
-from preflight import plan
+from preflight import formulas, plan
 from preflight import worst_case as canary
 from preflight.inputs import check, eos_ids, is_tiny
 from preflight.plan import PlanArgs
@@ -163,7 +163,7 @@ def set_up(args) -> "Run":
     together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(checked.source).name, "rows": len(checked.rows),
-        "eval_rows": len(checked.eval_rows)}
+        "eval_rows": len(checked.eval_rows), **formulas.digests(args)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     folder = world.gather([folder])[0]  # rank 0's clock may have named it

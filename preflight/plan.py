@@ -202,7 +202,6 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers
     ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
     ("top_p", "1 in training", lambda x: x == 1),
     ("model data name eval_data wandb reply prompt_template", "some text", bool),
-    ("sapo_taus", "two numbers above 0", lambda x: len(x) == 2 and all(0 < y < INF for y in x)),
     ("betas", "two numbers in [0, 1)",
      lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
 ] for flag in flags.split()}
@@ -293,7 +292,7 @@ def limit_rules(plan: Plan):
             ("overlong_buffer", a.max_tokens, "--max_tokens")]
     if given["eval_temperature"] == 0:
         most.append(("eval_samples", 1, "--eval_temperature is 0"))
-    if given.get("engine_correction") in ("mask", "sequence_mask", "geometric"):
+    if given.get("engine_correction") in ("mask", "sequence_mask"):
         most.append(("correction_low", a.correction_high, "--correction_high"))
     tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {a.max_tokens}"
     least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
@@ -399,10 +398,7 @@ def warnings(args) -> list[str]:
     found, loss = [], flags(args).get("loss")
     if loss == "gspo" and max(args.clip_low, args.clip_high) >= 0.05:
         found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
-    if loss == "gmpo" and max(args.clip_low, args.clip_high) < 0.3:
-        found.append("--loss gmpo clips log ratios; its paper: --clip_low 0.4 --clip_high 0.4.")
-    if (loss in ("clip", "gspo", "gmpo", "dppo", "ipo")
-            and args.minibatches * args.epochs == 1):
+    if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
         found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
     if args.turn_args.reply and "exact" in names_of(args.reward):
         found.append("--reward exact compares the whole episode, replies too, with the answer.")
