@@ -59,8 +59,7 @@ def _groups(rewards, group, scored):
 
 
 def keep_groups(rewards, group, scored):
-    """(N,) raw rewards -> (P,): do a prompt's differ? (A penalty makes all differ.)
-    https://arxiv.org/abs/2503.14476, 3.2"""
+    """(N,) rewards without penalties -> (P,): do a prompt's differ?  DAPO (above), 3.2"""
     return ~_groups(rewards, group, scored)[2].squeeze(1)
 
 

@@ -120,10 +120,15 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
     for path in Path(file), ROOT / file:
         if file.endswith(".py") and path.is_file():
             return path.resolve(), name
+    wrong = f"there is no such {flag}"
     works = f"{', '.join(NAMES[flag])}, or a function of a file: --{flag} FILE.py:NAME"
-    if (ROOT / "variants" / f"{spec}.py").is_file():
+    if file.endswith(".py"):
+        wrong = f"there is no file {file}, here or in {ROOT}"
+    elif spec.endswith(".py"):
+        wrong, works = "it does not say which function", f"--{flag} {spec}:NAME"
+    elif (ROOT / "variants" / f"{spec}.py").is_file():
         works = f"--{flag} variants/{spec}.py:{spec}"
-    raise SettingsError(f"--{flag} {spec}: there is no such {flag}. Would work: {works}.")
+    raise SettingsError(f"--{flag} {spec}: {wrong}. Would work: {works}.")
 
 
 def fits(args) -> None:
