@@ -24,7 +24,7 @@ from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
 from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
@@ -77,7 +77,7 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 score_samples(run, samples, args.group)  # without --reward: texts alone
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,

@@ -32,7 +32,7 @@ from keeping.log import look
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight.inputs import show_plan
 from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
@@ -160,7 +160,7 @@ def train(args: Args) -> int:
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
             shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
             if shown:
                 look(run, kept)  # before and after the update, for samples/

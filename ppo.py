@@ -30,7 +30,7 @@ from keeping.log import look
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
 from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
 from trainer.model import Critic, Policy, learning_rate
@@ -108,7 +108,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
             shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
             if shown:
                 look(run, samples)  # before and after the update, for samples/

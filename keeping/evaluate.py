@@ -88,7 +88,7 @@ def held_out_metrics(run) -> dict[str, float]:
     eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
     """
     args, world = run.args, run.world
-    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.checked.eval_rows)])
+    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.inputs.eval_rows)])
     rows, meter = list(range(len(batch.samples))), Meter(world)
     weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
     with torch.no_grad():

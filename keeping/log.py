@@ -19,7 +19,7 @@ import torch
 
 from dist import SettingsError, World
 from keeping.files import as_lines, read, write_whole, writing
-from preflight.memory import peak_memory
+from preflight.worst_case import peak_memory
 from trainer.batch import Sample
 from trainer.samples import sample_row, short
 

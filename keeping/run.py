@@ -23,9 +23,9 @@ from keeping import summary as grade
 from keeping.evaluate import EvalArgs, evaluation_metrics, held_out_metrics
 from keeping.export import export_adapter, export_model
 from preflight import plan
-from preflight import worst_case as canary
-from preflight.inputs import check, eos_ids, is_tiny
+from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
+from preflight.worst_case import try_worst_case
 from rewards import RewardArgs, score_samples
 from rollout import Engine, EngineArgs
 from trainer import lora, model
@@ -63,7 +63,7 @@ class RunArgs:
     max_gap: float | None = None
     """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
     1e-3, or 0.15 in bfloat16."""
-    canary: Literal["auto", "on", "off"] = "auto"
+    try_worst_case: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
 
@@ -156,14 +156,14 @@ def set_up(args) -> "Run":
     # 1. Check flags and files alone. A mistake waits until all ranks have joined.
     ranks, local_size = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
-    checked = mistakes.attempt(check, args, ranks, local_size)
+    inputs = mistakes.attempt(read_inputs, args, ranks, local_size)
     folder = mistakes.attempt(log.choose_folder, args)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
     together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
-        "script": args.script, "source": Path(checked.source).name, "rows": len(checked.rows),
-        "eval_rows": len(checked.eval_rows)}
+        "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
+        "eval_rows": len(inputs.eval_rows)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     folder = world.gather([folder])[0]  # rank 0's clock may have named it
@@ -172,10 +172,10 @@ def set_up(args) -> "Run":
     settings = flags | facts | {"ranks": ranks} | versions
     saved, notes = checkpoint.newest(args, world, folder, settings)
     # 4. Open the run's folder.
-    run = Run(args, world, folder, checked, saved, settings)
+    run = Run(args, world, folder, inputs, saved, settings)
     open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
-    run.log.say(checked.plan.text(short=True))
-    for note in checked.notes + notes:
+    run.log.say(inputs.plan.text(short=True))
+    for note in inputs.notes + notes:
         run.log.say(f"  {note}")
     # 5. Build the models, the engine, the reward workers.
     with run.log.time("loading"):
@@ -192,7 +192,7 @@ def together(world, act, *args):
 
 def open_folder(run: "Run", args: dict):
     """From here on only this run writes its folder. args: what args.json gets. A collective."""
-    together(run.world, run.log.open, args, run.checked.plan.text(), run.start)
+    together(run.world, run.log.open, args, run.inputs.plan.text(), run.start)
     every, folder = run.args.run_args.save_every, run.log.folder
     # Rank 0 made .lock. A rank that does not see it has another disk.
     if run.world.any_rank(every > 0 and not (folder / ".lock").exists()):
@@ -204,11 +204,11 @@ def open_folder(run: "Run", args: dict):
 class Run:
     """What a loop works with, and what stands between its steps."""
 
-    def __init__(self, args, world, folder, checked, saved, settings):
-        self.args, self.world, self.checked = args, world, checked
+    def __init__(self, args, world, folder, inputs, saved, settings):
+        self.args, self.world, self.inputs = args, world, inputs
         self.saved, self.settings = saved, settings
         self.stop = dist.Stop(world, args.run_args.stop_seconds)
-        self.stream = data.stream(args, checked.rows)
+        self.stream = data.stream(args, inputs.rows)
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
@@ -224,7 +224,7 @@ class Run:
         # on, it is made again.
         self.evaluations = self.saves = range(0)
         ended = world.gather([log.finished_steps(folder)])[0]
-        if checked.eval_rows:
+        if inputs.eval_rows:
             every = args.eval_args.eval_every or args.steps
             self.evaluations = {*range(0, args.steps, every), ended}
         if args.run_args.save_every:
@@ -240,14 +240,14 @@ class Run:
             self.build_engine()
         self.scorer.wait()
         if not self.args.eval_args.eval_only:
-            canary.try_worst_case(self)
+            try_worst_case(self)
         if self.saved:
             self.restore(self.saved.state)
         self.stop.looping = not self.args.eval_args.eval_only  # SIGTERM waits for a step's end
 
     def build_models(self):
         """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""
-        args, world, source = self.args, self.world, self.checked.source
+        args, world, source = self.args, self.world, self.inputs.source
         shared = world, args.model_args, args.optimizer_args
         adapters = args.lora_args if args.lora_args.lora_rank else None
         self.critic = self.reference = self.adapter = None
@@ -263,7 +263,7 @@ class Run:
         if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
-            teacher = load(model.LogprobModel, self.checked.teacher or source, trained=False)
+            teacher = load(model.LogprobModel, self.inputs.teacher or source, trained=False)
             self.reference = model.Policy(teacher, *shared)
         if adapters:
             base = source if is_tiny(args.model) else args.model
@@ -271,17 +271,17 @@ class Run:
 
     def build_engine(self):
         """The engine, asleep: the trainer has the GPU."""
-        args, checked, bfloat16 = self.args, self.checked, self.dtype == torch.bfloat16
+        args, inputs, bfloat16 = self.args, self.inputs, self.dtype == torch.bfloat16
         models = self.policy, self.reference, self.critic
-        if checked.bridge:
-            self.episodes = Episodes(args, checked.bridge, self.world, self.log)
+        if inputs.bridge:
+            self.episodes = Episodes(args, inputs.bridge, self.world, self.log)
         self.engine = Engine(
-            checked.source, self.world, args.engine_args, tokenizer=checked.tokenizer,
-            eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log,
+            inputs.source, self.world, args.engine_args, tokenizer=inputs.tokenizer,
+            eos_ids=eos_ids(inputs.source, inputs.tokenizer), log=self.log,
             trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
-            max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
+            max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
-            kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
+            kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
             episodes=self.episodes)
         self.engine.sleep()
 
@@ -324,7 +324,7 @@ class Run:
     def sample_and_score(self, step: int) -> dict[str, float]:
         """Completions of the rows of --eval_data → metrics."""
         args = self.args.eval_args
-        prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
+        prompts = [data.Prompt(i, row) for i, row in enumerate(self.inputs.eval_rows)]
         with self.log.time("eval"), self.engine.generating(self.policy):
             samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
             score_samples(self, samples, args.eval_samples)
@@ -352,7 +352,7 @@ class Run:
         folder = self.log.folder / name
         try:
             checkpoint.write(
-                self.world, export_model, self.policy, self.checked.source, folder, notes)
+                self.world, export_model, self.policy, self.inputs.source, folder, notes)
             if self.adapter and name == "model":
                 folder = self.log.folder / "adapter"
                 checkpoint.write(
@@ -380,7 +380,7 @@ class Run:
         missing, off_target = [], False
         if self.unsaved:
             missing.append("the last checkpoint")
-        if self.checked.eval_rows:
+        if self.inputs.eval_rows:
             self.evaluate(self.end)
         if self.stop.looping and self.stop.agreed():
             return self.stopped(self.end, self.save(self.end))
