@@ -88,9 +88,10 @@ def train(args: Args) -> int:
             run.log.samples(f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 

@@ -28,7 +28,6 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.log import look
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight.inputs import show_plan
 from preflight.plan import Rule
@@ -161,29 +160,23 @@ def train(args: Args) -> int:
                     kept, refused = refill(run, args, samples)
             if step == run.start:
                 compare_policies(run, samples)  # transformers, trainer and engine: one policy?
-            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
-            if shown:
-                look(run, kept)  # before and after the update, for samples/
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
-            metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
-                                       reference=run.reference, phase=run.log.phase)
+            with run.recorded(step, samples, kept):  # for samples/
+                metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
+                                           reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
-            if shown:
-                look(run, kept)
 
         run.log.step(step + 1, metrics)
-        if shown:
-            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        # A failed save is printed, and the run goes on.
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 

@@ -4,24 +4,22 @@ import reprlib
 import numpy as np
 import torch
 
-from dist import World
 from trainer.batch import Batch, Sample
-from trainer.model import Policy
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = 140  # characters
 
 
-def look(world: World, policy: Policy, samples: list[Sample], temperature: float, budget: int):
-    """Adds the policy's log-probs and entropies of now to `looks`: (2, T) each. A collective."""
-    batch = Batch(samples)
+def look(run, samples: list[Sample]):
+    """Adds the policy's log-probs and entropies of now to `looks`: (2, T). A collective."""
+    batch, args = Batch(samples), run.args
     found = torch.zeros(2, int(batch.lengths.sum()))  # (2, M)
-    with torch.no_grad():
-        for micro in batch.micros(world, range(len(samples)), budget, "look"):
-            both = policy.logprobs(micro, temperature, "value")  # (b, t) each
+    with run.log.time("look"), torch.no_grad():
+        for micro in batch.micros(run.world, range(len(samples)), args.update_tokens, "look"):
+            both = run.policy.logprobs(micro, args.temperature, "value")  # (b, t) each
             for whole, values in zip(found, both, strict=True):
                 batch.put(whole, micro.rows, values.float().cpu())
-    found = world.sum(found)
+        found = run.world.sum(found)
     for s, span in zip(samples, batch.spans, strict=True):
         s.looks += (found[:, span],)
 
