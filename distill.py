@@ -20,7 +20,7 @@ from keeping.run import CommonArgs, parse, set_up
 from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
 from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
@@ -78,7 +78,7 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 score_samples(run, samples, args.group)  # without --reward: texts alone
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
@@ -89,9 +89,10 @@ def train(args: Args) -> int:
             run.log.samples(f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 

@@ -24,12 +24,11 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.log import look
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight import formulas
 from preflight.inputs import show_plan
 from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
@@ -105,30 +104,24 @@ def train(args: Args) -> int:
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
-            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
-            if shown:
-                look(run, kept)  # before and after the update, for samples/
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
-            metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
-                                       reference=run.reference, phase=run.log.phase)
+            with run.recorded(step, samples, kept):  # for samples/
+                metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
+                                           reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
-            if shown:
-                look(run, kept)
 
         run.log.step(step + 1, metrics)
-        if shown:
-            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        # A failed save is printed, and the run goes on.
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 

@@ -20,12 +20,11 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.log import look
 from keeping.run import CommonArgs, parse, set_up
 from preflight.formulas import LossArgs
 from preflight.inputs import show_plan
 from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
 from trainer.model import Critic, Policy, learning_rate
@@ -103,10 +102,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
-            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
-            if shown:
-                look(run, samples)  # before and after the update, for samples/
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
@@ -115,24 +111,21 @@ def train(args: Args) -> int:
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
-            metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
-                             critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
-                             phase=run.log.phase)
+            with run.recorded(step, samples, samples):  # for samples/
+                metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
+                                 critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
+                                 phase=run.log.phase)
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
-            if shown:
-                look(run, samples)
 
         run.log.step(step + 1, metrics)
-        if shown:
-            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        # A failed save is printed, and the run goes on.
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 

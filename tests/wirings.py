@@ -365,7 +365,7 @@ WIRINGS = [
      "sft.py::test_a_system_message_stands_before_the_chat"),
     ("chats/targets.py", "if whole[:len(ids)] == ids:", "if True:",
      "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),
-    # ---- canary.py
+    # ---- worst_case.py
     ("preflight/worst_case.py", "a.temperature, a.divergence) as", "a.temperature, \"none\") as",
-     "distill.py::test_the_canary_tries_the_divergence_too"),
+     "distill.py::test_the_worst_case_has_the_divergence_too"),
 ]
