@@ -43,9 +43,9 @@ MISTAKES = {
         BUDGET, BACKWARD,
         "policy.backward((w * m.sum(1, True) * torch.where(m, loss, 0).mean(1, True)).sum())"),
     "a sum over padding": Mistake(
-        NAN, "if args.has_factors:\n",
+        NAN, 'if args.engine_correction != "none":\n',
         "loss = loss * (logprobs - old).detach().sum(1, keepdim=True).exp()\n"
-        "                if args.has_factors:\n"),
+        '                if args.engine_correction != "none":\n'),
     "a loss that reads its neighbour": Mistake(
         LOOP, "micro.slice(advantages)  #", "micro.slice(advantages).roll(1, 0)  #"),
     "a baseline of all groups": Mistake(
@@ -109,37 +109,30 @@ RECIPES = {
                    "--minibatches 4",
     "REINFORCE++-baseline": "--advantage reinforce++-baseline --aggregation token "
                             "--kl_loss_coef 0.01 --kl_estimator k2 --minibatches 4",
-    "ScaleRL": "--advantage lite_ppo --loss cispo --aggregation prompt --clip_low 1 --clip_high 4 "
-               "--dynamic_sampling --minibatches 4",
-    "Lite PPO": "--advantage lite_ppo --aggregation token --minibatches 4",
-    "SAPO": "--advantage grpo --loss sapo --sapo_taus 1.0 1.05 --aggregation sequence "
+    "ScaleRL": "--advantage variants/lite_ppo.py:lite_ppo --loss cispo --aggregation prompt "
+               "--clip_low 1 --clip_high 4 --dynamic_sampling --minibatches 4",
+    "Lite PPO": "--advantage variants/lite_ppo.py:lite_ppo --aggregation token --minibatches 4",
+    "SAPO": "--advantage grpo --loss variants/sapo.py:sapo --aggregation sequence "
             "--minibatches 4",
-    "GMPO": "--advantage grpo --loss gmpo --aggregation sequence --clip_low 0.4 --clip_high 0.4 "
-            "--minibatches 4",
-    "DPPO": "--advantage dr_grpo --loss dppo --aggregation token --clip_low 0.2 --clip_high 0.2 "
-            "--minibatches 4",
-    "IPO": "--advantage dr_grpo --loss ipo --aggregation token --clip_low 0.1 --clip_high 0.1 "
-           "--log_ratio_coef 0.001",
-    "GDPO": "--advantage gdpo --aggregation sequence --reward math format",
+    "GMPO": "--advantage grpo --loss variants/gmpo.py:gmpo --aggregation sequence --clip_low 0.4 "
+            "--clip_high 0.4 --minibatches 4",
+    "DPPO": "--advantage dr_grpo --loss variants/dppo.py:dppo --aggregation token --clip_low 0.2 "
+            "--clip_high 0.2 --minibatches 4",
+    "IPO": "--advantage dr_grpo --loss variants/ipo.py:ipo --aggregation token --clip_low 0.1 "
+           "--clip_high 0.1",
+    "GDPO": "--advantage variants/gdpo.py:gdpo --aggregation sequence --reward math format",
     "DeepSeek-V3.2": "--advantage dr_grpo --aggregation sequence --kl_loss_coef 0.001 "
-                     "--kl_estimator k3_ratio --opsm_delta 0.1 --minibatches 4",
+                     "--kl_estimator k3_ratio --loss variants/opsm.py:opsm --minibatches 4",
     "TRL's": "--engine_correction sequence_mask --correction_low 0 --correction_high 3",
-    "geometric": "--engine_correction geometric --correction_low 0.999 --correction_high 1.001"}
-SOFT_LOSS = '''def soft_clip_loss(logprobs, old_logprobs, advantages, mask, *, slope, **bounds):
+    "geometric": "--loss variants/geometric.py:geometric"}
+SOFT = '''import torch
+import losses
+
+def soft(logprobs, old_logprobs, advantages, mask, **others):
     logp, old, A = losses.select(mask, logprobs, old_logprobs, advantages)
     ratio = (logp - old).exp()
-    return -A * (1 + slope * torch.tanh((ratio - 1) / slope)), {"ratio": ratio.detach()}
-
-
+    return -A * (1 + 0.3 * torch.tanh((ratio - 1) / 0.3)), {"ratio": ratio.detach()}
 '''
-SOFT = [("LOSSES = {", f"{SOFT_LOSS}LOSSES = {{"),
-        ('"reinforce": losses.reinforce_loss,',
-         '"reinforce": losses.reinforce_loss, "soft": soft_clip_loss,'),
-        ('Literal["clip", "gspo", "cispo", "reinforce", ',
-         'Literal["clip", "gspo", "cispo", "reinforce", "soft", '),
-        ("    kl_loss_coef: float = 0.0\n",
-         "    slope: float = 0.2\n    kl_loss_coef: float = 0.0\n"),
-        ("m, **args.bounds)", "m, **args.bounds, slope=args.slope)")]
 
 
 def edited(folder: Path, name: str, script: str, *changes: tuple[str, str]) -> str:
@@ -174,7 +167,8 @@ def found(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("prove")
     cases = {"grpo": ("grpo.py", "", EVERY), "ppo": ("ppo.py", "", [NAN, LOOP, GROUP]),
              "lora": ("grpo.py", "--lora_rank 4 --kl_loss_coef 0.1", [LOOP]),
-             "soft": (edited(folder, "soft", "grpo.py", *SOFT), "--loss soft --slope 0.3", [LOOP])}
+             "soft": ("grpo.py", f"--loss {folder}/soft.py:soft", [LOOP])}
+    (folder / "soft.py").write_text(SOFT)
     for name in FAST:
         m = MISTAKES[name]
         cases[name] = edited(folder, name, m.script, (m.old, m.new)), m.flags, [m.line]
