@@ -259,7 +259,7 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
 
 
-# ---- the correction of the engine
+# ---- correction of the engine
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
@@ -295,7 +295,7 @@ def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
 
 
 def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
-    """|o_i| (B,) of a global minibatch, 0 for those not in the loss -> the weight of a completion's
+    """|o_i| (B,) of a global minibatch, 0 if not in the loss -> the weight of a completion's
     tokens, (B,). prompts (B,): numbers; None: all differ."""
     lengths = lengths.double()
     n = (lengths > 0).sum().double()

@@ -37,10 +37,12 @@ from test_losses import (
 
 ROOT = Path(__file__).parent.parent
 TIGHT = {"clip_low": 0.05, "clip_high": 0.08, "dual_clip": None}
-BOUNDS = {"clip": TIGHT | {"dual_clip": 1.02}, "gspo": TIGHT, "cispo": TIGHT, "reinforce": TIGHT,
-          "sapo": TIGHT, "gmpo": TIGHT | {"clip_low": 0.1, "clip_high": 0.15}, "dppo": TIGHT,
-          "ipo": TIGHT, "opsm": TIGHT, "geometric": TIGHT}
-CONSTANTS = {"sapo": {"TAU_OTHER": 1.5}, "ipo": {"COEF": 0.3}, "geometric": {"LOW": 0.8}}
+BOUNDS = {
+    **dict.fromkeys("cispo reinforce sapo dppo ipo opsm geometric".split(), TIGHT),
+    "clip": TIGHT | {"dual_clip": 1.02}, "gspo": TIGHT | {"clip_low": 0.01, "clip_high": 0.02},
+    "gmpo": TIGHT | {"clip_low": 0.1, "clip_high": 0.15}}
+CONSTANTS = {"sapo": {"TAU_OTHER": 1.5}, "ipo": {"COEF": 0.3}, "geometric": {"LOW": 0.8},
+             "opsm": {"DELTA": 0.02}}
 nan = math.nan
 
 
@@ -72,6 +74,7 @@ def edited(monkeypatch):
             monkeypatch.setattr(module, constant, value)
     monkeypatch.setattr(reference_losses, "SAPO_TAUS", (1.0, 1.5))
     monkeypatch.setattr(reference_losses, "IPO_COEF", 0.3)
+    monkeypatch.setattr(reference_losses, "OPSM_DELTA", 0.02)
     monkeypatch.setattr(reference_losses, "GEOMETRIC", (0.8, 1.001))
 
 
