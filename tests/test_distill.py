@@ -105,34 +105,6 @@ def test_the_kl_of_whole_sequences_counts_what_a_token_leads_to():
     assert torch.allclose(found, whole, rtol=0, atol=1e-14)
 
 
-def test_k1_as_a_loss_teaches_nothing():
-    policy, teacher = tables(0), tables(100)
-    logits, total = policy.clone().requires_grad_(), 0
-    for pair in PAIRS:
-        logp = logprobs_of(logits, pair)
-        k1 = losses.kl_estimate(logp[None], logprobs_of(teacher, pair)[None],
-                                torch.ones(1, 2, dtype=torch.bool), kind="k1")
-        total = total + logp.sum().exp().detach() * k1.sum()
-    found, = torch.autograd.grad(total, logits)
-    assert found.abs().max() < 1e-15 and exact_gradient(policy, teacher).abs().max() > 0.01
-
-
-def test_a_bound_on_the_log_ratio_can_turn_the_gradient():
-    """The exact gradient makes token 0 likelier. Bounded to ±1 it makes it less likely."""
-    p = torch.tensor([0.30, 0.60, 0.10], dtype=torch.float64)
-    q = torch.tensor([0.20, 0.7999, 0.0001], dtype=torch.float64)
-    ratio = (q / p).log()  # -0.4, 0.29, -6.9
-    exact, bounded = (p * (a - (p * a).sum()) for a in (ratio, ratio.clamp(-1, 1)))
-    assert exact[0] > 0 > bounded[0]
-
-
-def test_the_top_of_a_distribution_gives_no_divergence():
-    """Summed over the student's likeliest token alone, the reverse KL is negative."""
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.9, 0.05, 0.05])
-    terms = p * (p / q).log()
-    assert terms.sum() > 0 > terms[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_divergence_is_its_definition_and_its_gradient_autograds(kind):
     policy, teacher = 3 * tables(1), 3 * tables(2)
@@ -320,6 +292,9 @@ def test_what_teaches_nothing_is_refused():
     assert "--teacher or --teacher_prompt" in rules(teacher=None)
     assert "--reward_coef needs --reward" in rules(reward_coef=0.5)
     assert not rules(reward_coef=0.5, reward=("exact",))
+    assert "--engine_correction weighs" in rules(divergence="jsd", engine_correction="mask")
+    assert not rules(engine_correction="mask") and not rules(
+        divergence="jsd", engine_correction="mask", reward=("exact",), reward_coef=0.5)
     assert "--eval_data needs --reward" in rules(eval_data="tiny")
     assert not rules(eval_data="tiny", reward=("exact",))
 
