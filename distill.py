@@ -19,7 +19,7 @@ from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
@@ -58,11 +58,10 @@ class Args(ClipArgs, CommonArgs):
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])
-        if (self.engine_correction != "none" and self.divergence != "none"
-                and not self.reward_coef):
-            yield Rule(f"--engine_correction weighs losses of sampled tokens, and with "
-                       f"--divergence {self.divergence} only --reward_coef has one.",
-                       [("engine_correction", ["none"])])
+        if self.divergence != "none" and not self.reward_coef and self.engine_correction != "none":
+            yield Rule("--engine_correction weighs the loss of sampled tokens, which --divergence "
+                       "without --reward_coef has not.",
+                       [("engine_correction", ["none"]), ("divergence", ["none"])])
 
 
 def train(args: Args) -> int:

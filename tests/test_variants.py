@@ -20,7 +20,7 @@ import reference
 import reference_losses
 from dist import SettingsError
 from keeping import checkpoint
-from preflight import formulas, plan
+from preflight import formulas, plan, rules
 from test_losses import (
     F64,
     FULL,
@@ -328,7 +328,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     monkeypatch.chdir(tmp_path)
     formulas.own.cache_clear()
     args = plan.changed(grpo.Args(), lr=1e-6, **settings)
-    found = [str(rule) for rule in plan.problems(args, 1)]
+    found = [str(rule) for rule in rules.problems(args, 1)]
     assert len(found) == 1 and words in found[0], found
     assert "Would work: " in found[0] or "needs a function" in found[0]
 
@@ -340,7 +340,7 @@ def test_a_file_is_found_here_or_in_the_project(tmp_path, monkeypatch):
         ROOT / "variants/sapo.py")
     (tmp_path / "mine.py").write_text(MINE)
     args = plan.changed(grpo.Args(), loss="mine.py:good", advantage=variant("gdpo"))
-    assert not plan.problems(plan.changed(args, lr=1e-6), 1)
+    assert not rules.problems(plan.changed(args, lr=1e-6), 1)
     assert formulas.digests(args).keys() == {"loss_file", "advantage_file"}
     assert formulas.digests(grpo.Args()) == {}
 

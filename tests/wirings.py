@@ -245,8 +245,6 @@ WIRINGS = [
     ("trainer/model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
     ("trainer/model.py", "kind(lm, args.head_chunk).eval()", "kind(lm, args.head_chunk).train()",
      "details.py::test_a_dropout_of_the_config_is_off"),
-    ("preflight/plan.py", "lambda x: x == 1)", "lambda x: 0 < x <= 1)",
-     "plan.py::test_each_combination_that_makes_no_sense"),
     # ---- batch.py
     ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if i == 0:", DEFAULT),
     ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if True:", PACKED),
