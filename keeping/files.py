@@ -22,7 +22,7 @@ def writing(path: str | Path):
         yield
     except (OSError, SafetensorError) as error:
         raise NotWritten(f"{path} cannot be written ({error}). Would work: more space on the "
-                         f"disk.") from error
+                         f"disk.") from None
 
 
 def write_whole(path: Path, content: str | bytes):
