@@ -15,6 +15,7 @@ from chats import targets, toolcalls, turns
 from dist import Mistakes, SettingsError
 from preflight import memory, plan
 from trainer import model
+from trainer.teacher import add_teacher_prompts
 
 
 @dataclass
@@ -88,7 +89,7 @@ def check_files(args, ranks: int, local_size: int | None = None, make: bool = Fa
     everything = rows + eval_rows
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
-            data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
+            add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     scored = eval_rows if args.supervised or args.eval_args.eval_only else everything
     mistakes.attempt(rewards.check_rows, needs or [], scored)
     bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
