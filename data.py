@@ -224,8 +224,9 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     try:
         rows = read_file(path) if is_file else read_datasets(path, config or None, split)
     except Exception as error:
-        raise SettingsError(f"{spec} cannot be loaded: {type(error).__name__}: "
-                            f"{one_line(error)[:300]}") from error
+        reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
+        raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
+                            f"{one_line(reason)[:300]}") from error
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
     parts = Path(os.path.splitext(path)[0] if is_file else path).parts[-2:]
@@ -268,8 +269,8 @@ def read_csv(text: str) -> list[dict]:
                 raise ValueError(f"line {reader.line_num} does not fit the first line")
             rows.append({name: cell or None for name, cell in row.items()})
     except csv.Error as error:
-        raise ValueError(f"line {reader.line_num}: {error}; is a quotation mark never "
-                         f"closed?") from error
+        raise ValueError(f"line {reader.reader.line_num}: {error}; is a quotation mark never "
+                         f"closed?") from None
     return rows
 
 
@@ -280,12 +281,8 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
         path, files = "arrow", f"{path}/*.arrow"
     with tempfile.TemporaryDirectory() as cache:
-        try:
-            return datasets.load_dataset(
-                path, config, data_files=files, split=split or "train",
-                cache_dir=cache if here else None).to_list()
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise error.__cause__ from error  # it says "an error occurred"
+        return datasets.load_dataset(path, config, data_files=files, split=split or "train",
+                                     cache_dir=cache if here else None).to_list()
 
 
 def messages_of(columns: dict, template: str | None,

@@ -73,7 +73,7 @@ CORRECTED = ("distill group=3 steps=2 teacher=x engine_correction=truncate rewar
              "reward_coef=2.0 correction_low=0.7 correction_high=1.2")
 DIVERGENCE = "distill.py::test_a_divergence_is_its_definition_and_its_gradient_autograds"
 CHUNKS = "distill.py::test_chunks_give_the_same[jsd]"
-LEARNED = "sft.py::test_what_is_learned_is_what_the_template_says[qwen2]"
+LEARNED = "sft.py::test_what_is_learned_is_what_the_template_says[qwen2.5]"
 NO_END = "sft.py::test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows"
 TWO_MESSAGES = "sft.py::test_prompt_and_answer_are_a_chat_of_two_messages"
 
@@ -241,12 +241,11 @@ WIRINGS = [
     ("preflight/plan.py", "lambda x: x == 1)", "lambda x: 0 < x <= 1)",
      "plan.py::test_each_combination_that_makes_no_sense"),
     # ---- batch.py
-    ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if i == 0:", DEFAULT),
-    ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if True:", PACKED),
-    ("trainer/batch.py", "micros = self.cut(world, learning,",
-     "learning, others = others, learning\n        micros = self.cut(world, learning,", DEFAULT),
-    ("trainer/batch.py",
-     "micros += self.cut(world, others, budget, learns=False)", "pass", DEFAULT),
+    ("trainer/batch.py", "if prompt != last:", "if i == 0:", DEFAULT),
+    ("trainer/batch.py", "if prompt != last:", "if True:", PACKED),
+    ("trainer/batch.py", "(learning, True), (others, False)", "(others, True), (learning, False)",
+     DEFAULT),
+    ("trainer/batch.py", "if part or has_grad:", "if has_grad:", DEFAULT),
     ("trainer/batch.py", "np.zeros(1, bool))", "np.ones(1, bool))", ONE_ROW),
     ("trainer/batch.py", "torch.from_numpy(c.sampled) for c in done",
      "torch.from_numpy(c.sampled | True) for c in done",
@@ -343,10 +342,13 @@ WIRINGS = [
     ("trainer/teacher.py",
      "temperature / model.scale", "1.0", REWARDED.replace("none", "reverse_kl")),
     # ---- chats.py
-    ("chats/targets.py", "spoken = ends[-1] + 1 if ends", "spoken = ends[-1] if ends", LEARNED),
+    ("chats/targets.py", "is_learned = [said] * len(new)", "is_learned = [True] * len(new)",
+     LEARNED),
+    ("chats/targets.py", "len(text)) + len(end) for", "len(text)) for", LEARNED),
+    ("chats/targets.py", "longer[:min(places, default=None)]", "longer",
+     LEARNED.replace("qwen2.5", "phi 3")),
     ("chats/targets.py", "add_generation_prompt=not said", "add_generation_prompt=False", LEARNED),
-    ("chats/targets.py", "[False] * (len(new) - spoken)", "[True] * (len(new) - spoken)", LEARNED),
-    ("chats/targets.py", "spoken, is_open = 1, False", "spoken, is_open = 0, False", NO_END),
+    ("chats/targets.py", "is_learned[0], is_open = True, False", "is_open = False", NO_END),
     ("chats/targets.py",
      "found.append(eos_ids[0] if end is None else end)", "found.append(eos_ids[0])",
      NO_END),

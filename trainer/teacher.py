@@ -1,4 +1,5 @@
-"""teacher.py: for distill.py: the whole distributions of a policy and its teacher, side by side."""
+"""teacher.py: for distill.py: the whole distributions of a policy and its teacher, side by side,
+and the prompts of --teacher_prompt."""
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ import torch
 
 from data import DataArgs, Row, make_row
 from dist import SettingsError
+from trainer.batch import Batch
 from trainer.logprobs import of_logits, recomputed
 
 
@@ -96,3 +98,15 @@ def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: st
                 f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
                 f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
                 f"{args.max_prompt_tokens}.")
+
+
+def behind_teacher_prompts(batch: Batch) -> Batch:
+    """The same completions behind the prompts that add_teacher_prompts made, if it did."""
+    if batch.samples[0].prompt.row.teacher_ids is None:
+        return batch
+    moved = []
+    for sample in batch.samples:
+        row = sample.prompt.row
+        prompt = sample.prompt._replace(row=replace(row, prompt_ids=row.teacher_ids))
+        moved.append(replace(sample, prompt=prompt))
+    return Batch(moved)
