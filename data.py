@@ -104,18 +104,15 @@ class StreamByDifficulty(Stream):
         """The next n prompts, fewer at the end of an epoch. An epoch may have none left."""
         prompts = []
         while not prompts:
-            left_out = self.left_out(self.epoch)
+            has_all = self.epoch % COME_BACK == 0
             rest = super().next(len(self.rows))  # of this epoch
-            prompts = [prompt for prompt in rest if prompt.row.index not in left_out][:n]
+            prompts = [p for p in rest if has_all or self.fits(p.row.index)][:n]
         if len(prompts) == n:
             self.position = prompts[-1].position + 1
         return prompts
 
-    def left_out(self, epoch: int) -> set[int]:
-        """The indices of rows that this epoch does not have."""
-        if epoch % COME_BACK == 0:
-            return set()
-        return {i for i, rate in self.rates.items() if not self.low <= rate <= self.high}
+    def fits(self, index: int) -> bool:
+        return self.low <= self.rates.get(index, self.low) <= self.high
 
     def note(self, samples: list) -> dict[str, int]:
         """Takes the pass rates of all samples of a step → metrics."""
@@ -184,12 +181,12 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
              flag: str = "--prompt_template") -> Row | None:
     """A row as the model sees it. None: it asks nothing. controls: texts of control tokens. tools:
     the schemas of --tools. flag: which one gave args.prompt_template."""
-    messages, answer = messages_of(columns, args.prompt_template, flag), answer_of(columns)
+    messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
     markers = ("<|im_start|>", *controls)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, args.system, finished, tools)
+    text = render(messages, tokenizer, finished, tools)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -240,8 +237,8 @@ def read_file(path: str) -> list[dict]:
     if path.endswith(".parquet"):
         import pyarrow.parquet
         return pyarrow.parquet.read_table(path).to_pylist()
-    text = Path(path).read_bytes().decode("utf-8-sig")
-    return read_csv(text) if path.endswith(".csv") else read_json(text)
+    parse = read_csv if path.endswith(".csv") else read_json
+    return parse(Path(path).read_bytes().decode("utf-8-sig"))
 
 
 def read_json(text: str) -> list[dict]:
@@ -285,10 +282,9 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
                                      cache_dir=cache if here else None).to_list()
 
 
-def messages_of(columns: dict, template: str | None,
-                flag: str = "--prompt_template") -> list[dict]:
-    """The chat of a row; []: it asks nothing. flag: which one gave the template."""
-    there = not_null(columns)
+def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
+    """The chat of a row; []: it asks nothing. flag: which one gave args.prompt_template."""
+    there, template = not_null(columns), args.prompt_template
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")
     elif {"nums", "target"} <= there.keys():
@@ -306,6 +302,9 @@ def messages_of(columns: dict, template: str | None,
     if asked.strip() and template is not None:
         asked = fill_template(template, {"question": asked, **there, "prompt": asked}, flag)
         messages = [*messages[:-1], messages[-1] | {"content": asked}]
+    if asked.strip() and args.system is not None:
+        others = [m for m in messages if m["role"] != "system"]
+        messages = [{"role": "system", "content": args.system}, *others]
     return messages if asked.strip() else []
 
 
@@ -333,24 +332,16 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
     return re.sub(pattern, lambda match: str(columns[match[1]]) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, system: str | None, finished: bool,
+def render(messages: list[dict], tokenizer, finished: bool,
            tools: list[dict] | None = None) -> str:
     if finished:
-        if len(messages) > 1 or system is not None or tools:
+        if len(messages) > 1 or tools:
             raise SettingsError("a finished chat text takes no --system, no --tools and no other "
                                 "messages.")
         return messages[0]["content"]
-    if system is not None:
-        messages = with_system(messages, system)
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=not goes_on,
         continue_final_message=goes_on)
-
-
-def with_system(messages: list[dict], system: str) -> list[dict]:
-    """In the place of a system message that is there."""
-    return [{"role": "system", "content": system},
-            *(m for m in messages if m["role"] != "system")]

@@ -11,7 +11,7 @@ texts are prefixes of each other, and so are their ids. Nothing is decoded. See 
 from functools import partial
 
 import data
-from data import ANSWERS, PROMPTS, Row, messages_of, not_null, with_system
+from data import ANSWERS, PROMPTS, Row, messages_of, not_null
 from dist import SettingsError
 from rewards import is_message
 
@@ -49,12 +49,9 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     "".join(m["content"] for m in replies).encode()  # a ValueError, as in data.make_row
     row = data.make_row(index, columns, name, tokenizer, controls, args)
     if row and eos_ids:
-        asked = messages_of(columns, args.prompt_template)
-        if args.system is not None:
-            asked = with_system(asked, args.system)
         texts = plain_texts(row.prompt, replies, tokenizer)
         if tokenizer.chat_template and not row.finished:
-            texts = chat_texts(asked, replies, tokenizer)
+            texts = chat_texts(messages_of(columns, args), replies, tokenizer)
         row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
     return row
 

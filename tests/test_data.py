@@ -20,7 +20,6 @@ from examples.tiny import CHATML
 from trainer.teacher import add_teacher_prompts
 
 REAL = Path(os.environ.get("REAL_ROWS", "real_rows")).resolve()
-real_rows = pytest.mark.skipif(not REAL.is_dir(), reason="REAL_ROWS names no folder of rows")
 QA = {"question": "q", "answer": "a"}
 
 
@@ -129,6 +128,7 @@ def test_reasoning_gym_rows():
         columns = row.columns | {"answer": row.answer}
         assert reasoning_gym_tasks.score(answer, **columns) == value
     asked = {row.columns["question"] for row in rows}
+    assert "spell_backwrd cannot be generated: " in sentence(read, "reasoning_gym:spell_backwrd")
     for spec, seed in ("reasoning_gym:gcd", 2), ("reasoning_gym:gcd@test", 1):
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
 
@@ -155,29 +155,22 @@ def test_tiny_rows():
 
 # ---- Real rows
 
-@real_rows
+@pytest.mark.skipif(not REAL.is_dir(), reason="REAL_ROWS names no folder of rows")
 @pytest.mark.parametrize("file, n, answer", [
-    ("gsm8k/train", 7473, "#### 72"), ("gsm8k/test", 1319, "#### 18"),
-    ("math500/test", 500, r"\left( 3, \frac{\pi}{2} \right)"), ("aime24/test", 30, "204")])
-def test_real_questions(file, n, answer):
-    rows, report = load(f"{REAL}/{file}.jsonl", limit=10_000)
+    ("gsm8k/train.jsonl", 7473, "#### 72"), ("gsm8k/test.jsonl", 1319, "#### 18"),
+    ("math500/test.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
+    ("aime24/test.jsonl", 30, "204"),
+    ("kk/7ppl-train.parquet", 900, None)])  # a whole ChatML text in each one's user message
+def test_real_rows(file, n, answer):
+    rows, report = load(f"{REAL}/{file}", limit=10_000)
     assert f"{n} of {n} prompts kept" in report and len(rows) == n
-    assert rows[0].answer.endswith(answer) and {row.source for row in rows} == {file}
+    assert answer is None or rows[0].answer.endswith(answer)
     for row in rows:
-        assert row.prompt == chat(row.columns.get("problem") or row.columns["question"])
-    assert f" to {max(len(row.prompt_ids) for row in rows)} tokens" in report
-
-
-@real_rows
-def test_finished_chat_texts_are_not_templated_twice():
-    """The content of Logic-RL's one user message is a whole ChatML text."""
-    rows, report = load(f"{REAL}/kk/7ppl-train.parquet", limit=10_000)
-    assert "900 of 900 prompts kept" in report and len(rows) == 900
-    for row in rows:
-        assert row.prompt == row.columns["prompt"][0]["content"]
-        assert row.prompt_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>")) == 3
-        assert row.prompt.endswith("<|im_start|>assistant\n<think>")
-        assert row.source == "kk_logic" and {*row.answer} == {"solution_text_format", "statements"}
+        columns = row.columns
+        asked = columns.get("problem") or columns.get("question")
+        assert row.prompt == (chat(asked) if asked else columns["prompt"][0]["content"])
+        assert row.prompt_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>")) == 2 + (
+            asked is None)
 
 
 # ---- Templates
@@ -226,14 +219,11 @@ def test_no_second_bos():
         assert [row.prompt_ids.count(bos) for row in rows] == [1, 1]
 
 
-def test_no_chat_template_gives_plain_text():
+def test_a_tokenizer_without_a_template_and_one_that_refuses():
     assert prompt(QA, tokenizer=make_tokenizer(None), system="S") == "S\n\nq"
-
-
-def test_a_chat_that_the_template_refuses():
     strict = make_tokenizer("{{ raise_exception('System role refused') }}" + CHATML)
     message = sentence(load_rows, {"prompt": "q"}, tokenizer=strict, system="S")
-    assert "System role refused" in message and "row 0" in message
+    assert "row 0 (counted from 0): the chat template: System role refused" in message
 
 
 # ---- What is left out
@@ -282,22 +272,17 @@ def test_no_prompt_left():
     ("a.csv", b'a\n1\n"open', "line 3: unexpected end of data; is a quotation mark never closed?"),
     ("a.jsonl.gz", b"", "or does not end in .jsonl, .json, .parquet, .csv."),
     ("a.jsonl", None, "a.jsonl is no file on this machine"),
-    ("a/b.csv", None, "b.csv is no file on this machine"),
+    ("a/b.csv", None, "b.csv is no file on this machine"), ("pipe.csv", None, "is no file on"),
     ("a", None, "a cannot be loaded: FileNotFoundError: "),
     *((name, content, "has no rows") for name, content in [
         ("a.csv", b"a,b\n"), ("a.csv", b""), ("a.jsonl", b"\n \n"), ("a.json", b"[]")])])
 def test_files_with_mistakes(tmp_path, name, content, what):
     if content is not None:
         (tmp_path / name).write_bytes(content)
+    elif name == "pipe.csv":  # would be read for ever
+        os.mkfifo(tmp_path / name)
     message = sentence(read, f"{tmp_path}/{name}")
     assert message.startswith(f"{tmp_path}/{name}") and what in message and len(message) < 600
-
-
-def test_what_is_no_file_is_said_at_once(tmp_path):
-    """The FIFO hung, and the URL cost 23 seconds of retries."""
-    os.mkfifo(tmp_path / "rows.jsonl")
-    for spec in (f"{tmp_path}/rows.jsonl", "https://example.com/rows.jsonl"):
-        assert f"{spec} is no file on this machine" in sentence(read, spec)
 
 
 LONG, TWO = "x" * 200_000, [{"a": 1}, {"a": 2}]
@@ -348,11 +333,6 @@ def test_rows_with_mistakes(row, what):
     assert what in message and "rows.jsonl, row 1 (counted from 0)" in message
     finished = {"prompt": chat("q")}
     assert "finished chat text takes no --system" in sentence(load_row, finished, system="S")
-
-
-@pytest.mark.parametrize("task", ["spell_backwrd", "composite"])
-def test_unknown_reasoning_gym_task(task):
-    assert f"{task} cannot be generated: " in sentence(read, f"reasoning_gym:{task}")
 
 
 # ---- Hugging Face data sets
@@ -423,7 +403,7 @@ def test_offline_is_one_sentence(tmp_path):
 
 
 def test_importing_does_nothing():
-    heavy = {"datasets", "reasoning_gym", "torch", "transformers", "pyarrow"}
+    heavy = {"datasets", "reasoning_gym", "transformers", "pyarrow"}
     assert python(f"import sys, data; print({heavy} & set(sys.modules))") == "set()\n"
 
 
@@ -433,14 +413,11 @@ def rows_of(n):
     return [Row(i, f"p{i}", [i], i, {}, "s") for i in range(n)]
 
 
-def drawn(stream, sizes):
-    return [(p.position, p.row.index) for size in sizes for p in stream.next(size)]
-
-
-@given(n=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(-2**70, 2**70))
+@given(n=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(-2**70, 2**70),
+       stop=st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
-def test_an_epoch_is_every_row_once(n, batch, seed):
-    stream = Stream(rows_of(n), seed)
+def test_an_epoch_is_every_row_once(n, batch, seed, stop):
+    stream, resumed, drawn = Stream(rows_of(n), seed), Stream(rows_of(n), seed), []
     for epoch in range(3):
         assert stream.epoch == epoch
         batches = [stream.next(batch) for _ in range(-(-n // batch))]
@@ -449,18 +426,9 @@ def test_an_epoch_is_every_row_once(n, batch, seed):
         positions = [prompt.position for prompt in prompts]     # never the same twice
         assert positions == list(range(epoch * n, (epoch + 1) * n))
         assert sorted(prompt.row.index for prompt in prompts) == list(range(n))
-
-
-@given(n=st.integers(1, 30), sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
-       stop=st.integers(0, 20), seed=st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
-def test_resumed_at_any_position_the_rest_is_the_same(n, sizes, stop, seed):
-    whole, resumed = Stream(rows_of(n), seed), Stream(rows_of(n), seed)
-    before = drawn(whole, sizes[:stop])
-    resumed.position = whole.position
-    assert whole.position == len(before)
-    assert drawn(resumed, sizes[stop:]) == drawn(whole, sizes[stop:])
-    assert resumed.epoch == whole.epoch
+        drawn += batches
+    resumed.restore({"position": sum(map(len, drawn[:stop]))})
+    assert [resumed.next(batch) for _ in drawn[stop:]] == drawn[stop:]
 
 
 def test_epochs_and_seeds_have_their_own_order():

@@ -356,7 +356,7 @@ WIRINGS = [
      TWO_MESSAGES),
     ("chats/targets.py", "len(row.target[0]) <= args.max_tokens", "True",
      "sft.py::test_longer_chats_are_left_out_and_counted"),
-    ("chats/targets.py", "if args.system is not None:", "if False:",
+    ("data.py", "if asked.strip() and args.system is not None:", "if False:",
      "sft.py::test_a_system_message_stands_before_the_chat"),
     ("chats/targets.py", "if whole[:len(ids)] == ids:", "if True:",
      "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),

@@ -48,13 +48,13 @@ class Sample:
     completion: Completion
     text: str = ""  # decoded when it is scored
     score: Score | None = None  # its reward
-    advantage: float | None = None  # mean of its tokens; None: it bears no loss
+    advantage: float | None = None  # mean of its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # (T,), or () if its tokens have the same
     looks: tuple = ()  # log.look's, before and after the update
 
 
 def given(prompt: Prompt) -> Sample:
-    """A sample that nobody sampled: its row has the completion (chats.py)."""
+    """A sample that nobody sampled: its row has the completion (targets.py)."""
     ids, learned = prompt.row.target
     completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
                             np.array(learned))
@@ -77,9 +77,8 @@ class Batch:
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
-        masks = [torch.zeros(0, dtype=torch.bool), *(torch.from_numpy(c.sampled) for c in done)]
-        # (M,) bool: not what a reply put in. Never from `ids != pad`: pad may end a sequence.
-        self.sampled = torch.cat(masks)
+        masks = [c.sampled for c in done]  # never `ids != pad`: pad may end a sequence
+        self.sampled = torch.from_numpy(np.concatenate(masks or [np.zeros(0, bool)]))  # (M,)
         self.spans = []
         self.sizes = []  # of each row, see dist.Size; equal neighbours share a prompt
         start, last = 0, None
@@ -97,7 +96,7 @@ class Batch:
         return torch.tensor([x or 0.0 for x in parts], dtype=torch.float64)
 
     def mask(self, loss_tokens) -> torch.Tensor:
-        """(M,) bool: the tokens that bear loss. Those of a completion with loss_tokens (N,) > 0."""
+        """(M,) bool: which tokens are in the loss: those of a completion with loss_tokens > 0."""
         return self.sampled & (loss_tokens > 0).repeat_interleave(self.lengths)
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
@@ -168,7 +167,7 @@ class Batch:
         return found
 
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """For samples/: of (N,) each sample keeps its own, of (M,) the mean of its loss_tokens."""
+        """For samples/: each sample gets its own, and the mean over its loss_tokens."""
         by_token = len(advantages) > len(self.samples)
         means = self.sums(advantages) / loss_tokens if by_token else advantages
         for i, sample in enumerate(self.samples):
