@@ -169,11 +169,14 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         raise SettingsError(
             f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
             f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
-    return kept, (
+    different = len({row.prompt for row in kept})
+    report = (
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
-        f"{len(raw) - len(rows)} empty; duplicates (kept): "
-        f"{len(kept) - len({row.prompt for row in kept})}")
+        f"{len(raw) - len(rows)} empty; duplicates (kept): {len(kept) - different}")
+    if different == 1 < len(kept):
+        report += "; all prompts are the same text: does the chat template use the messages?"
+    return kept, report
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],

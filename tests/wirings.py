@@ -81,8 +81,8 @@ REFILL = "reference.py::test_dynamic_sampling_trains_on_groups_whose_rewards_dif
 RATES = "reference.py::test_ppo_passes_rates_and_the_adapted_coefficient"
 PACKED = "packing.py::test_a_packed_input_is_its_rows[qwen2]"
 APART = "packing.py::test_a_completion_sees_no_other"
-KERNEL = "packing.py::test_the_gpu_kernel_gets_the_same_attention"
-KERNEL_WINDOW = "packing.py::test_the_gpu_kernel_gets_the_same_window"
+KERNEL = "packing.py::test_the_gpu_kernel_gets_the_same_attention[None]"
+KERNEL_WINDOW = "packing.py::test_the_gpu_kernel_gets_the_same_attention[5]"
 WINDOW = "packing.py::test_windows_and_soft_caps_are_packed"
 START = "lora.py::test_adapters_start_alike_on_any_layout"
 SAMPLED = "turns.py::test_the_mask_is_true_for_exactly_the_ids_of_the_engine"
@@ -358,6 +358,12 @@ WIRINGS = [
      "sft.py::test_longer_chats_are_left_out_and_counted"),
     ("data.py", "if asked.strip() and args.system is not None:", "if False:",
      "sft.py::test_a_system_message_stands_before_the_chat"),
+    ("chats/targets.py", "len(row.target[0]) <= args.max_tokens",
+     "len(row.target[0]) < args.max_tokens", "sft.py::test_longer_chats_are_left_out_and_counted"),
+    ("data.py", "cache_dir=cache if here", "cache_dir=None if here",
+     "data.py::test_a_folder_is_never_served_from_a_cache_and_needs_none"),
+    ("trainer/teacher.py", "flag=\"--teacher_prompt\"", "flag=\"--prompt_template\"",
+     "data.py::test_a_template_that_names_no_column_is_refused_by_its_flag"),
     ("chats/targets.py", "if whole[:len(ids)] == ids:", "if True:",
      "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),
     # ---- canary.py

@@ -175,7 +175,7 @@ class Batch:
             sample.advantage = float(means[i]) if loss_tokens[i] else None
 
 
-# The input without rows. Its only token was not sampled, so nothing is predicted.
+# The input without rows: its only token was not sampled.
 NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
 
 
