@@ -128,7 +128,7 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
         new = whole[len(ids):]
         is_learned = [said] * len(new)
         if is_open and not said:
-            if new[0] not in eos_ids:
+            if not new or new[0] not in eos_ids:
                 raise SettingsError(f"the chat template has {longer[len(text):][:20]!r} after a "
                                     f"turn of the assistant, which is no end of a turn by "
                                     f"eos_token_id in generation_config.json.")
