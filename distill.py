@@ -24,7 +24,7 @@ from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
-from trainer.teacher import beside
+from trainer.teacher import behind_teacher_prompts, beside
 
 
 @dataclass
@@ -99,7 +99,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
           reference: Policy, phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples → metrics, the same on every rank."""
     batch, exact = Batch(samples), args.divergence != "none"
-    seen = batch.behind_teacher_prompts()
+    seen = behind_teacher_prompts(batch)
     with phase("score"):  # (M,) each, of the same tokens
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0])

@@ -26,6 +26,7 @@ from tools.trial import Trial, run_trials
 from trainer import logprobs as head
 from trainer import model
 from trainer import teacher as beside
+from trainer.teacher import add_teacher_prompts
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 PAIRS = list(product(range(V), repeat=2))
@@ -303,15 +304,15 @@ def test_what_teaches_nothing_is_refused():
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
     row = data.make_row(0, columns, "made up", tokenizer, [], DataArgs())
-    data.add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
+    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns["note"], row.columns["half"] = " \n", "\ud800"
     for template, limit in (("{note}", 512), ("{answer}", 512),
                             ("{question} {question} {answer}", 15)):
         with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):
-            data.add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
+            add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
     with pytest.raises(SettingsError, match="--teacher_prompt, row 0: .*surrogates"):
-        data.add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
+        add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
 
 
 # ---- the run ----

@@ -74,8 +74,8 @@ def test_an_empty_stop_has_nothing_that_would_work_but_to_leave_it_out(place):
 
 
 @pytest.mark.parametrize("file, content, words", [
-    ("a.csv", b"question,answer\ncaf\xe9,1\n", "a.csv must be UTF-8 (its byte 19 is not)"),
-    ("b.csv", b'question,answer\n"a,1\n', "b.csv is no whole .csv")])
+    ("a.csv", b"question,answer\ncaf\xe9,1\n", "a.csv cannot be loaded: UnicodeDecodeError: "),
+    ("b.csv", b'question,answer\n"a,1\n', "is a quotation mark never closed?")])
 def test_a_file_of_another_encoding_or_cut_is_one_sentence(place, file, content, words):
     (place / file).write_bytes(content)
     assert words in mistakes("--data", file)
