@@ -182,10 +182,8 @@ INF = float("inf")
 RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
      "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
-    ("max_environments", "at least 1", lambda x: 1 <= x < INF),
-    ("reward_workers reward_concurrency", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
-    ("reward_retries", "from 0 to 100", lambda x: 0 <= x <= 100),
-    ("reward_pause", "from 0 to 3,600", lambda x: 0 <= x <= 3600),
+    ("reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
+    ("reward_retries", "from 0 to 10", lambda x: 0 <= x <= 10),
     ("max_num_seqs", "from 0 to 4,096", lambda x: 0 <= x <= 4096),
     ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
     ("lr critic_lr gpu_gb kl_target kl_horizon max_gap", "more than 0", lambda x: 0 < x < INF),
@@ -211,8 +209,7 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers
 NEEDS = {  # flags that change nothing without another one, or without one of these
     "eval_every eval_only eval_samples eval_temperature target_eval": "eval_data",
     "eval_pass": "eval_data difficulty",
-    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply tools",
-    "max_environments": "reply"}
+    "lora_alpha lora_targets lora_sync": "lora_rank", "max_turns": "reply tools"}
 
 
 def outside(args, ranks: int) -> dict[str, Rule]:

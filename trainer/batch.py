@@ -288,7 +288,6 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         "rollout/length_mean": tokens / len(samples),
         "rollout/reply_failed": sum(c.failed for c in done),
         "rollout/reward_retries": sum(s.score.retries for s in samples),
-        "rollout/reward_pause": sum(s.score.pause for s in samples),
         "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done)}
     for name in samples[0].score.parts:
