@@ -19,6 +19,7 @@ from scoring.replies import Move
 # The first of vLLM's parsers that reads what the chat template writes is taken. The last one takes
 # any JSON for a call. https://docs.vllm.ai/en/latest/features/tool_calling.html
 PARSERS = "hermes", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "pythonic", "llama3_json"
+WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 UNREADABLE = "error: this call cannot be read; write each call as the instructions say"
 
 
@@ -139,7 +140,7 @@ def result_of(score: Score) -> str:
 def check_rounds(bridge) -> None:
     """SettingsError if two rounds of calls are not one after the other, id for id."""
     made = call("first", {"x": "y"}, "0" * 9)
-    turn, answer = said("yes") | {"tool_calls": [made]}, message(made, "z")
+    turn, answer = said(WORDS) | {"tool_calls": [made]}, message(made, "z")
     one = bridge.render([turn, answer], True).rstrip()
     two = bridge.render([turn, answer, turn, answer], True)
     if two != one + bridge.body(turn) + bridge.after_calls([answer]):

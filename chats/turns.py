@@ -14,15 +14,13 @@ import torch
 from jinja2 import TemplateError
 
 from chats import toolcalls
-from chats.toolcalls import Calls, said
+from chats.toolcalls import WORDS, Calls, said
 from data import Prompt, Row
 from dist import SettingsError
 from rewards import Score, Scorer, check_rows, report
 from rollout import Request, prepare_environment
 from scoring.replies import Move
 from trainer.batch import Completion
-
-WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 
 
 @dataclass
