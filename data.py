@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from dist import SettingsError
 from examples import countdown
-from rewards import is_message
+from scoring.replies import is_message
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")

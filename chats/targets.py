@@ -13,7 +13,7 @@ from functools import partial
 import data
 from data import ANSWERS, PROMPTS, Row, messages_of, not_null
 from dist import SettingsError
-from rewards import is_message
+from scoring.replies import is_message
 
 COMPLETIONS = ("completion", "response", *ANSWERS)
 
