@@ -1,5 +1,5 @@
-"""Rewards: verifiers by hand, signatures, hostile rewards, hostile completions. Real rows are not in
-the repository."""
+"""Rewards: verifiers by hand, signatures, hostile rewards, hostile completions. Real rows are not
+in the repository."""
 import json
 import os
 import re
