@@ -16,6 +16,7 @@ from dist import Mistakes, SettingsError
 from preflight import memory, rules
 from preflight.plan import Plan
 from trainer import model
+from trainer.teacher import add_teacher_prompts
 
 
 @dataclass
@@ -83,7 +84,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     everything = rows + eval_rows
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
-            data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
+            add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     scored = eval_rows if args.supervised or args.eval_args.eval_only else everything
     mistakes.attempt(rewards.check_rows, needs or [], scored)
     bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)

@@ -41,7 +41,8 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
      "steps keep samples_every", "at least 1", lambda x: 1 <= x < INF),
     ("reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
-    ("max_num_seqs reward_retries", "from 0 to 4,096", lambda x: 0 <= x <= 4096),
+    ("max_num_seqs", "from 0 to 4,096", lambda x: 0 <= x <= 4096),
+    ("reward_retries", "from 0 to 10", lambda x: 0 <= x <= 10),
     ("seed", "at least 0 and below 2^63", lambda x: 0 <= x < 2**63),
     ("lr critic_lr gpu_gb kl_target kl_horizon max_gap lora_alpha", "more than 0",
      lambda x: 0 < x < INF),
@@ -128,7 +129,7 @@ def limit_rules(plan: Plan):
     least = [(name, plan.longest, tokens) for name in BUDGETS]
     if given["eval_temperature"] == 0:
         most.append(("eval_samples", 1, "--eval_temperature is 0"))
-    if given.get("engine_correction") in ("mask", "sequence_mask", "geometric"):
+    if given.get("engine_correction") in ("mask", "sequence_mask"):
         most.append(("correction_low", a.correction_high, "--correction_high"))
     if a.lora_args.lora_sync != "merged":
         most.append(("lora_rank", LORA_RANKS[-1], "vLLM takes no larger adapter; --lora_sync "

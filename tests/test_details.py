@@ -148,7 +148,7 @@ def test_a_truncated_completion_without_loss_counts_in_its_group():
     args = learning.arguments(overlong_filter=True)
     samples = learning.fabricate("plain", 1)
     batch = Batch(samples)
-    loss_tokens, counts = grpo.bears_loss(args, batch)
+    loss_tokens, counts = grpo.tokens_in_loss(args, batch)
     advantages = grpo.compute_advantages(args, batch, loss_tokens, None, None)
     assert batch.truncated.sum() == counts["batch/dropped_overlong"] == 1
     assert not loss_tokens[batch.truncated].any() and loss_tokens[~batch.truncated].all()

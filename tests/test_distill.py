@@ -26,6 +26,7 @@ from tools.trial import Trial, run_trials
 from trainer import logprobs as head
 from trainer import model
 from trainer import teacher as beside
+from trainer.teacher import add_teacher_prompts
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 PAIRS = list(product(range(V), repeat=2))
@@ -103,34 +104,6 @@ def test_the_kl_of_whole_sequences_counts_what_a_token_leads_to():
         total = total - (logp.sum().exp().detach() * to_go * logp).sum()
     found, = torch.autograd.grad(total, logits)
     assert torch.allclose(found, whole, rtol=0, atol=1e-14)
-
-
-def test_k1_as_a_loss_teaches_nothing():
-    policy, teacher = tables(0), tables(100)
-    logits, total = policy.clone().requires_grad_(), 0
-    for pair in PAIRS:
-        logp = logprobs_of(logits, pair)
-        k1 = losses.kl_estimate(logp[None], logprobs_of(teacher, pair)[None],
-                                torch.ones(1, 2, dtype=torch.bool), kind="k1")
-        total = total + logp.sum().exp().detach() * k1.sum()
-    found, = torch.autograd.grad(total, logits)
-    assert found.abs().max() < 1e-15 and exact_gradient(policy, teacher).abs().max() > 0.01
-
-
-def test_a_bound_on_the_log_ratio_can_turn_the_gradient():
-    """The exact gradient makes token 0 likelier. Bounded to ±1 it makes it less likely."""
-    p = torch.tensor([0.30, 0.60, 0.10], dtype=torch.float64)
-    q = torch.tensor([0.20, 0.7999, 0.0001], dtype=torch.float64)
-    ratio = (q / p).log()  # -0.4, 0.29, -6.9
-    exact, bounded = (p * (a - (p * a).sum()) for a in (ratio, ratio.clamp(-1, 1)))
-    assert exact[0] > 0 > bounded[0]
-
-
-def test_the_top_of_a_distribution_gives_no_divergence():
-    """Summed over the student's likeliest token alone, the reverse KL is negative."""
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.9, 0.05, 0.05])
-    terms = p * (p / q).log()
-    assert terms.sum() > 0 > terms[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -331,15 +304,15 @@ def test_what_teaches_nothing_is_refused():
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
     row = data.make_row(0, columns, "made up", tokenizer, [], DataArgs())
-    data.add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
+    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns["note"], row.columns["half"] = " \n", "\ud800"
     for template, limit in (("{note}", 512), ("{answer}", 512),
                             ("{question} {question} {answer}", 15)):
         with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):
-            data.add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
+            add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
     with pytest.raises(SettingsError, match="--teacher_prompt, row 0: .*surrogates"):
-        data.add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
+        add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
 
 
 # ---- the run ----

@@ -1,6 +1,6 @@
 """tools/prove.py: does `learn` keep its promises, with your settings and in your own file?
 
-    ./run.sh prove --advantage rloo        grpo.py with these flags
+    ./run.sh prove --advantage rloo        grpo.py with these flags; --loss mine.py:NAME too
     ./run.sh prove ppo.py --lam 0.9        ppo.py with these flags
     ./run.sh prove sft.py                  sft.py
     ./run.sh prove mine.py --beta 0.1      your edited copy of one of them, with its own flags
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dist import Mistakes, SettingsError
 from keeping.run import parse
