@@ -535,7 +535,7 @@ def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
     for name, fake in dict(set_up=lambda args: run, learn=learn, compare=MagicMock(),
-                           score_samples=MagicMock(), look=MagicMock()).items():
+                           score_samples=MagicMock()).items():
         monkeypatch.setattr(script, name, fake)
     script.train(args)
     return given, run

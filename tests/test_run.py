@@ -118,6 +118,22 @@ def test_rows_that_all_fail_do_not_prove_that_all_do():
     assert 0.99 < low < 1 and high == 1
 
 
+# ---- what is kept of a step
+
+@pytest.mark.parametrize("step, shown", [(0, True), (1, False), (2, True), (3, True)])
+def test_a_step_is_recorded_around_its_update(tmp_path, monkeypatch, step, shown):
+    """--steps is 4: each second step, and the last one."""
+    order, engine = [], MagicMock()
+    monkeypatch.setattr(run, "look", lambda it, samples: order.append(samples))
+    it = made(tmp_path, "--samples_every", "2", engine=engine)
+    it.log.samples = lambda *all, **options: order.append((all, options))
+    with it.recorded(step, ["all"], ["learned from"]):
+        order.append("update")
+    kept = (f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
+    expected = [["learned from"], "update", ["learned from"], kept] if shown else ["update"]
+    assert order == expected
+
+
 # ---- checkpoints and the end
 
 def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
