@@ -23,7 +23,7 @@ import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
@@ -62,6 +62,10 @@ class Args(losses.ClipArgs, CommonArgs):
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])
+        if self.divergence != "none" and not self.reward_coef and self.engine_correction != "none":
+            yield Rule("--engine_correction weighs the loss of sampled tokens, which --divergence "
+                       "without --reward_coef has not.",
+                       [("engine_correction", ["none"]), ("divergence", ["none"])])
 
 
 def train(args: Args) -> int:

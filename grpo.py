@@ -30,7 +30,7 @@ import losses
 from dist import World
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples

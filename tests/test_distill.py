@@ -20,7 +20,7 @@ from data import DataArgs
 from dist import SettingsError
 from examples import tiny
 from live import Live
-from preflight import memory, plan, worst_case
+from preflight import memory, plan, rules, worst_case
 from tools.hostile import fabricate, make_models
 from tools.trial import Trial, run_trials
 from trainer import logprobs as head
@@ -208,8 +208,8 @@ def test_the_plan_counts_a_larger_teacher():
 
     alone, with_large, exact = total(), total(large), total(large, divergence="jsd")
     more = 2 * (large.params - small.params)  # bfloat16
-    for phase in ("rollout", "update", "sync"):
-        assert with_large[phase] - alone[phase] == more
+    for phase in ("rollout", "update"):
+        assert with_large[phase] - alone[phase] == pytest.approx(more)
     assert with_large["score"] - alone["score"] > more
     assert exact["update"] - with_large["update"] > 2 * large.root
     assert {**exact, "update": 0} == {**with_large, "update": 0}
@@ -231,9 +231,9 @@ def arguments(**flags):
 
 def test_a_grade_of_the_reward_needs_a_reward():
     flags = dict(teacher="x", target_reward=(0.1, 0.9))
-    problem, = plan.problems(plan.changed(distill.Args(), **flags), 1)
+    problem, = rules.problems(plan.changed(distill.Args(), **flags), 1)
     assert str(problem) == "--target_reward needs --reward. Would work: no --target_reward."
-    assert not plan.problems(plan.changed(distill.Args(), reward=("exact",), **flags), 1)
+    assert not rules.problems(plan.changed(distill.Args(), reward=("exact",), **flags), 1)
 
 
 def test_learn_with_the_students_own_weights_moves_nothing(tmp_path):
@@ -295,8 +295,9 @@ def tried(world, folder: str) -> dict[str, tuple]:
             return shipped(logits, theirs, kind)
 
         beside.divergence = counted
-        peaks = worst_case.measure_phases(plan.Plan(args, world.size, 64, 0), world, 64, models[0],
-                              models[1] if args.needs_reference else None)
+        reference = models[1] if args.needs_reference else None
+        peaks = worst_case.measure_phases(
+            plan.Plan(args, world.size, 64, 0), world, 64, models[0], reference)
         found[name] = sorted(peaks), set(calls)
         assert all(p.grad is None for p in models[0].module.parameters())
     return found
@@ -313,15 +314,18 @@ def test_the_worst_case_has_the_divergence_too(tmp_path):
 # ---- settings and rows ----
 
 def test_what_teaches_nothing_is_refused():
-    def rules(**flags):
-        return "\n".join(map(str, plan.problems(arguments(**flags), 1)))
+    def broken(**flags):
+        return "\n".join(map(str, rules.problems(arguments(**flags), 1)))
 
-    assert not rules() and not rules(teacher=None, teacher_prompt="{question} {answer}")
-    assert "--teacher or --teacher_prompt" in rules(teacher=None)
-    assert "--reward_coef needs --reward" in rules(reward_coef=0.5)
-    assert not rules(reward_coef=0.5, reward=("exact",))
-    assert "--eval_data needs --reward" in rules(eval_data="tiny")
-    assert not rules(eval_data="tiny", reward=("exact",))
+    assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
+    assert "--teacher or --teacher_prompt" in broken(teacher=None)
+    assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
+    assert not broken(reward_coef=0.5, reward=("exact",))
+    assert "--eval_data needs --reward" in broken(eval_data="tiny")
+    assert not broken(eval_data="tiny", reward=("exact",))
+    unused = dict(divergence="jsd", engine_correction="mask")
+    assert "--engine_correction weighs the loss of sampled tokens" in broken(**unused)
+    assert not broken(**unused, reward_coef=0.5, reward=("exact",))
 
 
 def test_the_teachers_prompt_has_more_in_it():

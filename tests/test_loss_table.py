@@ -7,7 +7,7 @@ import pytest
 
 import grpo
 from bench import loss_table
-from preflight import plan
+from preflight import plan, rules
 from test_docs import parsed
 from tools.compare import paired_t
 
@@ -48,7 +48,7 @@ def test_a_table_compares_pairs_with_the_first_method():
                                         loss_table.METHODS.items() for name in methods])
 def test_every_method_passes_the_checks(part, name):
     args = parsed(f"grpo.py {loss_table.JOB} {loss_table.METHODS[part][name]}")
-    assert not plan.problems(args, 2)
+    assert not rules.problems(args, 2)
     assert args.advantage == name if part == "on" else args.loss == name
 
 

@@ -22,7 +22,7 @@ from chats import targets as chats
 from data import Prompt
 from dist import SettingsError
 from examples import tiny
-from preflight import plan
+from preflight import plan, rules
 from tools.trial import Trial, run_trials
 from trainer import model
 from trainer.batch import given
@@ -257,15 +257,15 @@ def test_the_gradient_is_that_of_transformers_on_1_to_4_ranks(tmp_path):
 
 # ---- the run ----
 
-def rules(**flags) -> str:
-    return "\n".join(map(str, plan.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1)))
+def broken(**flags) -> str:
+    return "\n".join(map(str, rules.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1)))
 
 
 def test_flags_without_use_are_refused():
-    assert not rules() and not rules(eval_data="tiny", reward=("exact",), eval_samples=1)
-    assert "--group must be 1" in rules(group=4)
-    assert "--reward needs --eval_data" in rules(reward=("exact",))
-    assert "--target_reward grades rollouts" in rules(target_reward=(0.0, 1.0))
+    assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
+    assert "--group must be 1" in broken(group=4)
+    assert "--reward needs --eval_data" in broken(reward=("exact",))
+    assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
 
 
 def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
@@ -279,7 +279,7 @@ def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
         found[name] = [load.phase for load in memory.loads(made, shape, 80 * memory.GIB)]
         assert "rollout " not in made.text()
     assert found == {"alone": ["update"], "held out": ["update", "score"],
-                     "sampled": ["rollout", "update", "score", "sync"]}
+                     "sampled": ["rollout", "update", "score"]}
 
 
 def run(tmp_path, name: str, kills=(), steps: int = 6):

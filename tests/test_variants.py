@@ -15,7 +15,7 @@ import grpo
 import losses
 import reference_losses as reference
 from dist import SettingsError
-from preflight import plan
+from preflight import plan, rules
 from test_losses import (
     F64,
     FULL,
@@ -272,11 +272,5 @@ def test_a_prompts_mean_counts_each_prompt_once():
 ])
 def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings):
     args = plan.changed(grpo.Args(), lr=1e-6, **settings)
-    found = [str(rule) for rule in plan.problems(args, 1)]
+    found = [str(rule) for rule in rules.problems(args, 1)]
     assert len(found) == 1 and words in found[0] and "Would work: " in found[0]
-
-
-def test_gmpo_is_told_its_papers_bounds():
-    assert any("0.4" in line for line in plan.warnings(plan.changed(grpo.Args(), loss="gmpo")))
-    wide = plan.changed(grpo.Args(), loss="gmpo", clip_low=0.4, clip_high=0.4, epochs=2)
-    assert not plan.warnings(wide)

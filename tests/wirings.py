@@ -238,8 +238,6 @@ WIRINGS = [
     ("trainer/model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
     ("trainer/model.py", "kind(lm, args.head_chunk).eval()", "kind(lm, args.head_chunk).train()",
      "details.py::test_a_dropout_of_the_config_is_off"),
-    ("preflight/plan.py", "lambda x: x == 1)", "lambda x: 0 < x <= 1)",
-     "plan.py::test_each_combination_that_makes_no_sense"),
     # ---- batch.py
     ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if i == 0:", DEFAULT),
     ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if True:", PACKED),
@@ -358,7 +356,16 @@ WIRINGS = [
      "sft.py::test_a_system_message_stands_before_the_chat"),
     ("chats/targets.py", "if whole[:len(ids)] == ids:", "if True:",
      "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),
-    # ---- worst_case.py
+    # ---- preflight
+    ("preflight/inputs.py", 'load("eval_data", 0)', 'load("eval_data", args.seed)',
+     "plan.py::test_held_out_rows_do_not_depend_on_the_seed"),
+    ("preflight/rules.py", '"steps keep samples_every"', '"steps save_every samples_every"',
+     "plan.py::test_a_kind_of_rule"),
+    ("preflight/memory.py", "self.update(phase, critic) + teacher",
+     "self.score(self.shape, phase, critic) + teacher", "memory_tracker.py::test_a_few_layers"),
+    ("preflight/worst_case.py",
+     "world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()",
+     "list(peaks.values())", "memory.py::test_the_worst_case_leaves_everything_as_it_was"),
     ("preflight/worst_case.py", "a.temperature, a.divergence) as", "a.temperature, \"none\") as",
      "distill.py::test_the_worst_case_has_the_divergence_too"),
 ]

@@ -22,7 +22,7 @@ import torch
 
 from dist import Mistakes, SettingsError
 from keeping.run import parse
-from preflight import plan
+from preflight import plan, rules
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
 
@@ -214,7 +214,7 @@ def main() -> int:
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
     try:
-        Mistakes(map(str, plan.problems(args, 1))).stop()
+        Mistakes(map(str, rules.problems(args, 1))).stop()
     except SettingsError as error:
         sys.exit(f"error: {error}")
     results = prove(file, args)
