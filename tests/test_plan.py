@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import distill
 import grpo
 import ppo
 import sft
@@ -261,9 +262,10 @@ def check_fixes(args, ranks: int, n_rows: int | None, found: list[rules.Rule]) -
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """An empty folder to work in, with small/, a model of 64 positions, and two files of rows."""
+    """An empty folder to work in, with good/ and small/, a model of 64 positions, and two files."""
     monkeypatch.chdir(tmp_path)
     source = Path(tiny.ensure(str(ROOT / "runs")))
+    Path("good").symlink_to(source)
     shutil.copytree(source, "small")
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 64}
     Path("small/config.json").write_text(json.dumps(config))
@@ -278,10 +280,12 @@ def place(tmp_path, monkeypatch) -> Path:
     ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
     ("odd.jsonl, row 0 .*no prompt column", dict(model="tiny", eval_data="odd.jsonl")),
     ("tiny:chess is not a model", dict(model="tiny:chess")),
-    ("^--model small2", dict(model="small2"))])
+    ("^--model small2", dict(model="small2")),
+    ("--teacher small2", dict(model="good", teacher="small2")),
+    ("^--teacher tiny:chess", dict(teacher="tiny:chess"))])
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
-    args = Args(plan=planning, **flags)
+    args = Args(distill if "teacher" in flags else grpo, plan=planning, **flags)
     with pytest.raises(SettingsError, match=words):
         inputs.show_plan(args) if planning else inputs.read_inputs(args, 1, 1)
     assert not Path("runs").exists()
