@@ -183,6 +183,8 @@ class Worker:
             self.received += sent
             self.read_output()
             if self.socket in ready and not sent:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(1)
                 raise OSError(f"the worker ended with code {self.kill()}; it printed: "
                               f"{self.take_printed().strip()}")
         line, _, self.received = self.received.partition(b"\n")
@@ -206,7 +208,8 @@ class Worker:
     def kill(self) -> int:
         """Ends the session. The worker's exit code."""
         if self.code is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # no process is left
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.code = self.process.wait()
             self.socket.close()
         return self.code
@@ -225,7 +228,7 @@ class Scorer:
         self.parts = parse(specs, kind) if specs else []
         self.tried = threading.Event()  # was a worker started, or refused?
         self.groups = False  # does a reward take all completions of a prompt in one call?
-        self.together = False  # is a reward `async def`? Then a worker gets many calls at once
+        self.together = False  # is one `async def`? Then a worker gets many calls at once
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.methods = []  # of a --reply CLASS; the schemas of --tools
         self.refused = ""  # why a worker did not start
@@ -249,8 +252,8 @@ class Scorer:
             raise error
 
     def score(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Score]:
-        """A score for each item. Each `size` items in a row are one call. homes: a number for each
-        item; items of the same number have the same worker."""
+        """A score for each item. `size` items in a row are one call. homes: a number for each item;
+        items of the same number have the same worker."""
         if not self.specs:
             return [Score(0.0, {}, None) for _ in items]
         self.items, self.scores, self.refused = items, [None] * len(items), ""
