@@ -27,7 +27,7 @@ from scoring.worker import PAUSE, TOGETHER
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # in a row end the run; fewer may be an accident
+FAILED_CALLS = 8  # in a row end the run; fewer: an accident
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Score:
 
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Give samples their texts and scores. `group` in a row share a prompt. A collective."""
+    """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
@@ -155,8 +155,7 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0",  # order of sets
-                       "PYTHONPATH": ROOT}
+                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # an order of sets
         start = f"from scoring import worker; worker.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -232,7 +231,7 @@ class Scorer:
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.methods = []  # of a --reply CLASS; the schemas of --tools
         self.refused = ""  # why a worker did not start
-        self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
+        self.unscored, self.warned = 0, False  # calls in a row without a score
         shared = queue.Queue()  # lists of calls, which are slices of a batch; None ends a thread
         self.inboxes = [queue.Queue() if homes else shared
                         for _ in range(args.reward_workers if specs else 0)]
@@ -293,14 +292,16 @@ class Scorer:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError: none does, for the rest of the batch."""
+        """A worker that has loaded the rewards. OSError: none does in this batch."""
         if not self.refused:
-            worker = Worker(self.kind, self.parts, self.args)
+            worker = None
             try:
+                worker = Worker(self.kind, self.parts, self.args)
                 self.groups, self.together, self.methods, self.needs = worker.receive(START_SECONDS)
                 return worker
             except Exception as error:
-                worker.kill()
+                if worker:
+                    worker.kill()
                 self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, "
                                 f"{MEMORY_GB} GB): {error}")
         raise OSError(self.refused)
