@@ -50,7 +50,7 @@ class Sample:
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # (T,), or () if its tokens have the same
-    looks: tuple = ()  # log.look's, before and after the update
+    looks: tuple = ()  # samples.look's, before and after the update
 
 
 def given(prompt: Prompt) -> Sample:
