@@ -339,7 +339,7 @@ def planned(bench: Bench) -> list[str]:
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}
-             | dict(steps=3, name="plan", export=False, canary="off") | flags)
+             | dict(steps=3, name="plan", export=False, try_worst_case="off") | flags)
     done = subprocess.run([sys.executable, ROOT / "grpo.py", *memory.spell(given).split()],
                           cwd=bench.folder, capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""check.py: all that can be known from flags and files, before any weight is loaded."""
+"""inputs.py: all that can be known from flags and files, before any weight is loaded."""
 import json
 import os
 from contextlib import suppress
@@ -18,7 +18,7 @@ from trainer import model
 
 
 @dataclass
-class Checked:
+class Inputs:
     """What a run works with."""
     source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
     tokenizer: object
@@ -42,18 +42,18 @@ class NoTokenizer:
 
 def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. It fetches no model. Exit status 1: no fit."""
-    found = check_files(args, args.plan_args.ranks)
+    found = read_files(args, args.plan_args.ranks)
     card = args.plan_args.gpu_gb * memory.GIB
     print(memory.planned(found.plan, found.shape, card).text())
     return int(not memory.fits(found.plan, found.shape, card))
 
 
-def check(args, ranks: int, local_size: int) -> Checked:
+def read_inputs(args, ranks: int, local_size: int) -> Inputs:
     """All that a run needs, but no weights. local_size: ranks of this machine."""
-    found = check_files(args, ranks, local_size)
+    found = read_files(args, ranks, local_size)
     if found.source is None or (args.teacher and found.teacher is None):
         # To make or fetch a model takes time: all else was looked at first.
-        found = check_files(args, ranks, local_size, make=True)
+        found = read_files(args, ranks, local_size, make=True)
     check_memory(found, gpu_bytes(), local_size)
     found.notes += [f"note: {line}" for line in plan.warnings(args)]
     if not names_an_end(found.source):
@@ -62,7 +62,7 @@ def check(args, ranks: int, local_size: int) -> Checked:
     return found
 
 
-def check_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Checked:
+def read_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Inputs:
     """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
 
     local_size: ranks of this machine; None: not known. make: see find_model.
@@ -100,7 +100,7 @@ def check_files(args, ranks: int, local_size: int | None = None, make: bool = Fa
         mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
     mistakes.stop()
     sizes = plan.Plan(args, ranks, n_rows, n_eval)
-    return Checked(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge, sizes)
+    return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge, sizes)
 
 
 # ---- the model ----
@@ -273,7 +273,7 @@ def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
     return rows
 
 
-def check_memory(found: Checked, card: float | None, local_size: int) -> None:
+def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     """Adds memory to the plan. SettingsError if it is certain that the run does not fit.
 
     card: bytes of this rank's GPU; None: it has none.

@@ -2,11 +2,8 @@
 
 Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: there is none).
 """
-import resource
 from collections import namedtuple
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -410,40 +407,3 @@ def table(found: list[Load]) -> list[str]:
 
 def in_gib(size: float) -> str:
     return f"{size / GIB:.2f}" if size else ""
-
-
-# ---- what was used ----
-
-def peak_memory(device):
-    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
-    return gpu_peak() if device.type == "cuda" else cpu_peak()
-
-
-@contextmanager
-def cpu_peak():
-    """gb: resident in this process."""
-    with suppress(OSError):  # the kernel's peak starts again
-        Path("/proc/self/clear_refs").write_text("5")
-    peak = {}
-    yield peak
-    peak["gb"] = resident()
-
-
-@contextmanager
-def gpu_peak():
-    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
-    torch.cuda.reset_peak_memory_stats()
-    others = gpu_in_use() - torch.cuda.memory_reserved()
-    peak = {}
-    yield peak
-    peak["gb"] = others + torch.cuda.max_memory_allocated()
-    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
-
-
-def resident() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def gpu_in_use() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free

@@ -181,7 +181,7 @@ def typed(flag: str, value: object) -> str:
 INF = float("inf")
 RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
-     "steps keep samples_every max_bad_steps", "at least 1", lambda x: 1 <= x < INF),
+     "steps keep samples_every", "at least 1", lambda x: 1 <= x < INF),
     ("max_environments", "at least 1", lambda x: 1 <= x < INF),
     ("reward_workers reward_concurrency", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
     ("reward_retries", "from 0 to 100", lambda x: 0 <= x <= 100),
@@ -193,16 +193,14 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers
     ("lora_rank", "from 0 to 65,536", lambda x: 0 <= x <= 65536),
     ("temperature", "from 0.01 to 2", lambda x: 0.01 <= x <= 2),  # vLLM's own limits
     ("eval_temperature", "0, or from 0.01 to 2", lambda x: x == 0 or 0.01 <= x <= 2),
-    ("timeout reward_timeout stop_seconds", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
+    ("timeout reward_timeout", "from 1 to 1e6", lambda x: 1 <= x <= 1e6),
     ("gpu_memory_utilization", "more than 0 and at most 1", lambda x: 0 < x <= 1),
     ("dual_clip", "more than 1", lambda x: x > 1),
     ("eval_pass entropy_coef", "a number", lambda x: -INF < x < INF),
     ("difficulty", "LOW and HIGH with 0 <= LOW <= HIGH <= 1", lambda x: 0 <= x[0] <= x[1] <= 1),
     ("target_reward target_eval", "two numbers", lambda x: all(-INF < end < INF for end in x)),
     ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
-    ("top_p", "1 in training", lambda x: x == 1),
     ("model data name eval_data wandb reply prompt_template", "some text", bool),
-    ("sapo_taus", "two numbers above 0", lambda x: len(x) == 2 and all(0 < y < INF for y in x)),
     ("betas", "two numbers in [0, 1)",
      lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
 ] for flag in flags.split()}
@@ -293,7 +291,7 @@ def limit_rules(plan: Plan):
             ("overlong_buffer", a.max_tokens, "--max_tokens")]
     if given["eval_temperature"] == 0:
         most.append(("eval_samples", 1, "--eval_temperature is 0"))
-    if given.get("engine_correction") in ("mask", "sequence_mask", "geometric"):
+    if given.get("engine_correction") in ("mask", "sequence_mask"):
         most.append(("correction_low", a.correction_high, "--correction_high"))
     tokens = f"--max_prompt_tokens {given['max_prompt_tokens']} + --max_tokens {a.max_tokens}"
     least = [(name, plan.longest, tokens) for name in BUDGETS if name in given]
@@ -399,10 +397,7 @@ def warnings(args) -> list[str]:
     found, loss = [], flags(args).get("loss")
     if loss == "gspo" and max(args.clip_low, args.clip_high) >= 0.05:
         found.append("--loss gspo rarely clips; its paper: --clip_low 3e-4 --clip_high 4e-4.")
-    if loss == "gmpo" and max(args.clip_low, args.clip_high) < 0.3:
-        found.append("--loss gmpo clips log ratios; its paper: --clip_low 0.4 --clip_high 0.4.")
-    if (loss in ("clip", "gspo", "gmpo", "dppo", "ipo")
-            and args.minibatches * args.epochs == 1):
+    if loss in ("clip", "gspo") and args.minibatches * args.epochs == 1:
         found.append("one update per rollout: the ratio is 1, so nothing is clipped.")
     if args.turn_args.reply and "exact" in names_of(args.reward):
         found.append("--reward exact compares the whole episode, replies too, with the answer.")

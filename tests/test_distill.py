@@ -20,8 +20,7 @@ from data import DataArgs
 from dist import SettingsError
 from examples import tiny
 from live import Live
-from preflight import memory, plan
-from preflight import worst_case as canary
+from preflight import memory, plan, worst_case
 from tools.hostile import fabricate, make_models
 from tools.trial import Trial, run_trials
 from trainer import logprobs as head
@@ -282,7 +281,7 @@ def test_the_teacher_sees_its_own_prompt(tmp_path):
 
 
 def tried(world, folder: str) -> dict[str, tuple]:
-    """The canary of each script: its phases, and calls of the divergence."""
+    """The worst case of each script: its phases, and calls of the divergence."""
     found, shipped = {}, beside.divergence
     for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
@@ -296,14 +295,14 @@ def tried(world, folder: str) -> dict[str, tuple]:
             return shipped(logits, theirs, kind)
 
         beside.divergence = counted
-        peaks = canary.canary(plan.Plan(args, world.size, 64, 0), world, 64, models[0],
+        peaks = worst_case.measure_phases(plan.Plan(args, world.size, 64, 0), world, 64, models[0],
                               models[1] if args.needs_reference else None)
         found[name] = sorted(peaks), set(calls)
         assert all(p.grad is None for p in models[0].module.parameters())
     return found
 
 
-def test_the_canary_tries_the_divergence_too(tmp_path):
+def test_the_worst_case_has_the_divergence_too(tmp_path):
     """Its head is called again in the backward: the teacher's must be whole there."""
     make_models("tiny", str(tmp_path))
     for found in ranks.results(2, tried, str(tmp_path)):

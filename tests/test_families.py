@@ -11,8 +11,7 @@ import families
 import grpo
 from dist import SettingsError
 from examples import tiny
-from preflight import inputs as check
-from preflight import plan
+from preflight import inputs, plan
 from ranks import results
 from trainer import model
 from trainer.packing import pack
@@ -86,7 +85,7 @@ ARGS = plan.changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64)
 def refused(folder) -> list[str]:
     """The sentences of a run and of --plan."""
     found, args = [], plan.changed(ARGS, model=str(folder))
-    for look in lambda: check.check(args, 1, 1), lambda: check.show_plan(args):
+    for look in lambda: inputs.read_inputs(args, 1, 1), lambda: inputs.show_plan(args):
         with pytest.raises(SettingsError) as caught:
             look()
         found.append(str(caught.value))

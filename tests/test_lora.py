@@ -15,8 +15,7 @@ import grpo
 from families import ROOT
 from forked import PYTHON
 from keeping import export
-from preflight import inputs as check
-from preflight import memory, plan
+from preflight import inputs, memory, plan
 from ranks import results
 from test_script import place, script  # noqa: F401
 from trainer import lora, model
@@ -187,7 +186,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
 def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags, works):
     families.make("StableLM", str(tmp_path))
     args = plan.changed(grpo.Args(), **dict(lora_rank=4) | flags)
-    found = check.model_limits(args, model.config_of(str(tmp_path)), None, [])
+    found = inputs.model_limits(args, model.config_of(str(tmp_path)), None, [])
     assert works != any("--lora_sync merged" in sentence for sentence in found), found
 
 

@@ -1,4 +1,4 @@
-"""What bounds memory (memory.py, canary.py, model.py); no knob for it changes the maths."""
+"""What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
 import re
 import subprocess
 import sys
@@ -19,9 +19,7 @@ from dist import KEYS, SettingsError
 from forked import PYTHON
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs as check
-from preflight import memory, plan
-from preflight import worst_case as canary
+from preflight import inputs, memory, plan, worst_case
 from ranks import results
 from trainer import model
 from trainer.batch import Batch, Micro
@@ -136,14 +134,14 @@ def test_known_models(name, parameters):
 def test_a_model_that_is_neither_here_nor_known_is_refused():
     assert memory.shape_of("nobody/nothing") is None
     with pytest.raises(SettingsError, match="nobody/nothing: cannot read its config.json"):
-        check.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
+        inputs.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
 
 
 def test_a_folder_called_tiny_is_not_the_model(tmp_path, monkeypatch, capsys):
     """It has no weights, and the model that examples/tiny.py makes need not be made for a plan."""
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert check.show_plan(plan.changed(grpo.Args(), plan=True)) == 0
+    assert inputs.show_plan(plan.changed(grpo.Args(), plan=True)) == 0
     assert "fits" in capsys.readouterr().out
 
 
@@ -210,7 +208,7 @@ def all_on_two(world, folder: str) -> dict:
     return {
         "sync": stream_weights(world, folder),
         "knobs": {name: learn_with(world, folder, knob) for name, knob in KNOBS.items()},
-        "reference": reference_bits(world, folder), "canary": run_canary(world, folder)}
+        "reference": reference_bits(world, folder), "phases": run_phases(world, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +290,7 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
 
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
-    samples = [canary.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
+    samples = [worst_case.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
     micro = Micro(Batch(samples), list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro
@@ -306,7 +304,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
         if keys == KEYS:
-            micro = canary.worst_micro(tokens, 64, KEYS, 256, world.device)
+            micro = worst_case.worst_micro(tokens, 64, KEYS, 256, world.device)
         with Live() as live, torch.set_grad_enabled(grad):
             logprobs, _ = policy.logprobs(micro, 1.0, "value")
             policy.backward(logprobs.sum())
@@ -381,9 +379,9 @@ def test_a_reference_in_bf16_computes_the_same_bits(two_ranks):
     assert ours.abs().sum() > 0 and torch.equal(ours, theirs)
 
 
-# ---- the canary ----
+# ---- the worst case ----
 
-def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
+def run_phases(world, folder: str) -> tuple[dict, bool, bool]:
     """(its peaks, are weights and optimizer untouched, are gradients gone)."""
     args = learning.arguments(update_tokens=2048, score_tokens=2048, minibatches=2, dtype="float32")
     policy = build(world, f"{folder}/tied", args)
@@ -395,13 +393,13 @@ def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
                 for t in [*policy.module.parameters(), *moments]]
     before = state()
     made = plan.Plan(args, world.size, 64, 0)
-    peaks = canary.canary(made, world, learning.VOCAB, policy)
+    peaks = worst_case.measure_phases(made, world, learning.VOCAB, policy)
     same = all(map(torch.equal, before, state()))
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
 
 
-def test_the_canary_leaves_everything_as_it_was(two_ranks):
-    for peaks, same, clean in (found["canary"] for found in two_ranks[1]):
+def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
+    for peaks, same, clean in (found["phases"] for found in two_ranks[1]):
         assert set(peaks) == {"update", "score"} and all(p > 0 for p in peaks.values())
         assert same and clean
 
@@ -409,7 +407,7 @@ def test_the_canary_leaves_everything_as_it_was(two_ranks):
 @pytest.mark.parametrize("keys", [2, 3, KEYS])
 @pytest.mark.parametrize("tokens", [1024, 1000, 33, 32, 16, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
-    micro = canary.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
+    micro = worst_case.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
     lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]     # prompt and completion
     assert max(lengths) <= 32
@@ -425,9 +423,9 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, whe
     learning.make_models(None, str(tmp_path))
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     told = subprocess.run(
-        [torchrun, "--nproc_per_node", "2", str(ROOT / "tests/canary_worker.py"), str(tmp_path),
+        [torchrun, "--nproc_per_node", "2", str(ROOT / "tests/worst_case_worker.py"), str(tmp_path),
          where, rank, str(call)], capture_output=True, text=True, timeout=300)  # a hang: 600 s
-    assert told.returncode != 0 and "the canary lives" not in told.stdout
+    assert told.returncode != 0 and "the worst case fits" not in told.stdout
     sentences = re.findall(r"^error: .*$", told.stderr, re.M)
     assert len(sentences) == 1, told.stderr
     assert "--update_tokens 1024 needs too much memory" in sentences[0]
@@ -457,17 +455,17 @@ def test_a_peak_is_of_its_own_phase():
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
     """27.1 GiB on a machine of 24 ran until the kernel killed it."""
     from examples import tiny
-    monkeypatch.setattr(check, "free_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
     args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
     if not said:
-        assert "fits: " in check.check(args, 2, 2).plan.memory
+        assert "fits: " in inputs.read_inputs(args, 2, 2).plan.memory
         return
     with pytest.raises(SettingsError, match="^this run does not fit; ") as caught:
-        check.check(args, 2, 2)
+        inputs.read_inputs(args, 2, 2)
     assert said in str(caught.value) and "of 3 GiB free per rank at most" in str(caught.value)
     works = {name: type(flags[name])(*words) for name, words in flags_in(str(caught.value)).items()}
-    assert check.check(plan.changed(args, **works), 2, 2)
+    assert inputs.read_inputs(plan.changed(args, **works), 2, 2)
 
 
 def test_what_is_free_here():
-    assert 0.1 * GIB < check.free_bytes() < 2**50
+    assert 0.1 * GIB < inputs.free_bytes() < 2**50

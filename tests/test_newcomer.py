@@ -21,8 +21,7 @@ from examples import tiny
 from forked import PYTHON
 from keeping import evaluate, log, run
 from keeping import summary as grade
-from preflight import inputs as check
-from preflight import plan
+from preflight import inputs, plan
 from rewards import Score
 from trainer.batch import Completion, Sample
 
@@ -55,12 +54,12 @@ def args(*flags: str):
 
 def mistakes(*flags: str) -> str:
     with pytest.raises(SettingsError) as error:
-        check.check(args(*flags), 1, 1)
+        inputs.read_inputs(args(*flags), 1, 1)
     return str(error.value)
 
 
 def notes(*flags: str) -> str:
-    return "\n".join(check.check(args(*flags), 1, 1).notes)
+    return "\n".join(inputs.read_inputs(args(*flags), 1, 1).notes)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -160,7 +159,7 @@ def test_the_plan_counts_the_rows_that_are_there():
 
 @pytest.mark.parametrize("flags, status", [("", 0), ("--gpu_gb 0.001", 1)])
 def test_the_exit_status_of_a_plan_tells_whether_it_fits(place, capsys, flags, status):
-    assert check.show_plan(args("--plan", *flags.split())) == status
+    assert inputs.show_plan(args("--plan", *flags.split())) == status
 
 
 def test_a_reward_that_returns_text_is_told_the_type(place):
@@ -301,7 +300,7 @@ def test_a_best_model_that_was_not_written_is_not_forgotten(monkeypatch):
         settings={}, kl_coef=0.0, unsaved=False, trained={}, close=lambda: None,
         stop=SimpleNamespace(looping=False),
         world=SimpleNamespace(rank=1, any_rank=bool), stream=SimpleNamespace(state=dict),
-        checked=SimpleNamespace(eval_rows=[]), export=lambda name: False)
+        inputs=SimpleNamespace(eval_rows=[]), export=lambda name: False)
     it.log = SimpleNamespace(folder=Path("x"), bad_steps=0, say=said.append, unwritten={"a": ""},
                              finish=lambda steps: pytest.fail("done.json"))
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: states.append(all[3]))
@@ -320,7 +319,7 @@ def test_what_a_full_disk_leaves_of_an_export_is_removed(tmp_path, monkeypatch):
     said = []
     policy = SimpleNamespace(module=SimpleNamespace(lm=None), export=None)
     it = SimpleNamespace(log=SimpleNamespace(folder=tmp_path, say=said.append), policy=policy,
-                         checked=SimpleNamespace(source=""), world=SimpleNamespace(rank=0))
+                         inputs=SimpleNamespace(source=""), world=SimpleNamespace(rank=0))
     assert run.Run.export(it, "best") and not [*tmp_path.iterdir()] and "no space" in said[0]
 
 
@@ -335,7 +334,7 @@ def ending(tmp_path, **more):
                              run_args=run.RunArgs(report=False, export=False, keep=2)),
         world=world, end=4, unsaved=False, best_unwritten=False, settings={}, kl_coef=0.0,
         trained={}, best=None, stream=SimpleNamespace(state=dict), close=lambda: None,
-        checked=SimpleNamespace(eval_rows=[1]), evaluate=lambda step: None, said=said,
+        inputs=SimpleNamespace(eval_rows=[1]), evaluate=lambda step: None, said=said,
         stop=SimpleNamespace(looping=True, agreed=lambda: False),
         log=SimpleNamespace(folder=tmp_path, bad_steps=0, say=said.append, unwritten={}, rows=[],
                             finish=lambda steps: (tmp_path / "done.json").touch()))
@@ -410,7 +409,7 @@ def test_rows_that_are_not_scored_need_no_answer(place):
     (place / "held.jsonl").write_text('{"prompt": "Sort 32", "answer": "23"}\n')
     flags = ["--data", "bare.jsonl", "--eval_data", "held.jsonl", "--batch", "1"]
     assert "--reward exact needs 'answer'; 1 of 2 rows have none" in mistakes(*flags)
-    assert check.check(args(*flags, "--eval_only"), 1, 1).eval_rows
+    assert inputs.read_inputs(args(*flags, "--eval_only"), 1, 1).eval_rows
 
 
 # ---- commands

@@ -25,7 +25,7 @@ import learning
 import ranks
 from dist import SettingsError
 from learning import Case, difference, learn_all, whole
-from preflight import worst_case as canary
+from preflight import same_policy, worst_case
 from trainer import model, packing
 from trainer.batch import Batch, Micro
 
@@ -57,7 +57,7 @@ def samples_of(groups, seed: int = 0) -> list:
 
     for prompt, completions in groups:
         prompt = ids(prompt)
-        samples += [canary.sample(prompt, np.array(ids(c))) for c in completions]
+        samples += [worst_case.sample(prompt, np.array(ids(c))) for c in completions]
     return samples
 
 
@@ -217,7 +217,7 @@ def test_the_gpu_kernel_gets_the_same_window(monkeypatch):
 
 
 def guarded(world, folder: str) -> list[str]:
-    """What canary.compare finds in a good model, and in one whose attention mixes the rows."""
+    """compare_policies on a good model, and on one whose attention mixes the rows."""
     args = learning.arguments(dtype="float32")
     policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.model_args),
                           world, args.model_args, args.optimizer_args)
@@ -229,7 +229,7 @@ def guarded(world, folder: str) -> list[str]:
     for attention in packing.attention, mixed:
         AttentionInterface.register("packed", attention)
         try:
-            canary.compare(run, samples)
+            same_policy.compare_policies(run, samples)
             found.append("")
         except SettingsError as error:
             found.append(str(error))

@@ -21,8 +21,7 @@ import ppo
 from data import Row, Stream
 from dist import Mistakes, SettingsError, balance, share
 from examples import tiny
-from preflight import inputs as check
-from preflight import plan
+from preflight import inputs, plan
 from preflight.memory import shape_of
 from rewards import Score
 from trainer.batch import Batch, Completion, Sample
@@ -333,16 +332,16 @@ def place(tmp_path, monkeypatch) -> Path:
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
     args = Args(plan=planning, **flags)
     with pytest.raises(SettingsError, match=words):
-        check.show_plan(args) if planning else check.check(args, 1, 1)
+        inputs.show_plan(args) if planning else inputs.read_inputs(args, 1, 1)
     assert not Path("runs").exists()
 
 
 def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, capsys):
-    check.show_plan(Args(plan=True, gpu_gb=80.0))
+    inputs.show_plan(Args(plan=True, gpu_gb=80.0))
     assert "plan for grpo.py on 1 rank" in capsys.readouterr().out and not Path("runs").exists()
     Path("runs").write_text("")
     with pytest.raises(SettingsError, match=r"runs/ cannot be written \(File exists"):
-        check.check(Args(), 1, 1)
+        inputs.read_inputs(Args(), 1, 1)
 
 
 # ---- what is accepted runs: a property over random settings ----

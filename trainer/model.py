@@ -64,8 +64,6 @@ class OptimizerArgs:
     """Steps of linear warm-up to --lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up, until --steps."""
-    max_bad_steps: int = 3
-    """A gradient that is not finite is not applied. This many in a row end the run."""
 
 
 def find(model: str) -> str:
