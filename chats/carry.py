@@ -64,14 +64,13 @@ class Carry:
         self.flight: list[Group] = []
         self.decode_steps = 0  # of the engine, since `metrics` was called
 
-    def sample(self, step: int) -> list[Sample]:
+    def sample(self) -> list[Sample]:
         """G completions of each of P prompts: the first that started, of those that are ready. A
         collective."""
-        ready = self.ready()
-        while len(ready) < self.args.batch or self.too_old(step):
+        step = self.engine.world.step
+        while len(self.ready()) < self.args.batch or self.too_old(step):
             self.round(step)
-            ready = self.ready()
-        taken = ready[:self.args.batch]
+        taken = self.ready()[:self.args.batch]
         left = {id(group) for group in self.flight} - {id(group) for group in taken}
         self.flight = [group for group in self.flight if id(group) in left]
         return [Sample(group.prompt, c) for group in taken for c in group.completions]
@@ -118,8 +117,9 @@ class Carry:
         begun = [tokens] if tokens else []  # without a token: the seed of a run without --carry
         return hash_seed(self.args.seed, "train", prompt.position, i, *begun)
 
-    def metrics(self, samples: list[Sample], step: int) -> dict[str, float]:
+    def metrics(self, samples: list[Sample]) -> dict[str, float]:
         """Of the samples that this step trains on. Ages are in steps."""
+        step = self.engine.world.step
         ages = step - np.concatenate([s.completion.steps for s in samples])  # of tokens
         oldest = np.array([step - s.completion.steps[0] for s in samples])
         found = {"carry/age_mean": float(oldest.mean()), "carry/age_max": int(oldest.max()),

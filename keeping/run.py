@@ -14,6 +14,7 @@ import tyro
 import data
 import dist
 import rewards
+from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs
 from dist import Mistakes, SettingsError
@@ -114,6 +115,7 @@ class CommonArgs:
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
+    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
     supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
@@ -225,9 +227,11 @@ class Run:
     def build(self):
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
-        self.engine = self.episodes = None
+        self.engine = self.episodes = self.carry = None
         if self.args.needs_engine:
             self.build_engine()
+        if self.args.carry_args and self.args.carry_args.carry:
+            self.carry = Carry(self.args, self.stream, self.engine)
         together(self.world, self.scorer.wait)
         if self.saved:
             self.restore(self.saved.state)
@@ -279,6 +283,8 @@ class Run:
         """Goes on from the checkpoint."""
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.restore(state)
+        if self.carry:
+            self.carry.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
@@ -330,6 +336,8 @@ class Run:
         folder = self.log.folder / "checkpoints"
         state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
+        if self.carry:
+            state |= self.carry.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 
