@@ -272,7 +272,7 @@ def run(main, *args):
             print("interrupted", file=sys.stderr)
     except SettingsError as error:
         status = error.status
-        report.record_exception(error)
+        report.record_exception(error.with_traceback(None))
         if rank == "0" or error.alone:
             print(f"error: {error}", file=sys.stderr)
     except BaseException as error:

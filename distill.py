@@ -19,12 +19,12 @@ from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
-from trainer.teacher import beside
+from trainer.teacher import behind_teacher_prompts, beside
 
 
 @dataclass
@@ -58,11 +58,10 @@ class Args(ClipArgs, CommonArgs):
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])
-        if (self.engine_correction != "none" and self.divergence != "none"
-                and not self.reward_coef):
-            yield Rule(f"--engine_correction weighs losses of sampled tokens, and with "
-                       f"--divergence {self.divergence} only --reward_coef has one.",
-                       [("engine_correction", ["none"])])
+        if self.divergence != "none" and not self.reward_coef and self.engine_correction != "none":
+            yield Rule("--engine_correction weighs the loss of sampled tokens, which --divergence "
+                       "without --reward_coef has not.",
+                       [("engine_correction", ["none"]), ("divergence", ["none"])])
 
 
 def train(args: Args) -> int:
@@ -100,7 +99,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
           reference: Policy, phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples → metrics, the same on every rank."""
     batch, exact = Batch(samples), args.divergence != "none"
-    seen = batch.behind_teacher_prompts()
+    seen = behind_teacher_prompts(batch)
     with phase("score"):  # (M,) each, of the same tokens
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0])

@@ -28,7 +28,7 @@ from dist import World
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight import formulas
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples
@@ -48,7 +48,7 @@ class Args(formulas.LossArgs, CommonArgs):
     loss: str = "clip"
     """clip: PPO's. gspo: one ratio for a whole completion; needs bounds near 3e-4. cispo: a
     clipped, constant ratio times log π. reinforce: no ratio; one update per rollout. Others and
-    your own: FILE.py:NAME, as variants/sapo.py:sapo; gmpo, dppo, ipo, opsm are there too."""
+    your own: FILE.py:NAME, as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric."""
     kl_loss_coef: float = 0.0
     """β of a KL term in the loss, to the starting model. 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
@@ -58,11 +58,12 @@ class Args(formulas.LossArgs, CommonArgs):
     """Truncated completions are not in the loss. They still count in the mean of their group."""
     dynamic_sampling: bool = False
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
+    refills: int = 3
+    """The most extra rollouts of one step with --dynamic_sampling."""
 
     carry_args: CarryArgs = field(default_factory=CarryArgs)
 
     script: ClassVar[str] = "grpo.py"
-    refills: ClassVar[int] = 3  # extra rollouts of a step with --dynamic_sampling, at most
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -204,8 +205,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-    """How many tokens of each completion are in the loss, (N,), and why some completions are not.
-    """
+    """How many tokens of each completion are in the loss, (N,), and why some have none."""
     scored, least = batch.scored, 1 if args.advantage == "reinforce++" else 2  # for a baseline
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
@@ -264,7 +264,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
     """DAPO's dynamic sampling → the samples to train on, and how many are not, by reason.
 
     It keeps the groups whose rewards differ. While they are fewer than --batch, it adds a rollout
-    of new prompts to `samples`, at most `refills` times. https://arxiv.org/abs/2503.14476, 3.2
+    of new prompts to `samples`, at most --refills times. https://arxiv.org/abs/2503.14476, 3.2
     """
     kept, looked_at = [], 0
     for more in range(args.refills + 1):

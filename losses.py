@@ -259,7 +259,7 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
 
 
-# ---- the correction of the engine
+# ---- correction of the engine
 
 
 def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
@@ -284,20 +284,19 @@ def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
         "engine_ratio": ratio, "engine_cut": (mask & cut).to(ratio.dtype)}
 
 
-# ---- aggregation
+# ---- aggregation: the weight of a token's loss
+#
+#   token       1 / (all masked tokens)               DAPO
+#   sequence    1 / (|o_i| * sequences)               GRPO, GSPO
+#   constant    1 / (max_tokens * sequences)          Dr. GRPO
+#   prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786
+#
+# A completion not in the loss is in no denominator; one of advantage 0 is.
 
 
 def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
-    """|o_i| (B,) of a global minibatch, 0 for those not in the loss -> the weight of a completion's
-    tokens, (B,). prompts (B,): numbers; None: all differ.
-
-        token       1 / (all masked tokens)               DAPO
-        sequence    1 / (|o_i| * sequences)               GRPO, GSPO
-        constant    1 / (max_tokens * sequences)          Dr. GRPO
-        prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786
-
-    A completion not in the loss is in no denominator; one of advantage 0 is.
-    """
+    """|o_i| (B,) of a global minibatch, 0 if not in the loss -> the weight of a completion's
+    tokens, (B,). prompts (B,): numbers; None: all differ."""
     lengths = lengths.double()
     n = (lengths > 0).sum().double()
     prompts = torch.arange(len(lengths)) if prompts is None else prompts

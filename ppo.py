@@ -24,7 +24,7 @@ from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.formulas import LossArgs
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics

@@ -22,7 +22,7 @@ import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from trainer.batch import Batch, Meter, Sample, given
 from trainer.model import Policy, learning_rate
 

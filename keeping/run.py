@@ -233,11 +233,11 @@ class Run:
         if self.args.carry_args and self.args.carry_args.carry:
             self.carry = Carry(self.args, self.stream, self.engine)
         together(self.world, self.scorer.wait)
-        if self.saved:
-            self.restore(self.saved.state)
         if not self.args.eval_args.eval_only:
             try_worst_case(self)
             self.stop = dist.Stop(self.world)  # until here SIGTERM ends the process
+        if self.saved:
+            self.restore(self.saved.state)
 
     def build_models(self):
         """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""

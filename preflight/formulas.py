@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import losses
 from dist import SettingsError
-from preflight.plan import Rule
+from preflight.rules import Rule
 
 ROOT = Path(__file__).resolve().parent.parent
 

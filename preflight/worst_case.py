@@ -30,7 +30,8 @@ def try_worst_case(run):
 
 
 def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
-    """{phase: its peak in bytes}. Changes no weights and no optimizer state."""
+    """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
+    state. A collective."""
     a, peaks = plan.args, {}
 
     def update(micro):
@@ -60,7 +61,8 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
             trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
-    return peaks
+    most = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
+    return dict(zip(peaks, most, strict=True))
 
 
 def measure(phase: Phase, world, vocab: int, forward) -> float:

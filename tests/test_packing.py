@@ -138,13 +138,13 @@ def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, 
     return out
 
 
-def test_the_gpu_kernel_gets_the_same_attention(monkeypatch):
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
     samples = samples_of(GROUPS)
-    micro = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu"))
-    q, k, v = (torch.randn(micro.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    ours, theirs = (way(q, k, v, micro.inputs["packed"], 0.3)
-                    for way in (packing.blocks, packing.varlen))
+    packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
+    q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    ours, theirs = (way(q, k, v, packed, 0.3, window) for way in (packing.blocks, packing.varlen))
     assert difference(ours, theirs) < 1e-14
 
 
@@ -205,15 +205,6 @@ def test_windows_and_soft_caps_are_packed(kind):
         lm.config.sliding_window = 6
         theirs = one_by_one(lm, samples, "eager")
     assert difference(ours, theirs) < 1e-6          # transformers' softmax is float32
-
-
-def test_the_gpu_kernel_gets_the_same_window(monkeypatch):
-    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
-    samples = samples_of(GROUPS)
-    packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
-    q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    ours, theirs = (way(q, k, v, packed, 0.3, 5) for way in (packing.blocks, packing.varlen))
-    assert difference(ours, theirs) < 1e-14
 
 
 def guarded(world, folder: str) -> list[str]:

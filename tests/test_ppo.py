@@ -138,7 +138,7 @@ def test_the_two_scripts_have_the_same_flags_but_for_their_own():
     import grpo
     ours, theirs = plan.flags(grpo.Args()), plan.flags(ppo.Args())
     assert ours.keys() - theirs.keys() == {
-        "advantage", "advantage_eps", "dynamic_sampling", "overlong_filter", "loss",
+        "advantage", "advantage_eps", "dynamic_sampling", "refills", "overlong_filter", "loss",
         "kl_loss_coef", "kl_estimator"}
     assert theirs.keys() - ours.keys() == {
         "gamma", "lam", "value_clip", "kl_target", "kl_horizon", "critic_lr",

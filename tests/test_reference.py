@@ -540,9 +540,9 @@ def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock
         given.append(options | {"models": models, "samples": samples})
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
-    for name, fake in dict(set_up=lambda args: run, learn=learn, compare=MagicMock(),
-                           score_samples=MagicMock(), look=MagicMock()).items():
-        monkeypatch.setattr(script, name, fake, raising=False)
+    for name, fake in dict(set_up=lambda args: run, learn=learn, compare_policies=MagicMock(),
+                           score_samples=MagicMock()).items():
+        monkeypatch.setattr(script, name, fake)
     script.train(args)
     return given, run
 
@@ -550,12 +550,25 @@ def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_step_is_logged_and_watched(script, monkeypatch):
     """What `learn` returned goes to metrics.jsonl, and to the watch that ends a broken run."""
-    args = plan.changed(SCRIPTS[script].Args(), lr=0.5, group=1)
+    rate = {"lr": 0.5, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.5}
+    args = plan.changed(SCRIPTS[script].Args(), group=1, **rate)
     _, run = around(SCRIPTS[script], monkeypatch, args, 3)
     logged = [call.args for call in run.log.step.call_args_list]
     assert [step for step, _ in logged] == [1, 2, 3]
     assert [call.args[0] for call in run.log.watch.call_args_list] == [m for _, m in logged]
     assert [m["policy/kl"] for _, m in logged] == [0.01, 0.02, 0.03]
+
+
+@pytest.mark.parametrize("schedule, warmup, rates", [
+    ("constant", 2, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+    ("cosine", 2, [0.5, 1.0, 1.0, 0.85355339, 0.5, 0.14644661]),
+    ("linear", 0, [1.0, 0.8, 0.6, 0.4, 0.2]),
+    ("cosine", 1, [1.0, 1.0, 0.85355339, 0.5, 0.14644661])])
+def test_the_rates_of_a_schedule(schedule, warmup, rates):
+    args = model.OptimizerArgs(warmup_steps=warmup, lr_schedule=schedule)
+    found = [model.learning_rate(step, len(rates), 2.0, args) for step in range(len(rates))]
+    assert found == pytest.approx([2.0 * rate for rate in rates], abs=1e-8)
 
 
 def test_ppo_passes_rates_and_the_adapted_coefficient(monkeypatch):

@@ -1,4 +1,4 @@
-"""GDPO's advantage: each reward of --reward is normalized alone.    https://arxiv.org/abs/2601.05242
+"""GDPO: each reward of --reward is normalized alone.    https://arxiv.org/abs/2601.05242
 
     A_k = (R_k - mean) / (std + eps) in its group, for each reward k
     A = sum_k weight_k * A_k, whitened over the completions in the loss    TRL; verl: over tokens

@@ -4,9 +4,12 @@
 
 0 where a completion is not scored, and in a group of equal rewards, as in losses.group_advantages.
 """
+import torch
+
 import losses
 
 
 def lite_ppo(rewards, group, *, scored, eps, **others):
     centered = losses.group_advantages(rewards, group, kind="dr_grpo", eps=eps, scored=scored)
-    return centered / (losses.batch_std(rewards, scored) + eps)
+    std = losses.batch_std(rewards, scored)
+    return torch.where(centered == 0, 0, centered / (std + eps))  # 0 / 0 where all are equal
