@@ -1,6 +1,7 @@
 """run.py: what all training scripts share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
+import math
 import os
 import sys
 from contextlib import contextmanager, redirect_stderr
@@ -210,7 +211,10 @@ class Run:
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
-        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap)
+        shown_gap = self.max_gap
+        if args.carry_args and args.carry_args.carry:  # the policy has moved since older tokens
+            shown_gap = math.inf
+        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, shown_gap)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
