@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import losses
+import test_layouts
 from chats.carry import Carry, CarryArgs
 from data import Row, Stream
 from rollout import Request, hash_seed
@@ -222,3 +223,54 @@ def test_the_bias_of_old_tokens_and_what_each_correction_leaves_of_it():
         ("none", 0), ("truncate", 1e9), ("truncate", 1.2)]}
     assert off(gradient(old, new, reward, "truncate"), true) < biases["none"]
     assert off(gradient(new, new, reward, "none"), true) < 1e-12  # nothing is old
+
+
+# ---- the script
+
+FLAGS = ("--steps", "4", "--carry", "0.6", "--carry_tokens", "3", "--engine_correction", "truncate",
+         "--save_every", "2")
+
+
+def played(folder, *flags: str, ranks_each: int = 1) -> tuple[list[str], list[dict]]:
+    """What a run samples, and its metrics."""
+    folder.mkdir(exist_ok=True)
+    (status, text), = test_layouts.launch(folder, *FLAGS, *flags, ranks_each=ranks_each)
+    assert status == 0, text[-3000:]
+    place, = (path.parent for path in folder.rglob("metrics.jsonl"))
+    rows = [json.loads(line) for line in open(place / "metrics.jsonl")]
+    return [test_layouts.drawn(file) for file in sorted((place / "samples").iterdir())], rows
+
+
+def same(ran, one) -> None:
+    assert ran[0] == one[0]
+    for ours, theirs in zip(ran[1], one[1], strict=True):
+        for name in ours:
+            if name.startswith(("carry/", "reward/", "grad/", "batch/", "data/", "rollout/decode")):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    ran = played(tmp_path_factory.mktemp("one") / "run")
+    assert {row["carry/in_flight"] for row in ran[1]} == {12}  # ceil(5 · 1.6) - 5 prompts, of 4
+    assert max(row["carry/old_tokens_frac"] for row in ran[1]) > 0.1
+    assert any(row["grad/norm"] > 0 for row in ran[1])
+    return ran
+
+
+def test_two_ranks_have_in_flight_what_one_has(tmp_path, one):
+    same(played(tmp_path / "run", ranks_each=2), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_each, flags", [(3, ()), (2, ("--tp", "2"))])
+def test_any_layout_has_in_flight_what_one_rank_has(tmp_path, one, ranks_each, flags):
+    same(played(tmp_path / "run", *flags, ranks_each=ranks_each), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--dynamic_sampling",), ("--lora_rank", "4"), (
+    "--lora_rank", "4", "--lora_sync", "adapter")])
+def test_it_runs_with(tmp_path, flags):
+    _, rows = played(tmp_path / "run", *flags, ranks_each=2)
+    assert max(row["carry/token_age_max"] for row in rows) > 0
