@@ -44,15 +44,14 @@ def tables() -> str:
                 defaults.setdefault(typed(getattr(values, flag)), []).append(args.script)
     for (group, cls), flags in sorted(found.items(), key=lambda item: item[0][0] != ""):
         scripts = sum(next(iter(flags.values())).values(), [])
-        of = "every script" if len(scripts) == 4 else ", ".join(scripts)
-        text += f"\n## {group} options of {of}\n\n".replace("##  o", "## O")
-        text += "| flag | default | meaning and unit | update |\n|---|---|---|---|\n"
+        of = "all scripts" if len(scripts) == 4 else ", ".join(scripts)
+        text += f"| **{group} options of {of}** | | | |\n".replace("** o", "**o")
         for flag, meaning in documented(cls).items():
             usual, *others = flags[flag].items()
             default = "; ".join([usual[0], *(f"{', '.join(s)} {v}" for v, s in others)])
-            kept = "same" if flag in SAME_UPDATE else "other"
+            kept = "same" if flag in SAME_UPDATE else ""
             text += f"| `--{flag}` | {default} | {meaning} | {kept} |\n"
-    return text
+    return "| flag | default | meaning and unit | update |\n|---|---|---|---|\n" + text
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python docs/pictures/draw.py             # all of them
     python docs/pictures/draw.py memory      # one
 
-Numbers come from where they are made: docs/learn/one_step.md, memory.py, bench/curves.json, results/.
+Numbers come from where they are made: docs/learn/one_step.md, preflight/memory.py,
+bench/curves.json, results/.
 """
 import json
 import re
