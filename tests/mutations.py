@@ -398,7 +398,7 @@ def main() -> int:
 
 
 def measure(numbers: list[int], write: bool) -> int:
-    """The rows of docs/learn/details.md. Ends with 1 if a test does not fail or an effect is another."""
+    """The rows of the page. Ends with 1 if a test does not fail or an effect is another."""
     began, wrong = time.monotonic(), []
     with tempfile.TemporaryDirectory() as place:
         copy, rows = copy_of_the_code(Path(place, "copy")), [ROWS[n - 1] for n in numbers]

@@ -238,7 +238,7 @@ def test_every_promise_of_ppo_and_lora(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(tmp_path, name):
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/use/recipes.md").read_text()
     assert f"`{RECIPES[name]}`" in page
     found, = proved(tmp_path, [("grpo.py", RECIPES[name], EVERY)])
     assert broken(found) == {}
