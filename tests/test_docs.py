@@ -15,7 +15,7 @@ import ppo
 import sft
 from docs import check_links, make_flags
 from forked import PYTHON
-from preflight import memory, plan
+from preflight import memory, plan, rules
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "exercises/README.md")]
@@ -167,7 +167,7 @@ def test_every_recipe_passes_the_checks():
         row[1].startswith("`ppo"))]
     assert len(recipes) == 23
     for _, command in recipes:
-        found = {rule.kind for rule in plan.problems(parsed(command.strip("`")), 8)}
+        found = {rule.kind for rule in rules.problems(parsed(command.strip("`")), 8)}
         assert found <= {"--update_tokens"}, command   # the page says so for DAPO
 
 
@@ -205,7 +205,7 @@ def test_the_pasted_plan_for_64_gpus():
     page = "docs/use/memory_and_machines.md"
     script, = blocks(page, "bash")
     args = parsed(script[script.index("grpo.py --name"):])
-    assert not plan.problems(args, 64, 7473)
+    assert not rules.problems(args, 64, 7473)
     made, shape = plan.Plan(args, 64, 7473, 0), memory.shape_of(args.model)
     pasted, = [block for block in blocks(page) if "64 engines" in block]
     check_pasted(pasted, memory.planned(made, shape, 80 * memory.GIB).text())
