@@ -244,10 +244,10 @@ ROWS = [
         "details.py::test_each_completion_has_a_seed_of_its_own", "seeds()",
         "different seeds of 64 × 8 completions: {} → {}"),
     # ---- rewards, and the run
-    Row("rewards.py", "if time.monotonic() > deadline:", "if False:",
+    Row("rewards.py", "left = deadline - time.monotonic()", "left = 999.0",
         "rewards.py::test_hostile_rewards_cost_their_completion_only", "reward_that_hangs()",
         "after 2 s a completion has {} → {}", 60),
-    Row("scoring/worker.py", "if not isinstance(node, NODES) or called",
+    Row("scoring/verifiers.py", "if not isinstance(node, NODES) or called",
         "if False and called",
         "details.py::test_sympy_gets_arithmetic_only", "evaluated()",
         "code in a formula that sympy gets is {} → {}"),

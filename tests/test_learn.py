@@ -144,7 +144,8 @@ def test_every_figure_of_the_evidence_is_in_its_source():
     for what, figure, source in rows:
         if source.endswith(".md"):
             assert re.search(rf"(?<![\d.-]){re.escape(figure)}", (ROOT / source).read_text()), what
-    families = [row for row in tables("docs/reference/evidence.md") if len(row) == 5 and "e-" in row[3]]
+    families = [row for row in tables("docs/reference/evidence.md")
+                if len(row) == 5 and "e-" in row[3]]
     figures = {row[0]: row[1] for row in rows}
     assert len(families) == 19
     for column, who in ((3, "trainer and transformers"), (4, "engine and trainer")):
