@@ -42,7 +42,9 @@ def rows(page: str, heading: str = "") -> list[list[str]]:
 
 
 def blocks(page: str, kind: str = "") -> list[str]:
-    return re.findall(f"^```{kind}\n(.*?)^```", TEXT[page], re.S | re.M)
+    """The code blocks of one kind."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT[page], re.S | re.M)
+    return [text for name, text in found if name == kind]
 
 
 def parsed(command: str):
