@@ -16,13 +16,14 @@ request order, M tokens of all of them, one after another. These are the same on
 micro-batch is (b, t), padded.
 """
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 
 import dist
 import losses
+from chats.carry import CarryArgs
 from dist import World
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight import formulas
@@ -59,6 +60,8 @@ class Args(formulas.LossArgs, CommonArgs):
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
     refills: int = 3
     """The most extra rollouts of one step with --dynamic_sampling."""
+
+    carry_args: CarryArgs = field(default_factory=CarryArgs)
 
     script: ClassVar[str] = "grpo.py"
 
@@ -97,8 +100,11 @@ def train(args: Args) -> int:
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
                 # 1. Rollout: G completions of each of P prompts.
-                prompts = run.stream.next(args.batch)
-                samples = run.engine.sample(prompts, args.group, args.temperature)
+                if run.carry:  # some go on from the last step
+                    samples = run.carry.sample()
+                else:
+                    prompts = run.stream.next(args.batch)
+                    samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
                 kept, refused = samples, {}
@@ -111,6 +117,8 @@ def train(args: Args) -> int:
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
+            if run.carry:
+                metrics |= run.carry.metrics(kept)
             with run.recorded(step, samples, kept):  # for samples/
                 metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
                                            reference=run.reference, phase=run.log.phase)
@@ -268,7 +276,10 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
         if len(kept) >= args.batch or more == args.refills:
             break
         looked_at = len(samples)
-        new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
+        if run.carry:
+            new = run.carry.sample()
+        else:
+            new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
         score_samples(run, new, args.group)
         samples += new
     refused = {"batch/dropped_equal": len(samples) - len(kept) * args.group,

@@ -4,7 +4,7 @@
     JUDGE_URL=http://127.0.0.1:8001/v1 JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct \\
         python grpo.py --reward examples/judge.py:judge --reward_timeout 60
 
-It is an `async def`: --reward_concurrency calls of a worker are open at once. What it raises, such
+It is an `async def`: up to 64 calls of a worker are open at once. What it raises, such
 as a refused connection or an answer that is no grade, is tried again (--reward_retries).
 """
 import json

@@ -50,7 +50,7 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
     except CheckpointException as error:  # on all ranks, with the failures of all ranks
         rank, (cause, *_) = next(iter(error.failures.items()))
         raise NotWritten(f"{partial}/__{rank}_0.distcp cannot be written ({cause}). Would work: "
-                         f"more space on the disk.") from None
+                         f"space on the disk.") from None
     mine = written(*partial.glob(f"__{world.rank}_*"))
     sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
     if world.rank == 0:

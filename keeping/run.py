@@ -1,6 +1,7 @@
 """run.py: what all training scripts share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
+import math
 import os
 import sys
 from contextlib import contextmanager, redirect_stderr
@@ -14,6 +15,7 @@ import tyro
 import data
 import dist
 import rewards
+from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs
 from dist import Mistakes, SettingsError
@@ -114,6 +116,7 @@ class CommonArgs:
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
+    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
     supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
@@ -208,7 +211,10 @@ class Run:
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
-        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap)
+        shown_gap = self.max_gap
+        if args.carry_args and args.carry_args.carry:  # the policy has moved since older tokens
+            shown_gap = math.inf
+        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, shown_gap)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
@@ -225,15 +231,17 @@ class Run:
     def build(self):
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
-        self.engine = self.episodes = None
+        self.engine = self.episodes = self.carry = None
         if self.args.needs_engine:
             self.build_engine()
+        if self.args.carry_args and self.args.carry_args.carry:
+            self.carry = Carry(self.args, self.stream, self.engine)
         together(self.world, self.scorer.wait)
-        if self.saved:
-            self.restore(self.saved.state)
         if not self.args.eval_args.eval_only:
             try_worst_case(self)
             self.stop = dist.Stop(self.world)  # until here SIGTERM ends the process
+        if self.saved:
+            self.restore(self.saved.state)
 
     def build_models(self):
         """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""
@@ -279,6 +287,8 @@ class Run:
         """Goes on from the checkpoint."""
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.restore(state)
+        if self.carry:
+            self.carry.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
@@ -330,6 +340,8 @@ class Run:
         folder = self.log.folder / "checkpoints"
         state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
+        if self.carry:
+            state |= self.carry.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 

@@ -139,7 +139,7 @@ def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
         held = refuse("--name", "held")
     (tmp_path / "runs/file").write_text("in the way")
     for (status, text), words in ((held, "another run is writing runs/held"), (refuse(
-            "--name", "file"), "the run's folder runs/file cannot be written")):
+            "--name", "file"), "runs/file cannot be written")):
         assert status == 2 and f"error: {words}" in text and "Traceback" not in text, text
 
 

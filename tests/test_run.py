@@ -118,6 +118,22 @@ def test_rows_that_all_fail_do_not_prove_that_all_do():
     assert 0.99 < low < 1 and high == 1
 
 
+# ---- what is kept of a step
+
+@pytest.mark.parametrize("step, shown", [(0, True), (1, False), (2, True), (3, True)])
+def test_a_step_is_recorded_around_its_update(tmp_path, monkeypatch, step, shown):
+    """--steps is 4: each second step, and the last one."""
+    order, engine = [], MagicMock()
+    monkeypatch.setattr(run, "look", lambda it, samples: order.append(samples))
+    it = made(tmp_path, "--samples_every", "2", engine=engine)
+    it.log.samples = lambda *all, **options: order.append((all, options))
+    with it.recorded(step, ["all"], ["learned from"]):
+        order.append("update")
+    kept = (f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
+    expected = [["learned from"], "update", ["learned from"], kept] if shown else ["update"]
+    assert order == expected
+
+
 # ---- checkpoints and the end
 
 def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
@@ -247,10 +263,11 @@ def test_how_a_process_ends(tmp_path, body, status, words, traceback):
 def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
     handlers = {}
     monkeypatch.setattr(dist.signal, "signal", lambda number, act: handlers.update({number: act}))
-    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: flag))
-    assert stop.agreed() is False
+    asked = []
+    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: asked.append(flag) or "agreed"))
+    assert stop.agreed() == "agreed"
     handlers[dist.signal.SIGTERM](15, None)
-    assert stop.agreed() is True
+    assert stop.agreed() == "agreed" and asked == [False, True]
 
 
 def test_a_machine_without_git_has_versions_too(monkeypatch):
