@@ -1,7 +1,7 @@
 """rewards.py: completions → numbers, in the processes of scoring/worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
-    --reward mine.py:tidy:0.5     your own function: scoring/signatures.py, docs/rewards.md
+    --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
 """
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A judge: another model grades each completion by a rubric. See docs/rewards.md.
+"""A judge: another model grades each completion by a rubric. See docs/use/data_and_rewards.md.
 
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8001            # or any OpenAI-compatible server
     JUDGE_URL=http://127.0.0.1:8001/v1 JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct \\

@@ -98,7 +98,7 @@ class CommonArgs:
     epochs: int = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
-    """Tokens of one forward and backward, per rank (docs/packing.md). It sets the memory, and never
+    """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
     changes the maths."""
     score_tokens: int = 32768
     """The same for one forward without gradient: old and reference logprobs."""

@@ -1,4 +1,4 @@
-"""bench/loss_table.py: what docs/losses.md says comes from the runs."""
+"""bench/loss_table.py: what bench/loss_table.md says comes from the runs."""
 import json
 import shutil
 

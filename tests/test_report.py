@@ -227,7 +227,7 @@ def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
     assert report.changed({"group": 8, "batch": 512, "script": "ppo.py"}) == [
         ["--group", "8", "1"]]
     assert report.changed({"group": 1, "reward": [], "script": "sft.py"}) == []
-    found, documented = report.healthy(), (ROOT / "docs/metrics.md").read_text()
+    found, documented = report.healthy(), (ROOT / "docs/reference/metrics_and_files.md").read_text()
     assert len(found) >= 8 and found["rollout/logprob_gap_mean"]["high"] > 0
     for name, one in found.items():
         assert f"`{name}`" in documented and (one["low"] is not None or one["high"] is not None)

@@ -157,7 +157,7 @@ def test_metrics_have_every_step_once_and_the_names_of_the_docs(run):
     names = """reward/mean reward/gsm8k reward/length rollout/length_mean lr grad/norm loss/policy
         policy/entropy policy/clip_frac batch/dropped batch/dropped_unscored time/step"""
     assert not {*names.split()} - rows[0].keys()
-    docs = (ROOT / "docs/metrics.md").read_text().partition("## Renamed")[0]
+    docs = (ROOT / "docs/reference/metrics_and_files.md").read_text()
     cells = re.findall(r"^\| (`.*?`) \|", docs, re.MULTILINE)
     named = "|".join(re.sub("[A-Z]+|(?<=@)k", ".+", name)
                      for cell in cells for name in re.findall("`(.+?)`", cell))
@@ -190,7 +190,7 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-# ---- the commands of docs/recipes.md
+# ---- the commands of docs/use/recipes.md
 
 def rows_like(data: str, n: int) -> list[dict]:
     """Rows in the columns of the data set that a command names."""
@@ -209,7 +209,7 @@ def rows_like(data: str, n: int) -> list[dict]:
                                   pytest.param("countdown", marks=pytest.mark.slow), "kk"])
 def test_the_commands_of_the_docs_run_with_the_tiny_model(place, name):
     """Word for word, but for the model, the files (same columns) and the sizes."""
-    lines = (ROOT / "docs/recipes.md").read_text().replace("\\\n", " ").splitlines()
+    lines = (ROOT / "docs/use/recipes.md").read_text().replace("\\\n", " ").splitlines()
     command = next(line.split() for line in lines if "grpo.py --model Qwen" in line
                    and line.endswith(f"--name {name}"))
     flags = " ".join(command[command.index("grpo.py") + 1:]).removeprefix("--").split(" --")

@@ -29,7 +29,7 @@ PAGE = 7_800_000  # bytes at most
 POINTS = 2000  # of a curve at most
 AT_THE_END = 8_000_000  # bytes of samples/ that a run's end reads: under a second
 CUT = 1000  # characters of a text, if there is no room
-SICK = "docs/reading_metrics.md"
+SICK = "docs/use/troubleshooting.md"
 RANGE = re.compile(r"(above|below|between) ([-\d.e]+)(?: and ([-\d.e]+))?")
 
 
@@ -60,7 +60,7 @@ def healthy() -> dict[str, dict]:
 
 
 def in_words(value) -> str:
-    """A flag's value as docs/flags.md and flags_run.md write it."""
+    """A flag's value as docs/use/flags.md writes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value in (None, [], ()):
@@ -71,7 +71,7 @@ def in_words(value) -> str:
 def changed(args: dict) -> list[list[str]]:
     """[flag, value, default] of the flags that have another value than the default."""
     found = []
-    for name, default, *_ in cells("docs/flags.md", 4) + cells("docs/flags_run.md", 4):
+    for name, default, *_ in cells("docs/use/flags.md", 4):
         name = name.strip("`-")
         default, *others = default.split("; ")  # "8; ppo.py, sft.py 1"
         for other in others:
