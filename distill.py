@@ -17,8 +17,8 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
+from preflight.loss_flags import ClipArgs
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples

@@ -22,8 +22,8 @@ import losses
 from chats.carry import CarryArgs
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from preflight.formulas import LossArgs
 from preflight.inputs import show_plan
+from preflight.loss_flags import LossArgs
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples

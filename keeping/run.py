@@ -22,7 +22,7 @@ from dist import Mistakes, SettingsError
 from keeping import checkpoint, log, summary
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.export import export_adapter, export_model
-from preflight import formulas, plan
+from preflight import loss_flags, plan
 from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
@@ -163,7 +163,7 @@ def set_up(args) -> "Run":
     together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
-        "eval_rows": len(inputs.eval_rows), **formulas.digests(args)}
+        "eval_rows": len(inputs.eval_rows), **loss_flags.digests(args)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     folder = world.gather([folder])[0]  # rank 0's clock may have named it
