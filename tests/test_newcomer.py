@@ -62,7 +62,7 @@ def notes(*flags: str) -> str:
       "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
     ("--lora_rank 4 --lora_alpha inf --reply own.py:ok:0.5 --reward own.py:missing",
      ["--lora_alpha must be more than 0", "own.py has no missing.",
-      "--reply must be FILE.py:FUNCTION (got own.py:ok:0.5)"]),
+      "--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no weight."]),
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file."])])
 def test_a_flag_without_effect_or_sense_is_one_sentence(place, flags, words):
     text = mistakes(*flags.split())
