@@ -100,6 +100,8 @@ class Engine:
             **self.options_of_device(max_len), **self.options_of_adapter())
         if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
             torch.set_num_threads(threads)
+        else:
+            self.llm.apply_model(pack_experts_again)
 
     def options_of_device(self, max_len: int) -> dict:
         if self.on_gpu:
@@ -250,6 +252,20 @@ def put_adapter(llm, config: dict, adapter: Iterator, sync: int):
 
     llm.apply_model(put)
     return LoRARequest("policy", 1, f"memory/sync_{sync}")
+
+
+def pack_experts_again(model) -> None:
+    """Repairs vLLM on a CPU: it packs the weights of experts for its kernel when they load first,
+    and not when new ones come, whose log-probs were wrong by 10 nats."""
+    def pack(method, first_time, layer):
+        method.moe_kernel = None  # made again, and the weights packed
+        first_time(layer)
+
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    for method in methods:
+        if hasattr(method, "moe_kernel"):
+            method.process_weights_after_loading = partial(
+                pack, method, method.process_weights_after_loading)
 
 
 def completion_of(output) -> Completion:
