@@ -65,12 +65,13 @@ class Engine:
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
     trained: the models that share the GPU with it. adapter: that of the policy, as
     lora.peft_config has it, if the engine takes it. episodes: turns.Episodes; None: one turn.
+    routes: it tells which experts each token used.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log, trained: list[Trained], adapter: dict | None = None,
-                 episodes=None):
+                 episodes=None, routes: bool = False):
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
@@ -97,6 +98,7 @@ class Engine:
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=int(kv_cache) or None,
+            enable_return_routed_experts=routes,
             **self.options_of_device(max_len), **self.options_of_adapter())
         if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
             torch.set_num_threads(threads)
@@ -275,7 +277,8 @@ def completion_of(output) -> Completion:
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
         raise RuntimeError(
             f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
-    return Completion(ids, logprobs, output.finish_reason == "length")
+    return Completion(
+        ids, logprobs, output.finish_reason == "length", routes=output.routed_experts)
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:

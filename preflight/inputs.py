@@ -218,6 +218,8 @@ def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
     if args.needs_engine and head not in served and not torch.cuda.is_available():
         found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
                      f"{', '.join(map(str, served))}.")
+    if args.expert_args.replay_routing and not (torch.cuda.is_available() or args.plan_args.plan):
+        found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
     lora = args.lora_args
     adapts = args.needs_engine and lora.lora_rank and lora.lora_sync != "merged"
     if adapts and config.model_type == "stablelm":

@@ -12,6 +12,7 @@ import torch
 
 from preflight.plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
 from rollout import engine_limits
+from trainer import experts
 from trainer.model import HEAD_LOGITS
 from trainer.packing import EVEN
 
@@ -43,6 +44,7 @@ class Shape:
     qk_norm: bool  # q and k are normalized
     fused: bool  # attention; else its memory grows with length²
     linears: dict  # {name: in + out} of the linear layers of a layer
+    mixture: experts.Sizes | None = None  # of experts
     teacher: object = None  # the Shape of --teacher
 
     def __post_init__(self):
@@ -120,7 +122,7 @@ def shape_from(lm) -> Shape:
         head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
         layer=layer, root=sum(sizes.values()) - c.num_hidden_layers * layer,
         tied="lm_head.weight" not in sizes, qk_norm="q_norm" in str(sizes),
-        fused=c.model_type != "gemma2", linears=linears)
+        fused=c.model_type != "gemma2", linears=linears, mixture=experts.sizes(lm))
 
 
 def number_bytes(dtype: str, card) -> int:

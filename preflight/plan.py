@@ -319,8 +319,30 @@ def lora_rules(lora, shape):
         yield Rule("--lora_rank needs layers of torch.nn.Linear, and this model has none.", [off])
     if not lora.lora_targets or {*lora.lora_targets} - {"all-linear", *shape.linears}:
         yield Rule(f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
-                   f"{' '.join(lora.lora_targets) or 'none'}).",
+                   f"{' '.join(lora.lora_targets) or 'none'}"
+                   f"{'; experts take no adapters' if shape.mixture else ''}).",
                    [("lora_targets", [("all-linear",)]), off])
+
+
+def expert_rules(args, shape):
+    """Routers of mixtures of experts. shape: see broken."""
+    given, lora = args.expert_args, args.lora_args.lora_rank > 0
+    off = {name: (name, [default]) for name, default in flags(type(given)()).items()}
+    for name, value in vars(given).items():
+        if value and shape and not shape.mixture:
+            yield Rule(f"--{name} needs a model with experts.", [off[name]])
+    for name in ("router_aux_coef", "freeze_router"):
+        if getattr(given, name) and lora:
+            yield Rule(f"--{name} is for routers that are trained, and with --lora_rank they are "
+                       "not.", [off[name], ("lora_rank", [0])])
+    if given.router_aux_coef and given.freeze_router:
+        yield Rule("--router_aux_coef trains routers, and --freeze_router keeps them.",
+                   [off["router_aux_coef"], off["freeze_router"]])
+    if given.replay_routing and (args.turn_args.reply or args.turn_args.tools):
+        yield Rule("--replay_routing is for one turn: of a reply's tokens no experts are known.",
+                   [off["replay_routing"]])
+    if given.replay_routing and not args.needs_engine:
+        yield Rule("--replay_routing needs an engine.", [off["replay_routing"]])
 
 
 def divisor_rules(plan: Plan, shape, local_size: int | None):
@@ -372,7 +394,8 @@ def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=N
     usable = changed(args, **{name: default[name] for name in wrong})
     plan = Plan(usable, max(1, ranks), n_rows, n_eval)
     found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
-             *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, local_size)]
+             *lora_rules(usable.lora_args, shape), *expert_rules(usable, shape),
+             *divisor_rules(plan, shape, local_size)]
     if usable.plan_args.strict:
         found += strict_rules(plan)
     return found

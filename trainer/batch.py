@@ -31,6 +31,7 @@ class Completion:
     sampled: np.ndarray = None  # (T,) bool: not what a reply put in (turns.py)
     turns: list[dict] | None = None  # messages; None: one turn
     failed: bool = False  # its reply failed
+    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): the experts of each token
 
     def __post_init__(self):
         if self.sampled is None:

@@ -1,4 +1,4 @@
-"""experts.py: mixtures of experts: the layer, the names of its weights, and its sizes.
+"""experts.py: mixtures of experts: the layer, its weights' names, what is trained of its router.
 
     p = softmax(R x)      (E,): how much the router R wants each of the E experts for a token x
     y = Σ_e w_e · D_e (silu(G_e x) * U_e x)      over the k experts with the largest p
@@ -11,12 +11,19 @@ Qwen3   https://arxiv.org/abs/2505.09388
 transformers fuses the experts of a layer, G and U as gate_up_proj (E, 2I, H), D as down_proj
 (E, H, I). FSDP shards them by expert, with their layer. A checkpoint and vLLM have single matrices.
 """
+import math
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from trainer.logprobs import hidden_alone
+from trainer.packing import to_device
 
 
 class Names(NamedTuple):
@@ -32,8 +39,19 @@ NAMES = {"mixtral": Names("block_sparse_moe", "w1", "w3", "w2"),
                          Names("mlp", "gate_proj", "up_proj", "down_proj"))}
 
 
+@dataclass
+class ExpertArgs:
+    """Mixtures of experts (docs/experts.md)."""
+    router_aux_coef: float = 0.0
+    """c of a loss that makes the use of experts even. 0: none. It costs a second pass."""
+    freeze_router: bool = False
+    """The policy's routers stay as they are."""
+    replay_routing: bool = False
+    """R3: the trainer uses the experts that the engine used. On GPU."""
+
+
 class Routing:
-    """What all mixtures of a model share. routing.py sets it around a forward."""
+    """What all mixtures of a model share. `Routed` sets it around a forward."""
     routes = None  # (S, layers, k): the experts of each token. None: those with the largest p
     watch = None  # called with the number of a layer, p (S, E) and the chosen experts (S, k)
 
@@ -114,6 +132,22 @@ def as_in_transformers(lm):
         block.__class__ = Mixture
 
 
+class Sizes(NamedTuple):
+    """Of the mixtures of a model, for the plan of its memory."""
+    experts: int  # E of a layer
+    used: int  # k of a token
+    inner: int  # I of an expert
+    each: int  # parameters of an expert
+
+
+def sizes(lm) -> Sizes | None:
+    """None: a dense model."""
+    for block in blocks(lm):
+        experts, hidden, inner = block.experts.down_proj.shape
+        return Sizes(experts, block.gate.top_k, inner, 3 * inner * hidden)
+    return None
+
+
 # ---- in a checkpoint ----
 
 def pieces(lm, name: str, tensor, first: int = 0):
@@ -159,3 +193,115 @@ def one_by_one(lm, weights, *options):
     """In the place of Policy.weights: the experts of a layer are gathered, then named alone."""
     for name, value in weights(*options):
         yield from pieces(lm, name, value)
+
+
+# ---- in a policy ----
+
+class Routed:
+    """What a Policy does beside, if its model has experts: model.RoutedPolicy.
+
+    The load of a layer is measured at the n places of a minibatch, on all ranks, at which a sampled
+    token is predicted, k experts at each:
+
+        f_e = how often e was chosen / (n k)      P_e = the mean of p_e
+    """
+
+    def __init__(self, args: ExpertArgs, module, *others):
+        self.args, self.blocks = args, blocks(module.lm)
+        self.routing = self.blocks[0].routing
+        if args.freeze_router:
+            for block in self.blocks:
+                block.gate.weight.requires_grad_(False)
+        super().__init__(module, *others)
+        self.batch, self.micros = None, []  # those since the last optimizer step
+        self.k = self.blocks[0].gate.top_k
+        sizes = len(self.blocks), len(self.blocks[0].gate.weight)
+        self.counts = torch.zeros(sizes, dtype=torch.int64, device=self.world.device)
+        self.total = torch.zeros(sizes, dtype=torch.float64)  # of the optimizer steps of a batch
+
+    def run(self, micro, *inputs):
+        self.replay(micro)
+        if torch.is_grad_enabled():  # an update
+            if micro.batch is not self.batch:  # a new one, or after a trial without a step
+                self.batch, self.micros = micro.batch, []
+                self.counts.zero_()
+                self.total.zero_()
+            self.micros.append(micro)
+            self.routing.watch = partial(self.count, micro.source)
+        out = super().run(micro, *inputs)
+        self.routing.watch = None  # a backward may compute a layer again
+        return out
+
+    def count(self, source, layer: int, p, chosen):
+        chosen = chosen.index_select(0, source).flatten()  # (n·k,)
+        self.counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def step(self, lr: float) -> float:
+        given = [sample.completion.routes is not None for sample in self.batch.samples]
+        if self.args.replay_routing and not all(given):
+            raise RuntimeError("the engine did not tell its experts, which --replay_routing needs")
+        counts = self.world.sum(self.counts.cpu().double())  # (layers, E)
+        if self.args.router_aux_coef:
+            self.balance(counts)
+        self.total += counts
+        self.metrics = load_metrics(self.total)
+        self.counts.zero_()
+        self.micros = []
+        return super().step(lr)
+
+    def balance(self, counts):
+        """Adds the gradient of c Σ_layers E Σ_e f_e P_e: https://arxiv.org/abs/2101.03961, 2.2
+
+        f_e has no gradient, and P_e is a mean of tokens: with the f_e of the whole minibatch each
+        token's part stands alone, so ranks and budgets change nothing. They are known only now, so
+        the micro-batches are computed once more.
+        """
+        n = counts[0].sum() / self.k
+        scale = self.args.router_aux_coef * counts.shape[1] / float(n)
+        shares = (counts / counts.sum(1, keepdim=True)).to(self.world.device)  # (layers, E)
+        for micro in self.micros:
+            found = []
+            self.replay(micro)
+            self.routing.watch = partial(self.add, micro.source, shares, found)
+            hidden = self.module(micro.inputs, micro.source, micro.targets, 1.0, "none",
+                                 hidden_alone)
+            # FSDP gathers a layer for its backward when its output has a gradient, be it 0.
+            (scale * sum(found) + 0 * hidden.sum()).backward()
+            self.routing.watch = None  # only now: with --checkpointing a layer is computed again
+
+    def add(self, source, shares, found: list, layer: int, p, chosen):
+        found.append((p.index_select(0, source) @ shares[layer].to(p.dtype)).sum())
+
+    def replay(self, micro):
+        """R3: a rounding in the engine may choose another expert than the same rounding here, and
+        the ratio of such a token is far from 1.      https://arxiv.org/abs/2510.11370"""
+        if self.args.replay_routing:
+            self.routing.routes = routes_of(micro)
+
+
+def routes_of(micro):
+    """(S, layers, k) of the tokens of a packed input, in the order of packing.pack. A prompt has
+    those of the first completion of its group. None: there are no rows, or it is a trial."""
+    samples, parts, owners = micro.batch.samples, [], []
+    if any(samples[row].completion.routes is None for row in micro.rows) or not micro.rows:
+        return None
+    for row in micro.rows:
+        owner, prompt, _ = micro.batch.sizes[row]
+        if owner not in owners:
+            owners.append(owner)
+            parts.append(samples[owner].completion.routes[:prompt])
+    for row in micro.rows:
+        _, prompt, completion = micro.batch.sizes[row]
+        parts.append(samples[row].completion.routes[prompt:prompt + completion - 1])
+    return to_device(torch.from_numpy(np.concatenate(parts)).long(), micro.device)
+
+
+def load_metrics(counts) -> dict[str, float]:
+    """counts (layers, E) → of f in each layer its largest part, and its entropy / log E: 1 is even.
+    Their means over layers, and the worst layer's."""
+    f = counts / counts.sum(1, keepdim=True)
+    largest, entropy = f.amax(1), -torch.xlogy(f, f).sum(1) / math.log(f.shape[1])
+    return {"router/largest_mean": float(largest.mean()),
+            "router/largest_worst": float(largest.max()),
+            "router/entropy_mean": float(entropy.mean()),
+            "router/entropy_worst": float(entropy.min())}

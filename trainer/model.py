@@ -301,6 +301,7 @@ class Trained:
         if next(module.parameters()).device.type == "cpu":  # it is on the host already
             self.moving = ()
         self.max_grad_norm = args.max_grad_norm or math.inf
+        self.metrics: dict[str, float] = {}  # of the last update, if it has experts
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
                                            weight_decay=args.weight_decay, fused=True)
@@ -377,6 +378,17 @@ class Policy(Trained):
                 value = self.adapted[name].merged(device)
             if name not in self.left_out:
                 yield name, whole(value.to(device, to))
+
+
+class RoutedPolicy(experts.Routed, Policy):
+    """A policy with experts: its first argument is experts.ExpertArgs."""
+
+
+def policy_of(args, module, *others) -> Policy:
+    """args: of the script."""
+    if experts.blocks(module.lm):
+        return RoutedPolicy(args.expert_args, module, *others)
+    return Policy(module, *others)
 
 
 class Critic(Trained):
