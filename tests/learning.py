@@ -2,6 +2,7 @@
 import random
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import data
 import grpo
 import rewards
 from preflight import plan
-from trainer import lora, model
+from trainer import experts, lora, model
 from trainer.batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
@@ -143,6 +144,19 @@ class Spy(model.Policy):
         return [p.detach().to_local().clone() for p in self.module.parameters()]
 
 
+class SpyRouted(experts.Routed, Spy, model.Policy):
+    pass
+
+
+def give_routes(samples: list[Sample]) -> None:
+    """Two of five experts at random for each token in two layers, as the engine would tell them.
+    The completions of a group disagree about their prompt."""
+    for number, sample in enumerate(samples):
+        n = len(sample.prompt.row.prompt_ids) + len(sample.completion.ids) - 1
+        draws = np.random.default_rng(number).random((n, 2, 5))
+        sample.completion.routes = draws.argsort(-1)[..., :2]
+
+
 def reset(module, folder: str, noise: float = 0.0) -> None:
     """The folder's weights into the sharded module; with noise a model nearby, on any ranks."""
     module.reshard()
@@ -181,7 +195,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             return built[key]
 
         start, reference = time.monotonic(), None
-        policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args)
+        kind = partial(SpyRouted, args.expert_args) if case.experts else Spy
+        policy = kind(module("policy", 0.0), world, args.model_args, args.optimizer_args)
         policy.gradients = outcome.gradients
         if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)
@@ -201,6 +216,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             for step in range(case.steps):
                 samples = [] if case.samples == "none" else fabricate(
                     case.samples, case.prompts, args.group, seed=step)
+                if args.expert_args.replay_routing:
+                    give_routes(samples)
                 outcome.metrics.append(grpo.learn(args, world, policy, samples, lr=args.lr,
                                                   reference=reference))
         finally:

@@ -124,10 +124,11 @@ class Model:
 
 # ---- experts ----
 
-def mixture(block, hidden):
+def mixture(block, hidden, normed: bool = True):
     """y = Σ_e p_e / (Σ_j p_j) · D_e (silu(G_e x) * U_e x) over the k largest p_e: (1, L, H) → same.
 
-    block.seen gets (p (E,), the chosen experts) of each token.
+    Without the division where not normed (OLMoE). block.seen gets (p (E,), the chosen experts) of
+    each token.
     """
     block.seen, out = [], []
     for x in hidden[0]:
@@ -137,7 +138,8 @@ def mixture(block, hidden):
         for e in chosen:
             gate, up = block.experts.gate_up_proj[e].chunk(2)
             inner = torch.nn.functional.silu(gate @ x) * (up @ x)
-            y = y + p[e] / sum(p[j] for j in chosen) * (block.experts.down_proj[e] @ inner)
+            weight = p[e] / sum(p[j] for j in chosen) if normed else p[e]
+            y = y + weight * (block.experts.down_proj[e] @ inner)
         block.seen.append((p, chosen))
         out.append(y)
     return torch.stack(out).unsqueeze(0)
