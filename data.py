@@ -1,10 +1,12 @@
 """data.py: rows → prompts (docs/data.md)."""
 import csv
+import io
 import json
 import os
 import re
+import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from jinja2 import TemplateError
 
 from dist import SettingsError
 from examples import countdown
-from rewards import is_message
+from scoring.replies import is_message
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -45,9 +47,8 @@ class Row:
     answer: object
     columns: dict
     source: str  # `data_source`, or the name
-    control: bool = False  # control tokens inside its own text: in a chat they end a message
     finished: bool = False  # its text was a rendered chat already
-    target: tuple[list[int], list[bool]] | None = None  # ids to learn from, see chats.py
+    target: tuple[list[int], list[bool]] | None = None  # ids to learn from, see chats/targets.py
     teacher_ids: list[int] | None = None  # the prompt that --teacher_prompt makes
 
 
@@ -103,18 +104,15 @@ class StreamByDifficulty(Stream):
         """The next n prompts, fewer at the end of an epoch. An epoch may have none left."""
         prompts = []
         while not prompts:
-            left_out = self.left_out(self.epoch)
+            has_all = self.epoch % COME_BACK == 0
             rest = super().next(len(self.rows))  # of this epoch
-            prompts = [prompt for prompt in rest if prompt.row.index not in left_out][:n]
+            prompts = [p for p in rest if has_all or self.fits(p.row.index)][:n]
         if len(prompts) == n:
             self.position = prompts[-1].position + 1
         return prompts
 
-    def left_out(self, epoch: int) -> set[int]:
-        """The indices of rows that this epoch does not have."""
-        if epoch % COME_BACK == 0:
-            return set()
-        return {i for i, rate in self.rates.items() if not self.low <= rate <= self.high}
+    def fits(self, index: int) -> bool:
+        return self.low <= self.rates.get(index, self.low) <= self.high
 
     def note(self, samples: list) -> dict[str, int]:
         """Takes the pass rates of all samples of a step → metrics."""
@@ -157,12 +155,10 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     for index, columns in enumerate(raw):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
-        except TemplateError as error:
-            raise SettingsError(f"the model's chat template fails with row {index} of {spec} "
-                                f"(counted from 0): {' '.join(str(error).split())}") from error
-        except (SettingsError, ValueError) as error:
+        except (SettingsError, ValueError, TemplateError) as error:
+            who = "the chat template: " if isinstance(error, TemplateError) else ""
             raise SettingsError(
-                f"{spec}, row {index} (counted from 0): {' '.join(str(error).split())}") from error
+                f"{spec}, row {index} (counted from 0): {who}{one_line(error)}") from error
         if row:
             rows.append(row)
     if not rows:
@@ -173,44 +169,42 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         raise SettingsError(
             f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
             f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
+    different = len({row.prompt for row in kept})
     report = (
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
-        f"{len(raw) - len(rows)} empty; duplicates (kept): "
-        f"{len(kept) - len({row.prompt for row in kept})}")
-    if len(kept) > 1 and len({row.prompt for row in kept}) == 1:
+        f"{len(raw) - len(rows)} empty; duplicates (kept): {len(kept) - different}")
+    if different == 1 < len(kept):
         report += "; all prompts are the same text: does the chat template use the messages?"
-    control = [row.index for row in rows if row.control]
-    if control:
-        report += f"; control tokens inside the text: {len(control)} (first: row {control[0]})"
     return kept, report
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
-             args: DataArgs, tools: list[dict] | None = None) -> Row | None:
+             args: DataArgs, tools: list[dict] | None = None,
+             flag: str = "--prompt_template") -> Row | None:
     """A row as the model sees it. None: it asks nothing. controls: texts of control tokens. tools:
-    the schemas of --tools."""
-    there = not_null(columns)
-    messages, answer = messages_of(columns, there, args.prompt_template), answer_of(columns, there)
+    the schemas of --tools. flag: which one gave args.prompt_template."""
+    messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
-    contents = [m["content"] for m in messages]
     markers = ("<|im_start|>", *controls)
-    finished = any(content.lstrip().startswith(markers) for content in contents)
-    text = render(messages, tokenizer, args.system, finished, tools)
+    finished = any(m["content"].lstrip().startswith(markers) for m in messages)
+    text = render(messages, tokenizer, finished, tools)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
     plain = tokenizer.chat_template is None and not finished
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
-    inside = not finished and any(
-        control in content for control in controls for content in contents)
-    return Row(index, text, ids, answer, columns, source, inside, finished)
+    return Row(index, text, ids, answer, columns, source, finished)
 
 
 def not_null(columns: dict) -> dict:
     return {column: value for column, value in columns.items()
             if value is not None and value == value}  # NaN differs from itself
+
+
+def one_line(error) -> str:
+    return " ".join(str(error).split())
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
@@ -224,83 +218,82 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         return rows, f"{name}/{config}" if config else name
     is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
     path = spec if is_file else name
-    if "://" in spec:
-        raise SettingsError(f"{spec} is a URL; download it.")
-    if not is_file and os.path.isfile(name):
-        raise SettingsError(f"{spec} is a file; it must end in {', '.join(FILES)}.")
-    if os.path.lexists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise SettingsError(f"{path} is a pipe or a broken link.")
+    if is_file != os.path.isfile(path):
+        raise SettingsError(f"{path} is no file on this machine, or does not end in "
+                            f"{', '.join(FILES)}.")
     try:
         rows = read_file(path) if is_file else read_datasets(path, config or None, split)
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{spec} must be UTF-8 (its byte {error.start:,} is not); convert it, "
-                            f"for example with iconv.") from error
-    except csv.Error as error:
-        raise SettingsError(f"{spec} is no whole .csv ({error}): is a quotation mark never "
-                            f"closed?") from error
     except Exception as error:
-        raise SettingsError(
-            f"{spec} cannot be loaded as a {', '.join(FILES)} file, a folder or a Hugging Face "
-            f"name: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
+        raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
+                            f"{one_line(reason)[:300]}") from error
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
     parts = Path(os.path.splitext(path)[0] if is_file else path).parts[-2:]
-    return rows, "/".join(part for part in parts if part not in ("/", ".."))
+    return rows, "/".join(parts).lstrip("./")
 
+
+# Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date, and "1" as 1 where
+# other rows have numbers. It names no line, and refuses a .parquet that is empty or has maps.
 
 def read_file(path: str) -> list[dict]:
     if path.endswith(".parquet"):
-        import pyarrow.parquet  # `datasets` refuses empty tables and map columns
+        import pyarrow.parquet
         return pyarrow.parquet.read_table(path).to_pylist()
-    if path.endswith(".csv"):
-        return read_csv(path)
-    text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
-    is_list = path.endswith(".json") and text.lstrip().startswith(b"[")
-    parts = [text] if is_list else text.split(b"\n")  # str.splitlines would also cut at U+2028
-    rows = []
-    for line, part in enumerate(parts, start=1):
-        if not part.strip():
-            continue
-        try:
-            found = json.loads(part.decode())
-            for row in found if is_list else [found]:
-                rows.append({**row})  # fails unless it is an object
-        except (TypeError, ValueError, RecursionError) as error:
-            line, column = line + getattr(error, "lineno", 1) - 1, getattr(error, "colno", 1)
-            raise ValueError(f"{path}:{line}:{column}: not one JSON object (after {len(rows)} "
-                             f"others): {getattr(error, 'msg', error)}") from error
+    parse = read_csv if path.endswith(".csv") else read_json
+    return parse(Path(path).read_bytes().decode("utf-8-sig"))
+
+
+def read_json(text: str) -> list[dict]:
+    """Objects, or lists of objects, one after another."""
+    rows, decoder, space = [], json.JSONDecoder(), re.compile(r"\s*")
+    at = space.match(text).end()
+    while at < len(text):
+        found, at = decoder.raw_decode(text, at)  # an error names line and column
+        rows += found if isinstance(found, list) else [found]
+        at = space.match(text, at).end()
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {i} (counted from 0) is not a JSON object")
     return rows
 
 
-def read_csv(path: str) -> list[dict]:
+def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        names, *rows = [cells for cells in csv.reader(file, strict=True) if cells] or [[]]
-    for i, cells in enumerate(rows):
-        if not len(cells) == len(names) == len({*names}):
-            raise ValueError(f"row {i} (counted from 0) does not fit the first line")
-    return [{name: cell or None for name, cell in zip(names, cells, strict=True)}
-            for cells in rows]
+    csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows = []
+    try:
+        for row in reader:
+            if len(row) != len(reader.fieldnames) or None in row.values():
+                raise ValueError(f"line {reader.line_num} does not fit the first line")
+            rows.append({name: cell or None for name, cell in row.items()})
+    except csv.Error as error:
+        raise ValueError(f"line {reader.reader.line_num}: {error}; is a quotation mark never "
+                         f"closed?") from None
+    return rows
 
 
 def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
+    """A folder, or a name. A folder is read anew: files may change, and a home be read-only."""
     import datasets
-    if not any(Path(path, name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return datasets.load_dataset(path, config, split=split or "train").to_list()
-    data = datasets.load_from_disk(path)
-    if split or isinstance(data, dict):
-        data = data[split or "train"]
-    return data.to_list()
+    here, files = os.path.isdir(path), None
+    if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
+        path, files = "arrow", f"{path}/*.arrow"
+    with tempfile.TemporaryDirectory() as cache:
+        return datasets.load_dataset(path, config, data_files=files, split=split or "train",
+                                     cache_dir=cache if here else None).to_list()
 
 
-def messages_of(columns: dict, there: dict, template: str | None) -> list[dict]:
-    """The chat of a row; []: it asks nothing. there: the columns that are not null."""
+def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
+    """The chat of a row; []: it asks nothing. flag: which one gave args.prompt_template."""
+    there, template = not_null(columns), args.prompt_template
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")
     elif {"nums", "target"} <= there.keys():
-        prompt = fill_template(countdown.PROMPT, there)
+        prompt = countdown.PROMPT.format(**there)
     elif template is not None:
-        prompt, template = fill_template(template, there), None
+        prompt, template = fill_template(template, there, flag), None
     else:
         raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
                             f"{', '.join(PROMPTS)}, nums and target, or --prompt_template.")
@@ -310,74 +303,48 @@ def messages_of(columns: dict, there: dict, template: str | None) -> list[dict]:
                             f"not {repr(prompt)[:80]}.")
     asked = messages[-1]["content"] if messages else ""
     if asked.strip() and template is not None:
-        asked = fill_template(template, {"question": asked, **there, "prompt": asked})
+        asked = fill_template(template, {"question": asked, **there, "prompt": asked}, flag)
         messages = [*messages[:-1], messages[-1] | {"content": asked}]
+    if asked.strip() and args.system is not None:
+        others = [m for m in messages if m["role"] != "system"]
+        messages = [{"role": "system", "content": args.system}, *others]
     return messages if asked.strip() else []
 
 
-def answer_of(columns: dict, there: dict):
-    """The right answer of a row, or None. there: the columns that are not null."""
+def answer_of(columns: dict):
+    """The right answer of a row, or None."""
+    there = not_null(columns)
     verl = there.get("reward_model")
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
         return verl["ground_truth"]
     if {"nums", "target"} <= there.keys():
         return {"target": there["target"], "numbers": there["nums"]}
-    if there.keys() & {"question", "problem"} and not columns.keys() & {"prompt", *ANSWERS}:
-        raise SettingsError(f"no answer column in ({', '.join(columns)}); a question needs "
-                            f"{', '.join(ANSWERS)}.")
     column = next((name for name in ANSWERS if name in there), None)
     answer = there.get(column)
     box = last_boxed(answer) if column == "solution" and isinstance(answer, str) else None
     return answer if box is None else box
 
 
-def fill_template(template: str, columns: dict) -> str:
+def fill_template(template: str, columns: dict, flag: str) -> str:
     """`template` with each {name} replaced by that column, except in the braces of LaTeX."""
     pattern = r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{([A-Za-z_]\w*)\}"
     names = {*re.findall(pattern, template)} - {""}
     if not names or names - columns.keys():
-        raise SettingsError(f"--prompt_template {template!r} must name one or more columns of the "
+        raise SettingsError(f"{flag} {template!r} must name one or more columns of the "
                             f"row ({', '.join(columns)}); plain braces are {{ word }}.")
     return re.sub(pattern, lambda match: str(columns[match[1]]) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, system: str | None, finished: bool,
+def render(messages: list[dict], tokenizer, finished: bool,
            tools: list[dict] | None = None) -> str:
     if finished:
-        if len(messages) > 1 or system is not None or tools:
+        if len(messages) > 1 or tools:
             raise SettingsError("a finished chat text takes no --system, no --tools and no other "
                                 "messages.")
         return messages[0]["content"]
-    if system is not None:
-        messages = with_system(messages, system)
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=not goes_on,
         continue_final_message=goes_on)
-
-
-def with_system(messages: list[dict], system: str) -> list[dict]:
-    """In the place of a system message that is there."""
-    return [{"role": "system", "content": system},
-            *(m for m in messages if m["role"] != "system")]
-
-
-def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
-    """distill.py: the prompt of each row for the teacher. It must not be shorter than the row's
-    own: micro-batches are cut by it."""
-    args = replace(args, prompt_template=template)
-    for row in rows:
-        try:
-            made = make_row(row.index, row.columns, row.source, tokenizer, [], args)
-        except ValueError as error:  # half a surrogate pair
-            raise SettingsError(f"--teacher_prompt, row {row.index}: {error}") from None
-        if made is None:
-            raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")
-        row.teacher_ids = made.prompt_ids
-        if not len(row.prompt_ids) <= len(row.teacher_ids) <= args.max_prompt_tokens:
-            raise SettingsError(
-                f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
-                f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
-                f"{args.max_prompt_tokens}.")

@@ -30,8 +30,10 @@ class SettingsError(Exception):
     """A mistake in the settings or in a file that they name. The text is what the user reads.
 
     alone: only this rank found it, so this rank prints it. Otherwise rank 0 prints it.
+    status: the exit status of the run.
     """
     alone = False
+    status = 2
 
 
 class Mistakes(list):
@@ -61,23 +63,6 @@ def share(n: int, ranks: int, rank: int) -> slice:
     small, extra = divmod(n, ranks)
     start = rank * small + min(rank, extra)
     return slice(start, start + small + (rank < extra))
-
-
-def pad_to_multiple(items: list, multiple: int, filler) -> list:
-    """The items, and fillers up to a multiple."""
-    return items + [filler] * (-len(items) % multiple)
-
-
-def assert_divisible(n: int, by: int, what: str, per: str) -> int:
-    """n // by, or a SettingsError with the nearest values of both that work."""
-    if n % by == 0:
-        return n // by
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    values = {n - n % by, n + by - n % by} - {0}
-    near = {max(d for d in divisors if d < by), min((d for d in divisors if d > by), default=n)}
-    values, near = (" or ".join(map(str, sorted(numbers))) for numbers in (values, near))
-    raise SettingsError(f"{what} is {n} and {per} is {by}: {n} is not a multiple of {by}. "
-                        f"Would work: {what} {values}, or {per} {near}.")
 
 
 # A row's size: its prompt's number, the prompt's tokens p, the completion's tokens c. A micro-batch
@@ -125,7 +110,7 @@ def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
     micros.sort(key=lambda m: tokens(m, sizes), reverse=True)
-    micros = pad_to_multiple(micros or [[]], rounds * ranks, [])
+    micros += [[]] * (rounds * ranks - len(micros))
     return [micros[rank::ranks] for rank in range(ranks)]
 
 
@@ -204,23 +189,22 @@ def gpu_mistakes(ranks: int) -> list[str]:
     """Why the GPUs of this machine cannot serve its ranks. []: they can, or it has none."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
-        seen = 0 if hidden in ("", "-1") else installed_gpus()
         works = "a driver of version 580 or newer, which CUDA 13 needs"
         if torch.version.cuda is None:
             works = "./run.sh setup, or CUDA_VISIBLE_DEVICES= for a run on the CPU"
-        return [f"nvidia-smi sees {seen} GPUs, and torch {torch.__version__} sees none. "
-                f"Would work: {works}."] if seen else []
+        if hidden in ("", "-1") or not installed_gpus():
+            return []
+        return [f"nvidia-smi sees {installed_gpus()} GPUs, and torch {torch.__version__} sees "
+                f"none. Would work: {works}."]
     count = torch.cuda.device_count()
     if ranks > count:
         limit = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden})"
         return [f"{ranks} ranks on this machine need {ranks} GPUs, and torch sees {count}{limit}. "
                 f"Would work: torchrun --nproc_per_node {count}."]
-    for gpu in range(ranks):
-        major, minor = torch.cuda.get_device_capability(gpu)
-        if major < 8:
-            return [f"GPU {gpu} ({torch.cuda.get_device_name(gpu)}) has compute capability "
-                    f"{major}.{minor}, and attention in bfloat16 needs 8.0. Would work: an A100, "
-                    "an RTX 30 or any newer GPU."]
+    major, minor = min(torch.cuda.get_device_capability(gpu) for gpu in range(ranks))
+    if major < 8:
+        return [f"a GPU has compute capability {major}.{minor}, and attention in bfloat16 needs "
+                "8.0. Would work: an A100, an RTX 30 or any newer GPU."]
     return []
 
 
@@ -256,86 +240,46 @@ def join(timeout: float = 600.0) -> World:
 # ---- ending ----
 
 class Stop:
-    """SIGTERM: end after this step, with a checkpoint. A second one ends the rank at once; so does
-    the first, after a rank has failed: torchrun sends it then too."""
-    since: ClassVar[float | None] = None  # when SIGTERM came to this process: `run` reads it too
-    AGAIN = 2.0  # a scheduler signals torchrun and its ranks: that is one SIGTERM
+    """SIGTERM: the run ends after this step, with a checkpoint."""
 
-    def __init__(self, world: World, seconds: float):
-        self.world, self.seconds = world, seconds
-        self.looping = False  # before the first step there is nothing to save
-        first = world.rank - world.local_rank
-        self.pids = world.gather([os.getpid()])[first:first + world.local_size]  # of this machine
-        signal.signal(signal.SIGTERM, self._terminate)
-        signal.signal(signal.SIGALRM, lambda *_: leave(
-            143, f"SIGTERM: no step ended within --stop_seconds {seconds:g}; what came after the "
-                 f"last checkpoint is lost"))
+    def __init__(self, world: World):
+        self.world, self.asked = world, False
+        signal.signal(signal.SIGTERM, self.ask)
+
+    def ask(self, *_):
+        self.asked = True
 
     def agreed(self) -> bool:
         """Whether any rank got SIGTERM. A collective."""
-        stop = self.world.any_rank(self.since is not None)
-        if stop:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # the step ended in time: now it is saved
-        return stop
-
-    def _terminate(self, *_):
-        if not all(os.path.exists(f"/proc/{pid}") for pid in self.pids):
-            leave(1, "ends because another rank ended")
-        if not self.looping:
-            leave(143, "SIGTERM before the first step: there is nothing to save")
-        if self.since is None:
-            Stop.since = time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        elif time.monotonic() - self.since > self.AGAIN:
-            leave(143, "a second SIGTERM: ended at once; the last checkpoint is kept")
-
-
-def leave(status: int, text: str):
-    """End this process at once, with one line."""
-    os.write(2, f"[rank {os.environ.get('RANK', '0')}] {text}\n".encode())
-    os._exit(status)
-
-
-def say_last(text: str):
-    """Prints it below all else: torchrun prints forty lines after its ranks have ended."""
-    text = text.replace("\0", "\\0")  # a command takes none
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        print(text, file=sys.stderr)
-        return
-    # A process of its own sees torchrun's end before the shell. A zombie has no exe.
-    wait = 'while [ -e /proc/$0/exe ]; do sleep .005; done; printf "%s\\n" "$1" >&2'
-    subprocess.Popen(["sh", "-c", wait, str(os.getppid()), text], start_new_session=True)
+        return self.world.any_rank(self.asked)
 
 
 def run(main, *args):
-    """main(*args), then exit. If one rank fails, all end; the cause is shown last.
+    """main(*args), then exit. If one rank fails, all end. torchrun's last lines show the cause.
 
     Status 0; 1: a failure or a missed grade; 2: a mistake in the settings; 75: stopped and saved;
-    130: Ctrl-C; 143: SIGTERM without a save. torchrun's own is 1 for all of these; its last lines
-    name the ranks'. Exit is os._exit: the engine's threads may hang a normal one.
+    130: Ctrl-C. torchrun's own is 1 for all of these; its last lines name the ranks'. Exit is
+    os._exit: the engine's threads may hang a normal one.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
     report, rank = get_error_handler(), os.environ.get("RANK", "0")
     report.initialize()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts turn it off at first
     try:
         status = main(*args) or 0
-    except SettingsError as error:
-        status = 2
-        if rank == "0" or error.alone:
-            say_last(f"error: {error}")
-        else:
-            time.sleep(60)  # rank 0 has it too; when it ends, torchrun ends this rank
     except KeyboardInterrupt:
         status = 130
         if rank == "0":
-            say_last("interrupted")
+            print("interrupted", file=sys.stderr)
+    except SettingsError as error:
+        status = error.status
+        report.record_exception(error.with_traceback(None))
+        if rank == "0" or error.alone:
+            print(f"error: {error}", file=sys.stderr)
     except BaseException as error:
         status = 1
         if isinstance(error, RuntimeError) and re.search(PEER_ENDED, str(error)):  # not the cause
-            print(f"[rank {rank}] ends because another rank ended", file=sys.stderr, flush=True)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(0 if Stop.since else 15)  # torchrun ends this rank when it sees the cause
+            print(f"[rank {rank}] ends because another rank ended", file=sys.stderr)
+            time.sleep(2)  # torchrun takes the rank that ends first for the cause
         else:
             if "Timed out waiting" in str(error) and World.joined:  # gloo does not name the rank
                 late = ", ".join(map(str, World.joined.late())) or "(all have come since)"
@@ -346,4 +290,3 @@ def run(main, *args):
         with suppress(OSError):  # a full disk
             stream.flush()
     os._exit(status)
-

@@ -7,11 +7,6 @@ grpo.py's reference. --divergence compares whole distributions instead. With --t
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
 as in grpo.py. What is minimized: docs/distillation.md.
 """
-import signal
-
-if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -22,17 +17,18 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
+from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
-from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.rules import Rule
+from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
-from trainer.teacher import beside
+from trainer.teacher import behind_teacher_prompts, beside
 
 
 @dataclass
-class Args(losses.ClipArgs, CommonArgs):
+class Args(ClipArgs, CommonArgs):
     """The flags of distill.py. Those of the loss are in ClipArgs."""
     teacher: str | None = None
     """A folder or hub name, with the vocabulary of --model. Not given: the starting model."""
@@ -62,6 +58,10 @@ class Args(losses.ClipArgs, CommonArgs):
         if self.reward_coef and not (self.reward and self.group > 1):
             yield Rule("--reward_coef needs --reward, and --group of at least 2.",
                        [("reward_coef", [0.0])])
+        if self.divergence != "none" and not self.reward_coef and self.engine_correction != "none":
+            yield Rule("--engine_correction weighs the loss of sampled tokens, which --divergence "
+                       "without --reward_coef has not.",
+                       [("engine_correction", ["none"]), ("divergence", ["none"])])
 
 
 def train(args: Args) -> int:
@@ -77,7 +77,7 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 score_samples(run, samples, args.group)  # without --reward: texts alone
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
@@ -88,9 +88,10 @@ def train(args: Args) -> int:
             run.log.samples(f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 
@@ -98,7 +99,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
           reference: Policy, phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples → metrics, the same on every rank."""
     batch, exact = Batch(samples), args.divergence != "none"
-    seen = batch.behind_teacher_prompts()
+    seen = behind_teacher_prompts(batch)
     with phase("score"):  # (M,) each, of the same tokens
         old_logprobs = batch.score(world, args.score_tokens, "old logprobs",
                                    lambda m: policy.logprobs(m, args.temperature)[0])
@@ -123,11 +124,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     logprobs, entropy, *divergence = policy.logprobs(
                         micro, args.temperature, "value", formula)
                     loss, details = losses.clip_loss(
-                        logprobs, old, micro.slice(advantages), m, clip_low=args.clip_low,
-                        clip_high=args.clip_high, dual_clip=args.dual_clip)  # (b, t)
-                    if args.has_factors:
-                        factors, found = losses.loss_factors(
-                            args, logprobs, old, micro.engine_logprobs, micro.slice(advantages), m)
+                        logprobs, old, micro.slice(advantages), m, **args.bounds)  # (b, t)
+                    if args.engine_correction != "none":
+                        factors, found = losses.engine_correction(
+                            old, micro.engine_logprobs, m, **args.correction)
                         loss, details = loss * factors, details | found
                     details |= {"loss/policy": loss, "entropy": entropy,
                                 "teacher_kl": old - micro.slice(teacher_logprobs),

@@ -9,16 +9,12 @@ advantage is its reward minus the mean reward of its prompt's completions. The p
 gradient step that makes better completions more likely. There is no critic: the group is the
 baseline. (ppo.py is the same loop with a critic.)
 
-Read `train`, then `learn`. The formulas are in losses.py. To change the reward: --reward, or
-verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
-Shapes: P prompts, G completions of each, N = P·G completions in request order, M tokens of all of
-them, one after another. These are the same on every rank. A micro-batch is (b, t), padded.
+Read `train`, then `learn`. The formulas are in losses.py and variants/. To change the reward:
+--reward, or scoring/verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's:
+ModelArgs in trainer/model.py. Shapes: P prompts, G completions of each, N = P·G completions in
+request order, M tokens of all of them, one after another. These are the same on every rank. A
+micro-batch is (b, t), padded.
 """
-import signal
-
-if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -28,11 +24,11 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.log import look
 from keeping.run import CommonArgs, Run, parse, set_up
+from preflight import formulas
 from preflight.inputs import show_plan
-from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.rules import Rule
+from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
@@ -40,32 +36,25 @@ from trainer.model import Policy, learning_rate
 
 
 @dataclass
-class Args(losses.LossArgs, CommonArgs):
+class Args(formulas.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "lite_ppo",
-                       "maxrl", "gdpo"] = "dr_grpo"
+    advantage: str = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
-    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened. lite_ppo:
-    (R - mean)/(std of the batch + eps). maxrl: (R - mean)/mean. gdpo: grpo for each reward, then
-    their weighted sum, whitened."""
+    reinforce++: R, whitened over all tokens. reinforce++-baseline: R - mean, whitened. Others and
+    your own: FILE.py:NAME, as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too."""
     advantage_eps: float = 1e-6
-    """eps of --advantage grpo, lite_ppo and gdpo (verl uses 1e-6, TRL 1e-4)."""
-    loss: Literal["clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo", "ipo"] = "clip"
+    """eps beside a std in --advantage (verl uses 1e-6, TRL 1e-4)."""
+    loss: str = "clip"
     """clip: PPO's. gspo: one ratio for a whole completion; needs bounds near 3e-4. cispo: a
-    clipped, constant ratio times log π. reinforce: no ratio; one update per rollout. sapo: a smooth
-    gate. gmpo: one ratio, its tokens' clipped in log; bounds near 0.4. dppo: no loss where a
-    token's probability moved past a bound. ipo: both bounds for all tokens."""
-    sapo_taus: tuple[float, float] = (1.0, 1.05)
-    """τ of --loss sapo where A > 0, and elsewhere."""
-    log_ratio_coef: float = 0.0
-    """--loss ipo: c of c (log r)². 0: none."""
+    clipped, constant ratio times log π. reinforce: no ratio; one update per rollout. Others and
+    your own: FILE.py:NAME, as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric."""
     kl_loss_coef: float = 0.0
     """β of a KL term in the loss, to the starting model. 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k3"
     """Its expected gradient: k1 0; k2 that of KL(π‖ref); k3 (GRPO) that of KL(ref‖π); k3_ratio, k3
     times π/π_old: that of KL(π‖ref), off-policy too."""
     overlong_filter: bool = False
-    """Truncated completions bear no loss. They still count in the mean of their group."""
+    """Truncated completions are not in the loss. They still count in the mean of their group."""
     dynamic_sampling: bool = False
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
     refills: int = 3
@@ -84,22 +73,8 @@ class Args(losses.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
-    @property
-    def bounds(self) -> dict[str, object]:
-        """What the function of --loss takes."""
-        if self.loss == "sapo":
-            return {"taus": self.sapo_taus}
-        found = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        if self.loss == "ipo":
-            return found | {"log_ratio_coef": self.log_ratio_coef}
-        return found | {"dual_clip": self.dual_clip}
-
     def rules(self):
         """Yields a Rule for settings of grpo.py that contradict each other."""
-        if self.group == 1 and self.advantage != "reinforce++":
-            yield Rule(f"--advantage {self.advantage} compares the completions of a prompt, so "
-                       f"--group must be at least 2 (got 1).",
-                       [("group", range(2, 65)), ("advantage", ["reinforce++"])])
         if self.group == 1 and self.dynamic_sampling:
             yield Rule("--dynamic_sampling keeps groups whose rewards differ, so --group must be "
                        "at least 2 (got 1).",
@@ -107,37 +82,7 @@ class Args(losses.LossArgs, CommonArgs):
         if self.kl_loss_coef and self.kl_reward_coef:
             yield Rule("--kl_loss_coef and --kl_reward_coef must not both be on.",
                        [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])])
-        if self.dual_clip is not None and self.loss not in ("clip", "gspo"):
-            yield Rule(f"--dual_clip bounds a clipped loss, and --loss {self.loss} has none.",
-                       [("dual_clip", [None]), ("loss", ["clip"])])
-        updates = self.minibatches * self.epochs
-        if self.loss == "reinforce" and updates > 1:
-            yield Rule(f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
-                       f"{updates}).", [("loss", ["clip"])])
-        yield from self.variant_rules()
-
-    def variant_rules(self):
-        """Advantages and losses that not every flag fits."""
-        reason = {"maxrl": "needs rewards of at least 0, and {} subtracts from them.",
-                  "gdpo": "normalizes each reward of --reward, and {} is none of them."}
-        for flag in ("overlong_buffer", "kl_reward_coef"):
-            if getattr(self, flag) and self.advantage in reason:
-                yield Rule(f"--advantage {self.advantage} {reason[self.advantage]}".format(
-                    f"--{flag}"), [(flag, [0]), ("advantage", ["dr_grpo"])])
-        if self.loss == "gmpo" and self.engine_correction in ("truncate", "mask"):
-            yield Rule(f"--loss gmpo has one ratio for a completion, and --engine_correction "
-                       f"{self.engine_correction} has one for each token.",
-                       [("engine_correction", [f"sequence_{self.engine_correction}", "none"])])
-        if self.sapo_taus != type(self).sapo_taus and self.loss != "sapo":
-            yield Rule("--sapo_taus needs --loss sapo.", [("sapo_taus", [type(self).sapo_taus])])
-        if self.log_ratio_coef and self.loss != "ipo":
-            yield Rule("--log_ratio_coef needs --loss ipo.", [("log_ratio_coef", [0.0])])
-
-
-LOSSES = {"clip": losses.clip_loss, "gspo": losses.gspo_loss,
-          "cispo": losses.cispo_loss, "reinforce": losses.reinforce_loss,
-          "sapo": losses.sapo_loss, "gmpo": losses.gmpo_loss,
-          "dppo": losses.dppo_loss, "ipo": losses.ipo_loss}
+        yield from formulas.rules(self)
 
 
 def train(args: Args) -> int:
@@ -160,30 +105,24 @@ def train(args: Args) -> int:
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
-            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
-            if shown:
-                look(run, kept)  # before and after the update, for samples/
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
-            metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
-                                       reference=run.reference, phase=run.log.phase)
+            with run.recorded(step, samples, kept):  # for samples/
+                metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
+                                           reference=run.reference, phase=run.log.phase)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
-            if shown:
-                look(run, kept)
 
         run.log.step(step + 1, metrics)
-        if shown:
-            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        # A failed save is printed, and the run goes on.
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 
@@ -194,7 +133,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     Metrics and new weights are the same on every rank, on any number of ranks, with any budgets.
     """
     batch = Batch(samples)
-    loss_tokens, metrics = bears_loss(args, batch)  # (N,): how many of each completion
+    loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
 
     # Log-probs from before the update, if something needs them. With one update per rollout the
     # update computes the same numbers itself, and the ratio is exactly 1.
@@ -215,10 +154,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
-    # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone.
+    # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone. But
+    # a KL or entropy term acts on every token, and a loss of a file may.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
-    acts = bool(args.kl_loss_coef or args.entropy_coef or args.log_ratio_coef)  # on every token
+    acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     learns = (batch.sums(advantages.abs()) > 0) | acts  # (N,)
+    policy_loss = formulas.loss_of(args.loss)
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -235,13 +176,13 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
                 old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()
                 A = micro.slice(advantages)  # (b, 1) or (b, t)
-                loss, details = LOSSES[args.loss](logprobs, old, A, m, **args.bounds)  # (b, t)
-                if args.has_factors:
-                    factors, found = losses.loss_factors(
-                        args, logprobs, old, micro.engine_logprobs, A, m)
+                engine = micro.engine_logprobs  # (b, t)
+                loss, details = policy_loss(
+                    logprobs, old, A, m, engine_logprobs=engine, **args.bounds)  # (b, t)
+                if args.engine_correction != "none":
+                    factors, found = losses.engine_correction(old, engine, m, **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy,
-                            GAP: (old - micro.engine_logprobs).abs()}
+                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
                         logprobs, micro.slice(ref_logprobs), m, kind=args.kl_estimator,
@@ -255,8 +196,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
-def bears_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-    """How many tokens of each completion bear loss, (N,), and why completions have none."""
+def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
+    """How many tokens of each completion are in the loss, (N,), and why some have none."""
     scored, least = batch.scored, 1 if args.advantage == "reinforce++" else 2  # for a baseline
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
@@ -275,12 +216,13 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
-    if args.advantage in OTHER_ADVANTAGES:
-        return OTHER_ADVANTAGES[args.advantage](
-            args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
+    if args.advantage == "reinforce++":
+        return rewards_to_go(args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
         rewards = rewards - args.kl_reward_coef * batch.sums(kl)
+    if args.advantage not in formulas.NAMES["advantage"]:
+        return advantages_of_a_file(args, batch, rewards, loss_tokens)
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
     if args.advantage == "reinforce++-baseline":
@@ -301,18 +243,13 @@ def rewards_to_go(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs, 
     return losses.whiten(advantages, mask)
 
 
-def each_reward_normalized(args: Args, batch: Batch, rewards, loss_tokens, *unused):
-    """GDPO: (R_k - mean)/(std + eps) in its group for each reward k, their weighted sum, whitened
-    over the completions that bear loss: (N,).    https://arxiv.org/abs/2601.05242, TRL, verl"""
-    total = torch.zeros_like(rewards)
-    for part in parse_rewards(list(args.reward)):
-        total += part.weight * losses.group_advantages(
-            batch.part(part.name), args.group, kind="grpo", eps=args.advantage_eps,
-            scored=batch.scored)
-    return losses.whiten(total, loss_tokens > 0)
-
-
-OTHER_ADVANTAGES = {"reinforce++": rewards_to_go, "gdpo": each_reward_normalized}
+def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens):
+    """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (N,)."""
+    parts = {part.name: (part.weight, batch.part(part.name))
+             for part in parse_rewards(list(args.reward))}
+    return formulas.own("advantage", args.advantage).function(
+        rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
+        trained=loss_tokens > 0)
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

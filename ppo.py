@@ -7,16 +7,10 @@ One step is grpo.py's with one difference. A critic predicts the return from eve
 advantage of a token is how much better it came out than predicted (GAE). So one completion per
 prompt is enough, and every token has an advantage of its own.
 
-Read `train`, then `learn`. The formulas are in losses.py. To change the reward: --reward, or
-verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's: ModelArgs in model.py.
-Shapes: N completions in request order, M tokens of all of them, one after another. These are the
-same on every rank. A micro-batch is (b, t), padded.
+Read grpo.py first: it says where the reward, the memory and the other formulas are. Then read
+`train` and `learn` here. Shapes: N completions in request order, M tokens of all of them, one after
+another. These are the same on every rank. A micro-batch is (b, t), padded.
 """
-import signal
-
-if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -26,11 +20,11 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.log import look
 from keeping.run import CommonArgs, parse, set_up
+from preflight.formulas import LossArgs
 from preflight.inputs import show_plan
-from preflight.plan import Rule
-from preflight.worst_case import compare
+from preflight.rules import Rule
+from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
 from trainer.model import Critic, Policy, learning_rate
@@ -51,7 +45,7 @@ class CriticArgs:
 
 
 @dataclass
-class Args(losses.LossArgs, CommonArgs):
+class Args(LossArgs, CommonArgs):
     """The flags of ppo.py. Those that grpo.py has too are in LossArgs and CommonArgs."""
     batch: int = 512
     group: int = 1
@@ -108,10 +102,7 @@ def train(args: Args) -> int:
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
             if step == run.start:
-                compare(run, samples)  # transformers, trainer and engine: one policy?
-            shown = step % args.run_args.samples_every == 0 or step == args.steps - 1
-            if shown:
-                look(run, samples)  # before and after the update, for samples/
+                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
@@ -120,24 +111,21 @@ def train(args: Args) -> int:
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
-            metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
-                             critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
-                             phase=run.log.phase)
+            with run.recorded(step, samples, samples):  # for samples/
+                metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
+                                 critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
+                                 phase=run.log.phase)
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
-            if shown:
-                look(run, samples)
 
         run.log.step(step + 1, metrics)
-        if shown:
-            run.log.samples(f"step_{step + 1:05d}", samples, 3, run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite, and the gap
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        # A failed save is printed, and the run goes on.
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 
@@ -150,7 +138,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     """
     policy, critic = models
     batch = Batch(samples)
-    loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion bear loss
+    loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion are in the loss
     mask = batch.mask(loss_tokens)  # (M,) bool
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": sum(p + c for _, p, c in batch.sizes),
@@ -220,12 +208,10 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                 m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
                 logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
                 old, A = micro.slice(old_logprobs), micro.slice(advantages)  # (b, t)
-                loss, details = losses.clip_loss(
-                    logprobs, old, A, m, clip_low=args.clip_low, clip_high=args.clip_high,
-                    dual_clip=args.dual_clip)  # (b, t)
-                if args.has_factors:
-                    factors, found = losses.loss_factors(
-                        args, logprobs, old, micro.engine_logprobs, A, m)
+                loss, details = losses.clip_loss(logprobs, old, A, m, **args.bounds)  # (b, t)
+                if args.engine_correction != "none":
+                    factors, found = losses.engine_correction(
+                        old, micro.engine_logprobs, m, **args.correction)
                     loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss, "entropy": entropy,
                             GAP: (old - micro.engine_logprobs).abs()}

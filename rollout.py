@@ -6,6 +6,7 @@ completion is a request with a seed of its own: what is sampled does not depend 
 import hashlib
 import logging
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from data import Prompt
-from dist import World, assert_divisible, share
+from dist import World, share
 from trainer import lora
 from trainer.batch import Completion, Sample
 from trainer.model import Policy, Trained
@@ -29,8 +31,6 @@ class EngineArgs:
     """The vLLM engine. Only --stop changes the maths."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, and are part of it."""
-    top_p: float = 1.0
-    """Must be 1: a truncated distribution would bias every ratio."""
     tp: int = 1
     """Ranks of one engine (tensor parallel)."""
     gpu_memory_utilization: float = 0.5
@@ -44,8 +44,6 @@ class EngineArgs:
     the weights on the host. 0: nothing."""
     eager: bool = False
     """No CUDA graphs: a faster start, a slower generation."""
-    engine_log: Literal["ERROR", "WARNING", "INFO", "DEBUG"] = "ERROR"
-    """Level of vLLM's own log."""
 
 
 class Request(NamedTuple):
@@ -77,9 +75,12 @@ class Engine:
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
-        self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
+        self.engines = world.size // args.tp
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0
+        self.bar = False
+        if world.rank == 0 and sys.stderr.isatty():
+            self.bar = partial(tqdm, leave=False)  # vLLM's own; it goes when all are done
         self.sleep_level = args.sleep_level
         if adapter:  # the base comes once, in the first load: it must be kept
             self.sleep_level = min(args.sleep_level, 1)
@@ -203,13 +204,13 @@ class Engine:
             return []
         stop = list(self.args.stop)
         params = [SamplingParams(
-            temperature=temperature, top_p=self.args.top_p, max_tokens=r.room or self.max_tokens,
+            temperature=temperature, top_p=1.0, max_tokens=r.room or self.max_tokens,
             seed=r.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
             ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
             for r in requests]
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
-            use_tqdm=self.log.count, lora_request=self.request)
+            use_tqdm=self.bar, lora_request=self.request)
         return [completion_of(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
@@ -283,7 +284,7 @@ def completion_of(output) -> Completion:
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     """What vLLM reads when it is imported, and one repair on CPU."""
-    env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=args.engine_log,
+    env = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
     if not gpu:
         # vLLM would pin all ranks of this machine to the same cores. A compiler would take 10 s of

@@ -7,14 +7,9 @@ It is grpo.py without the rollout and the reward. The completions are in the dat
 -log π of each token that the assistant says. Nothing is sampled, so there is no engine. With
 --eval_data and --reward there is one: it shows what a reward could teach next.
 
-Read `train`, then `learn`. Which tokens the assistant says: chats.py. The trainer's memory:
-ModelArgs in model.py.
+Read `train`, then `learn`. Which tokens the assistant says: chats/targets.py. The trainer's memory:
+ModelArgs in trainer/model.py.
 """
-import signal
-
-if __name__ == "__main__":  # Ctrl-C while the libraries load ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import exp
@@ -27,7 +22,7 @@ import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
-from preflight.plan import Rule
+from preflight.rules import Rule
 from trainer.batch import Batch, Meter, Sample, given
 from trainer.model import Policy, learning_rate
 
@@ -80,10 +75,10 @@ def train(args: Args) -> int:
         run.log.step(step + 1, metrics)
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
-        # A failed save is printed, and the run goes on.
-        error = run.save(step + 1) if stopping or step + 1 in run.saves else None
+        if stopping or step + 1 in run.saves:
+            run.save(step + 1)
         if stopping:
-            return run.stopped(step + 1, error)
+            return run.stopped(step + 1)
     return run.finish()  # the last evaluation, the export, the grade
 
 

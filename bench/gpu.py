@@ -66,7 +66,7 @@ ROWS = {                                               # part → its lines of t
     "rollout": ("rollout: tokens/s",),
     "bare": ("the same requests through vLLM alone: tokens/s",),            # comes with rollout
     "plan": ("plan / measured GiB: rollout", "plan / measured GiB: score",
-             "plan / measured GiB: update", "plan / measured GiB: sync", "plan: flags needed")}
+             "plan / measured GiB: update", "plan: flags needed")}
 # An engine starts slowly, so its parts share a process. Each other part has its own.
 ENGINE = ("sync", "sleep", "rollout")
 TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
@@ -330,7 +330,7 @@ def planned(bench: Bench) -> list[str]:
     if bench.card:                         # with --cpu_offload this would measure the host
         flags = None
         for first in ({}, dict(checkpointing=True, offload=("optimizer",))):
-            more = memory.fewest(bench.plan(**first), bench.shape, bench.card)
+            more = memory.flags_that_fit(bench.plan(**first), bench.shape, bench.card)
             if flags is None and more is not None and "cpu_offload" not in more:
                 flags = first | more
     if flags is None:
@@ -339,7 +339,7 @@ def planned(bench: Bench) -> list[str]:
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}
-             | dict(steps=3, name="plan", export=False, canary="off") | flags)
+             | dict(steps=3, name="plan", export=False, try_worst_case="off") | flags)
     done = subprocess.run([sys.executable, ROOT / "grpo.py", *memory.spell(given).split()],
                           cwd=bench.folder, capture_output=True, text=True)
     if done.returncode:
@@ -353,7 +353,7 @@ def planned(bench: Bench) -> list[str]:
     loads = memory.loads(bench.plan(**flags), bench.shape, bench.card)
     totals = {load.phase: load.total / memory.GIB for load in loads}
     cells = [f"{totals[phase]:.2f} / {most(phase)}"
-             for phase in ("rollout", "score", "update", "sync")]
+             for phase in ("rollout", "score", "update")]
     return [*cells, memory.spell(flags) or "none"]
 
 

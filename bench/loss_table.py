@@ -35,16 +35,20 @@ JOB = ("--batch 16 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 --ev
        "--no-export")
 OFF = "--minibatches 4 --epochs 2"
 METHODS = {
-    "on": {"dr_grpo": "", **{name: f"--advantage {name}" for name in (
-        "grpo", "rloo", "reinforce++", "reinforce++-baseline", "lite_ppo", "maxrl", "gdpo")}},
+    "on": {"dr_grpo": "",
+           **{name: f"--advantage {name}" for name in (
+               "grpo", "rloo", "reinforce++", "reinforce++-baseline")},
+           **{name: f"--advantage variants/{name}.py:{name}" for name in (
+               "lite_ppo", "maxrl", "gdpo")}},
     "off": {
         "clip": OFF,
         "gspo": f"{OFF} --loss gspo --aggregation sequence --clip_low 3e-4 --clip_high 4e-4",
         "cispo": f"{OFF} --loss cispo --clip_low 1 --clip_high 4",
-        "sapo": f"{OFF} --loss sapo --aggregation sequence",
-        "gmpo": f"{OFF} --loss gmpo --aggregation sequence --clip_low 0.4 --clip_high 0.4",
-        "dppo": f"{OFF} --loss dppo",
-        "ipo": f"{OFF} --loss ipo --clip_low 0.1 --clip_high 0.1 --log_ratio_coef 0.001"}}
+        "sapo": f"{OFF} --loss variants/sapo.py:sapo --aggregation sequence",
+        "gmpo": f"{OFF} --loss variants/gmpo.py:gmpo --aggregation sequence --clip_low 0.4 "
+                "--clip_high 0.4",
+        "dppo": f"{OFF} --loss variants/dppo.py:dppo",
+        "ipo": f"{OFF} --loss variants/ipo.py:ipo --clip_low 0.1 --clip_high 0.1"}}
 
 
 # ---- runs

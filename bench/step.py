@@ -245,7 +245,7 @@ def growth(run: Run, times: int, only: list[str]) -> None:
 
 def flops_growth(run: Run, values: tuple[int, ...]) -> None:
     """The factors that the work of the update alone would have."""
-    shape = run.checked.shape
+    shape = run.inputs.shape
     parameters = sum(p.numel() for p in run.policy.module.parameters())
     prompt = statistics.mean(len(p.row.prompt_ids) for p in run.stream.next(100))
     work = [n * 6 * (parameters + shape.layers * shape.hidden * n)

@@ -1,18 +1,19 @@
-"""chats.py: a whole chat → the ids after its prompt, and which of them the assistant says.
+"""targets.py: a whole chat → the ids after its prompt, and which of them the assistant says.
 
     <user> x <end> <assistant> | y1 <end> | \\n <user> z <end> \\n <assistant> | y2 <end>
     the prompt                   learned    given                               learned
 
 A row has `messages`, or a prompt with its completion. The chat template renders the chat up to the
-begin and up to the end of each turn of the assistant. These texts are prefixes of each other, and
-so are their ids. Nothing is decoded. See docs/data.md.
+begin and up to the end of each turn of the assistant. A turn ends where the engine would stop: what
+a template writes after that is left out (Phi-3's puts `<|endoftext|>` after the last turn). So the
+texts are prefixes of each other, and so are their ids. Nothing is decoded. See docs/data.md.
 """
 from functools import partial
 
 import data
-from data import ANSWERS, PROMPTS, Row, messages_of, not_null, with_system
+from data import ANSWERS, PROMPTS, Row, messages_of, not_null
 from dist import SettingsError
-from rewards import is_message
+from scoring.replies import is_message
 
 COMPLETIONS = ("completion", "response", *ANSWERS)
 
@@ -48,12 +49,9 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     "".join(m["content"] for m in replies).encode()  # a ValueError, as in data.make_row
     row = data.make_row(index, columns, name, tokenizer, controls, args)
     if row and eos_ids:
-        asked = messages_of(columns, not_null(columns), args.prompt_template)
-        if args.system is not None:
-            asked = with_system(asked, args.system)
         texts = plain_texts(row.prompt, replies, tokenizer)
         if tokenizer.chat_template and not row.finished:
-            texts = chat_texts(asked, replies, tokenizer)
+            texts = chat_texts(messages_of(columns, args), replies, tokenizer)
         row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
     return row
 
@@ -64,21 +62,29 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
     there = not_null(columns)
     if "messages" in there:
         chat = there["messages"]
-        if not isinstance(chat, list) or not all(map(is_message, chat)):
-            raise SettingsError('messages must be a list of {"role": text, "content": text}, not '
-                                f"{repr(chat)[:80]}.")
-        said = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
-        if not said:
-            raise SettingsError("messages must have one of the role assistant.")
-        return chat[:said[0]], chat[said[0]:said[-1] + 1]
-    asked = [name for name in PROMPTS if name in there]
-    answer = next((there[name] for name in COMPLETIONS if name in there), None)
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    if not isinstance(answer, list) or not answer or not all(map(is_message, answer)):
-        raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
-                            f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
-    return there[asked[0]] if asked else None, answer
+        check_messages("messages", chat)
+        first = next((i for i, m in enumerate(chat) if m["role"] == "assistant"), len(chat))
+        prompt, replies = chat[:first], chat[first:]
+    else:
+        column = next((name for name in COMPLETIONS if name in there), None)
+        replies = there.get(column)
+        if isinstance(replies, str):
+            replies = [{"role": "assistant", "content": replies}]
+        if column is None:
+            raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
+                                f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
+        check_messages(column, replies)
+        prompt = next((there[name] for name in PROMPTS if name in there), None)
+    said = [i for i, m in enumerate(replies) if m["role"] == "assistant"]
+    if not said:
+        raise SettingsError("a chat to learn needs a message of the role assistant.")
+    return prompt, replies[:said[-1] + 1]
+
+
+def check_messages(column: str, chat) -> None:
+    if not isinstance(chat, list) or not all(map(is_message, chat)):
+        raise SettingsError(f'{column} must be a list of {{"role": text, "content": text}}, not '
+                            f"{repr(chat)[:80]}.")
 
 
 # ---- texts: the chat up to the end of a message, and whether the assistant says its last part ----
@@ -116,23 +122,20 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
     """
     ids, learned, is_open = list(prompt_ids), [], False
     for longer, said in texts:
+        if said:
+            longer, is_open = up_to_end(text, longer, tokenizer.convert_ids_to_tokens(eos_ids))
         whole = extended(ids, text, longer, tokenizer)
         new = whole[len(ids):]
-        ends = [i for i, token in enumerate(new) if token in eos_ids]
-        spoken = 0  # how many of the new ids are learned
-        if said:
-            spoken = ends[-1] + 1 if ends else len(new)
-            is_open = not ends
-        elif is_open:
-            if not ends or ends[0] > 0:
+        is_learned = [said] * len(new)
+        if is_open and not said:
+            if not new or new[0] not in eos_ids:
                 raise SettingsError(f"the chat template has {longer[len(text):][:20]!r} after a "
                                     f"turn of the assistant, which is no end of a turn by "
                                     f"eos_token_id in generation_config.json.")
-            spoken, is_open = 1, False
-        learned += [True] * spoken + [False] * (len(new) - spoken)
+            is_learned[0], is_open = True, False
+        learned += is_learned
         ids, text = whole, longer
-    found = ids[len(prompt_ids):len(prompt_ids) + last_true(learned) + 1]
-    learned = learned[:len(found)]
+    found = ids[len(prompt_ids):]
     if is_open:
         end = tokenizer.eos_token_id
         found.append(eos_ids[0] if end is None else end)
@@ -140,9 +143,10 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
     return found, learned
 
 
-def last_true(flags: list[bool]) -> int:
-    """The place of the last True; -1 if there is none."""
-    return max((i for i, flag in enumerate(flags) if flag), default=-1)
+def up_to_end(text: str, longer: str, ends: list[str]) -> tuple[str, bool]:
+    """`longer` up to the first end after `text`, where the engine stops; whether there is none."""
+    places = [longer.find(end, len(text)) + len(end) for end in ends if end in longer[len(text):]]
+    return longer[:min(places, default=None)], not places
 
 
 def extended(ids: list[int], text: str, longer: str, tokenizer) -> list[int]:

@@ -2,65 +2,25 @@
 
     assistant: <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>    tool: 3
 
-The functions of --tools run in workers (`Tools`). The trainer reads the calls with the parsers of
-vLLM (`Calls`). turns.py plays the episodes. See docs/turns.md.
+The functions of --tools run in workers (scoring/replies.py). The trainer reads the calls with the
+parsers of vLLM (`Calls`). turns.py plays the episodes. See docs/turns.md.
 """
 import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable
 from contextlib import closing
 
 from dist import SettingsError
-from rewards import LONGEST_REPLY, Item, Score, Scorer
+from rewards import Score, Scorer
+from scoring.replies import Move
 
 # The first of vLLM's parsers that reads what the chat template writes is taken. The last one takes
 # any JSON for a call. https://docs.vllm.ai/en/latest/features/tool_calling.html
 PARSERS = "hermes", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "pythonic", "llama3_json"
-LONGEST_ERROR = 500  # characters
+WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 UNREADABLE = "error: this call cannot be read; write each call as the instructions say"
-
-
-class Tools:
-    """In a worker: the functions, and their schemas."""
-
-    def __init__(self, functions: list[Callable]):
-        from transformers.utils import chat_template_utils as made  # without torch
-        self.schemas, self.functions = [], {}
-        for function in functions:
-            try:
-                schema = made.get_json_schema(function)
-            except (made.DocstringParsingException, made.TypeHintParsingException) as error:
-                sys.exit(f"{error} A tool needs a docstring with a line `NAME: what it is` below "
-                         f"`Args:`, and a type hint, for each argument.")
-            self.schemas.append(schema)
-            self.functions[schema["function"]["name"]] = function
-
-    def answer(self, turns: list[dict]) -> list[dict]:
-        """The message that answers the one call of the last turn."""
-        call = turns[-1]["tool_calls"][0]["function"]
-        result = self.result(call["name"], call["arguments"])
-        return [{"role": "tool", "content": result}]
-
-    def result(self, name: str, arguments: dict | str) -> str:
-        """As text. What goes wrong is a sentence for the model."""
-        if name not in self.functions:
-            return f"error: there is no tool {name[:50]!r}, only {', '.join(self.functions)}"
-        if not isinstance(arguments, dict):
-            return "error: the arguments must be one JSON object"
-        try:
-            text = self.functions[name](**arguments)
-            if not isinstance(text, str):
-                text = json.dumps(text, ensure_ascii=False)
-        except MemoryError:  # it ends this process: what holds the memory may stay
-            raise
-        except Exception as error:
-            return f"error: {type(error).__name__}: {error}"[:LONGEST_ERROR]
-        if len(text) > LONGEST_REPLY:
-            return f"error: the result has {len(text):,} characters, more than {LONGEST_REPLY:,}"
-        return text
 
 
 def load(specs: tuple[str, ...], args) -> list[dict]:
@@ -156,10 +116,9 @@ def arguments_of(text: str) -> dict | str:
 
 def answers(workers: Scorer, turns: list[dict]) -> list[Score]:
     """The messages that answer the calls of each turn, as its reply. None: it has no calls."""
-    calls = [(turn, call) for turn in turns for call in turn.get("tool_calls", [])]
-    items = [Item("", "", None, {}, 0, False, None, [said("") | {"tool_calls": [call]}])
-             for _, call in calls]
-    scores, found = iter(workers.score(items)), []
+    calls = [call for turn in turns for call in turn.get("tool_calls", [])]
+    moves = [Move({}, 0, [said("") | {"tool_calls": [call]}], []) for call in calls]
+    scores, found = iter(workers.score(moves)), []
     for turn in turns:
         messages, printed = [], ""
         for made in turn.get("tool_calls", []):
@@ -176,6 +135,17 @@ def result_of(score: Score) -> str:
     if score.error:  # it hangs, or ended its process
         return "error: " + score.error.partition("; it printed")[0].splitlines()[0]
     return score.parts["reply"][0]["content"]
+
+
+def check_rounds(bridge) -> None:
+    """SettingsError if two rounds of calls are not one after the other, id for id."""
+    made = call("first", {"x": "y"}, "0" * 9)
+    turn, answer = said(WORDS) | {"tool_calls": [made]}, message(made, "z")
+    one = bridge.render([turn, answer], True).rstrip()
+    two = bridge.render([turn, answer, turn, answer], True)
+    if two != one + bridge.body(turn) + bridge.after_calls([answer]):
+        raise SettingsError("--tools: the chat template rewrites earlier calls once there are more "
+                            "of them.")
 
 
 def message(made: dict, result: str) -> dict:

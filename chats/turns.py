@@ -5,26 +5,22 @@
 
 Ids are only appended: what was sampled is never decoded and encoded again. See docs/turns.md.
 """
-import re
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from os.path import isfile
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
 
 from chats import toolcalls
-from chats.toolcalls import Calls, said
+from chats.toolcalls import WORDS, Calls, said
 from data import Prompt, Row
-from dist import Mistakes, SettingsError
-from rewards import Item, Move, Score, Scorer, check_rows, report
+from dist import SettingsError
+from rewards import Score, Scorer, check_rows, report
 from rollout import Request, prepare_environment
+from scoring.replies import Move
 from trainer.batch import Completion
-
-CHECKED = 8  # one in so many episodes of an environment is played again
-WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 
 
 @dataclass
@@ -50,8 +46,6 @@ class Bridge:
     calls: Calls | None = None  # of --tools
 
     def __post_init__(self):
-        tokens = self.tokenizer.added_tokens_decoder.values()
-        self.controls = [token.content for token in tokens if token.special and token.content]
         self.closing = 1  # ids in which a turn's end can be
         if self.tokenizer.chat_template:
             end = self.render([said(WORDS)], False).rpartition("yes")[2]
@@ -83,7 +77,7 @@ class Bridge:
 
     def text(self, messages: list[dict]) -> str:
         """From the end of the model's words to its next ones. SettingsError if the template refuses
-        the messages, or rewrites the turn before them."""
+        the messages or rewrites the turn."""
         if self.calls:
             return self.after_calls(messages)
         if not self.tokenizer.chat_template:  # as in data.render
@@ -122,16 +116,6 @@ class Bridge:
         start, text = self.render([], True).rstrip(), self.render([turn], False)
         return text[len(start):self.end_of(text)]
 
-    def check_rounds(self) -> None:
-        """SettingsError if two rounds of calls are not one after the other, id for id."""
-        made = toolcalls.call("first", {"x": "y"}, "0" * 9)
-        turn, answer = said(WORDS) | {"tool_calls": [made]}, toolcalls.message(made, "z")
-        one = self.render([turn, answer], True).rstrip()
-        two = self.render([turn, answer, turn, answer], True)
-        if two != one + self.body(turn) + self.after_calls([answer]):
-            raise SettingsError("--tools: the chat template rewrites earlier calls once there are "
-                                "more of them.")
-
     def ids(self, last: int, messages: list[dict]) -> list[int]:
         """To append to a turn whose last id is `last`. Its end is not doubled."""
         found = self.encode(self.text(messages))
@@ -147,11 +131,6 @@ class Bridge:
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
-    file = re.fullmatch(r"(.+\.py):\w+", spec)
-    if not file:
-        raise SettingsError(f"--reply must be FILE.py:FUNCTION (got {spec}); it has no weight.")
-    if not isfile(file[1]):
-        raise SettingsError(f"--reply {spec}: no such file.")
     messages, methods = first_reply(spec, args.reward_args, rows)
     rewards = [reward.partition(":")[0] for reward in args.reward]
     if "environment" in rewards and "reward" not in methods:
@@ -159,13 +138,7 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
     if not tokenizer:
         return None
     bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system, methods)
-    # Without a reply its roles are not known: one of two must work.
-    tries = [messages] if messages else [[{"role": r, "content": "z"}] for r in ("user", "tool")]
-    mistakes = Mistakes()
-    for one in tries:
-        mistakes.attempt(bridge.ids, -1, one)
-    if len(mistakes) == len(tries):
-        raise SettingsError(mistakes[0])
+    bridge.ids(-1, messages or [{"role": "user", "content": "z"}])
     return bridge
 
 
@@ -180,38 +153,44 @@ def check_tools(args, schemas: list[dict], tokenizer, eos_ids: list[int], vocab:
                             "work: --reply, with the tools in --system.")
     prepare_environment(torch.cuda.is_available(), args.engine_args)  # vLLM is imported here
     calls.choose(bridge.body)
-    bridge.check_rounds()
+    toolcalls.check_rounds(bridge)
     return bridge
 
 
 def first_reply(spec: str, args, rows: list[Row]) -> tuple[list[dict] | None, list[str]]:
     """Messages for the first row and an empty turn, and the methods of a class. SettingsError if it
-    fails, or answers otherwise when it is played again."""
+    fails."""
     with closing(Scorer([spec], args, "reply")) as scorer:
         scorer.wait()
         check_rows(scorer.needs, rows, "reply")
         if not rows:
             return None, scorer.methods
-        first = item(rows[0], [said("")])
-        if scorer.methods:
-            first = move(rows[0], 0, [said("")], [])
-        score, = scorer.score([first])
-        reply, error = score.parts["reply"], score.error
-        if scorer.methods and not error:
-            end, = scorer.score([first._replace(said=[reply], over=True, checked=True)])
-            error = end.error
-        if error:
-            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{error}")
+        empty = np.zeros(0, np.int32)
+        first = Episode(0, rows[0], Completion(empty, empty, False, turns=[said("")]), 0)
+        score, = scorer.score([first.asked()])
+        reply = score.parts["reply"]
+        if scorer.methods and not score.error:
+            first.seen.append(1)
+            score, = scorer.score([first.asked(over=True)])
+        if score.error:
+            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{score.error}")
         return reply, scorer.methods
 
 
-def item(row: Row, turns: list[dict]) -> Item:
-    return Item(row.prompt, "", row.answer, row.columns, 0, False, None, turns)
+@dataclass
+class Episode:
+    """A completion that goes on for several turns."""
+    number: int  # of the completion
+    row: Row
+    completion: Completion
+    seed: int
+    seen: list[int] = field(default_factory=list)  # how many turns there were at each reply
 
-
-def move(row: Row, seed: int, turns: list[dict], replies: list) -> Move:
-    columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
-    return Move(columns, seed, turns, replies, completion=turns[-1]["content"])
+    def asked(self, over: bool = False) -> Move:
+        """What a worker is asked: its reply, or the reward of an environment."""
+        row, turns = self.row, self.completion.turns
+        columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
+        return Move(columns, self.seed, turns, self.seen, over, turns[-1]["content"])
 
 
 class Episodes:
@@ -226,7 +205,7 @@ class Episodes:
             kind, specs = "tools", list(args.turn_args.tools)
         self.workers = Scorer(specs, args.reward_args, kind, homes=self.stateful)
         self.workers.wait()
-        self.noted = set()  # subjects of the notes that were printed
+        self.noted = False
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -236,54 +215,37 @@ class Episodes:
         """
         for c in completions:
             c.turns = []
-        replied = [[] for _ in completions]  # to each turn of each
-
-        def asked(i: int) -> tuple[int, Completion, Item | Move]:
-            return self.asked(i, prompts[i].row, completions[i], seed(i, 0), replied[i])
-
+        episodes = [Episode(i, prompt.row, c, seed(i, 0))
+                    for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
         self.mine = set(self.world.mine(range(len(completions))))  # it keeps their environments
-        new, running = completions, range(len(completions))  # `new` has a turn of each `running`
+        new, running = completions, episodes  # `new` has a turn of each `running`
         for turn in range(1, self.max_turns + 1):
-            for i, message in zip(running, self.read(new, turn), strict=True):
-                completions[i].turns.append(message)
-            running = [i for i in running if not completions[i].truncated]
+            for it, message in zip(running, self.read(new, turn), strict=True):
+                it.completion.turns.append(message)
+            running = [it for it in running if not it.completion.truncated]
             last = turn == self.max_turns
             if not running or (last and not self.stateful):
                 break
-            replies = self.reply([asked(i) for i in running])
-            for i, (score, _) in zip(running, replies, strict=True):
-                replied[i].append(score.parts["reply"])
-            running = [i for i, (score, ids) in zip(running, replies, strict=True)
-                       if self.goes_on(completions[i], score, ids, last)]
-            if last:
+            replies = self.reply(running)
+            if last:  # only its environment sees this turn
                 break
-            self.note([score.parts["reply"] for score, _ in replies], running)
+            running = [it for it, reply in zip(running, replies, strict=True)
+                       if self.goes_on(it.completion, *reply)]
+            self.note(replies, running)
             new = complete([Request(
-                prompts[i].row.prompt_ids + completions[i].ids.tolist(), seed(i, turn),
-                self.max_tokens - len(completions[i].ids)) for i in running])
-            for i, c in zip(running, new, strict=True):
-                append(completions[i], c.ids, c.logprobs, True)
-                completions[i].truncated = c.truncated
+                it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
+                self.max_tokens - len(it.completion.ids)) for it in running])
+            for it, c in zip(running, new, strict=True):
+                append(it.completion, c.ids, c.logprobs, True)
+                it.completion.truncated = c.truncated
         if self.stateful:
-            self.end([asked(i) for i, c in enumerate(completions) if not c.failed])
+            self.end([it for it in episodes if not it.completion.failed])
 
-    def asked(self, i: int, row: Row, c: Completion, seed: int, replied: list
-              ) -> tuple[int, Completion, Item | Move]:
-        """What a worker is asked about completion i."""
-        return i, c, move(row, seed, c.turns, replied) if self.stateful else item(row, c.turns)
-
-    def end(self, episodes: list[tuple[int, Completion, Move]]) -> None:
+    def end(self, episodes: list[Episode]) -> None:
         """Ends the environments. The last turn gets their rewards as `reward`. A collective."""
-        most = self.workers.args.max_environments * len(self.workers.inboxes)
-        if len(self.mine) > most:
-            self.say_once("live", f"of {len(self.mine)} environments of a rank, {most} live at "
-                          f"once (--max_environments): the others are made again for each turn")
-        ends = [(i, c, it._replace(over=True, checked=it.seed % CHECKED == 0))
-                for i, c, it in episodes]
-        for (_, c, _), (score, _) in zip(ends, self.reply(ends), strict=True):
-            c.failed = score.error is not None
+        for it, (reward, _) in zip(episodes, self.reply(episodes, over=True), strict=True):
             if "reward" in self.bridge.methods:
-                c.turns[-1]["reward"] = score.parts.get("reward")
+                it.completion.turns[-1]["reward"] = reward
 
     def read(self, turns: list[Completion], number: int) -> list[dict]:
         """The messages of these turns. Each rank decodes its share. A collective."""
@@ -293,50 +255,42 @@ class Episodes:
             return self.world.gather([calls.read(c.ids.tolist(), number) for c in mine])
         return self.world.gather([said(decode(c.ids, skip_special_tokens=True)) for c in mine])
 
-    def reply(self, episodes: list[tuple[int, Completion, Item | Move]]
-              ) -> list[tuple[Score, list[int]]]:
-        """Each one's reply and the ids to append. Each rank makes its share. A collective."""
+    def reply(self, episodes: list[Episode], over: bool = False) -> list[tuple]:
+        """For each its reply (over: its reward) and the ids to append. Each rank makes its share.
+        A collective."""
         mine, made = self.world.mine(episodes), []
         if self.stateful:
-            mine = [episode for episode in episodes if episode[0] in self.mine]
+            mine = [it for it in episodes if it.number in self.mine]
         if self.bridge.calls:
-            scores = toolcalls.answers(self.workers, [c.turns[-1] for _, c, _ in mine])
+            scores = toolcalls.answers(self.workers, [it.completion.turns[-1] for it in mine])
         else:
-            scores = self.workers.score([it for *_, it in mine], homes=[i for i, *_ in mine])
-        for (_, c, _), score in zip(mine, scores, strict=True):
-            messages, ids = score.parts["reply"], []
+            asked, numbers = [it.asked(over) for it in mine], [it.number for it in mine]
+            scores = self.workers.score(asked, homes=numbers)
+        for it, score in zip(mine, scores, strict=True):
+            ids = []
             try:
-                if messages:
-                    ids = self.bridge.ids(int(c.ids[-1]), messages)
+                if score.parts["reply"]:
+                    ids = self.bridge.ids(int(it.completion.ids[-1]), score.parts["reply"])
             except SettingsError as error:
                 score = Score(None, {"reply": None}, str(error))
             made.append((score, ids))
         made = self.world.gather(made)
+        for it, (score, _) in zip(episodes, made, strict=True):
+            it.seen.append(len(it.completion.turns))
+            it.completion.failed = score.total is None
         report(self.workers, self.log, [score for score, _ in made], len(made))
-        return made
+        part = "reward" if over else "reply"
+        return [(score.parts.get(part), ids) for score, ids in made]
 
-    def note(self, replies: list[list[dict] | None], running: list[int]) -> None:
-        """Prints once what is rarely meant. running: the episodes that have room for a turn."""
-        said = [m["content"] for messages in replies for m in messages or []]
-        controls = sum(any(c in text for c in self.bridge.controls) for text in said)
-        if said and not running:
-            self.say_once("room", f"no reply leaves room for a turn within --max_tokens "
-                          f"{self.max_tokens}: the episodes end here")
-        if controls:
-            self.say_once("control", f"{controls} replies have the text of a control token, which "
-                          f"the model reads as that token")
+    def note(self, replies: list[tuple], running: list[Episode]) -> None:
+        """Prints once that no reply has room. running: the episodes that go on."""
+        if not running and not self.noted and any(messages for messages, _ in replies):
+            self.noted = True
+            self.log.say("note (printed once): no reply leaves room for a turn within "
+                         f"--max_tokens {self.max_tokens}: the episodes end here")
 
-    def say_once(self, subject: str, text: str) -> None:
-        if subject not in self.noted:
-            self.noted.add(subject)
-            self.log.say(f"note (printed once): {text}")
-
-    def goes_on(self, c: Completion, score: Score, ids: list[int], last: bool = False) -> bool:
-        """Appends the reply, if the episode goes on and a token has room after it. last: it has no
-        turn left, and only its environment has seen this one."""
-        c.failed, messages = score.total is None, score.parts["reply"]
-        if last:
-            return False
+    def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
+        """Appends a reply, if the episode goes on and a token has room after it."""
         c.truncated = bool(messages) and len(c.ids) + len(ids) >= self.max_tokens
         if not messages or c.truncated:
             return False

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import zlib
 
-from dist import SettingsError
-from scoring.verifiers import last_answer
+from scoring.verifiers import last_answer, shut_sympy
 
 MAKE = """import pickle, random, sys, numpy, reasoning_gym
 task, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -28,6 +27,7 @@ def rows(n: int, seed: int, task: str, split: str) -> list[dict]:
     done = subprocess.run([sys.executable, "-c", MAKE, task, str(n), str(seed)],
                           capture_output=True, env=os.environ | {"PYTHONHASHSEED": "0"})
     if done.returncode:
+        from dist import SettingsError  # not above: it imports torch, and a worker imports this
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise SettingsError(f"reasoning_gym:{task} cannot be generated: {last}")
     return pickle.loads(done.stdout)
@@ -49,6 +49,7 @@ def score(completion, answer, metadata, **row):
 def shut_eval():
     """Import the library. Its scorers then evaluate only literals of what a model wrote."""
     import reasoning_gym  # noqa: F401
+    shut_sympy()
     for name, module in list(sys.modules.items()):
         # bitwise_arithmetic evaluates only the row's problem.
         if name.startswith("reasoning_gym.") and not name.endswith(".bitwise_arithmetic"):

@@ -17,4 +17,4 @@ def test():
     assert why is None, why
 
 
-# In the project: `temperature=temperature, top_p=self.args.top_p` in rollout.py.
+# In the project: `temperature=temperature, top_p=1.0` in rollout.py.

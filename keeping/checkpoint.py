@@ -15,17 +15,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist import SettingsError, World
 from keeping import log
+from keeping.files import NotWritten, writing
+from keeping.files import read as read_file
 from trainer.model import Trained
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",
-         "lora_alpha", "lora_targets", "freeze_router", "teacher",
-         "teacher_prompt")  # else it is another run
+         "lora_alpha", "lora_targets", "freeze_router", "teacher", "teacher_prompt", "loss_file",
+         "advantage_file")  # else it is another run
 
 
 class Saved(NamedTuple):
@@ -33,77 +34,52 @@ class Saved(NamedTuple):
     state: dict  # of state.json
 
 
-class NotWritten(Exception):
-    """A disk failed on one rank. It is raised on all of them, with the file and the cause."""
-
-
-def write(world: World, act, *args):
-    """act(*args) → its result. NotWritten on all ranks if it failed on one. A collective."""
-    result, failed = None, []
-    try:
-        result = act(*args)
-    except (OSError, SafetensorError) as error:
-        failed = [str(error)]
-    except CheckpointException as error:  # it has the failures of all ranks
-        rank, (cause, *_) = next(iter(error.failures.items()))
-        failed = [f"__{rank}_0.distcp: {str(cause).splitlines()[0]}"]
-    failed = world.gather(failed)
-    if failed:
-        raise NotWritten(failed[0])
-    return result
-
-
 # ---- save ----
 
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
-    """Writes step_N, N = state["step"], and keeps the newest `keep` → None, or why it failed; then
-    the older ones stay. A collective."""
+    """Writes step_N, N = state["step"], and keeps the newest `keep`. NotWritten if a disk fails:
+    then the older ones stay. A collective."""
     partial = folder / f"step_{state['step']}.partial"
-    try:
-        write(world, make_room, world, partial)
-        mine = write(world, write_tensors, world, partial, trained)
-        sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
-        write(world, seal, world, partial, state, sizes, keep)
-    except NotWritten as error:
-        if world.rank != 0:
-            return str(error)
-        there = ", ".join(f"step_{n}" for n in steps(folder)) or "none"
-        free = shutil.disk_usage(folder.parent).free / 2**30
-        shutil.rmtree(partial, ignore_errors=True)
-        return f"{error}; {free:.1f} GiB are free there; checkpoints there: {there}"
-    return None
-
-
-def make_room(world: World, partial: Path):
-    """An empty folder, and nothing that a kill left."""
     if world.rank == 0:
+        make_room(partial)
+    world.barrier()
+    try:
+        with writing(partial):
+            dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
+                     process_group=world.control)
+    except CheckpointException as error:  # on all ranks, with the failures of all ranks
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        raise NotWritten(f"{partial}/__{rank}_0.distcp cannot be written ({cause}). Would work: "
+                         f"more space on the disk.") from None
+    mine = written(*partial.glob(f"__{world.rank}_*"))
+    sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
+    if world.rank == 0:
+        seal(partial, state, sizes)
+        forget(folder, state["step"], keep)
+
+
+def make_room(partial: Path):
+    """An empty folder, and nothing that a kill left."""
+    with writing(partial):
         for left in partial.parent.glob("step_*.*"):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
 
 
-def write_tensors(world: World, partial: Path, trained: dict[str, Trained]) -> dict[str, int]:
-    """Each rank writes its part → the sizes of its files."""
-    dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
-             process_group=world.control)
-    return written(*partial.glob(f"__{world.rank}_*"))
-
-
-def seal(world: World, partial: Path, state: dict, sizes: dict[str, int], keep: int):
-    """state.json, and the folder's final name: the checkpoint is whole. Older ones go."""
-    if world.rank != 0:
-        return
+def seal(partial: Path, state: dict, sizes: dict[str, int]):
+    """state.json, and the folder's final name: the checkpoint is whole."""
     for name in sizes:
         if not (partial / name).is_file():
-            raise OSError(f"{name} is not in rank 0's {partial}: use one shared folder")
-    sizes = sizes | written(partial / ".metadata")
-    (partial / "state.json").write_text(json.dumps(state | {"files": sizes}, default=str))
-    os.sync()
-    path = partial.with_suffix("")
-    remove(path)  # a damaged one
-    partial.rename(path)
-    os.sync()
-    forget(path.parent, state["step"], keep)
+            raise NotWritten(f"{name} is not in rank 0's {partial}. Would work: a folder that all "
+                             f"machines share.")
+    with writing(partial):
+        sizes = sizes | written(partial / ".metadata")
+        (partial / "state.json").write_text(json.dumps(state | {"files": sizes}, default=str))
+        os.sync()
+        path = partial.with_suffix("")
+        remove(path)  # a damaged one
+        partial.rename(path)
+        os.sync()
 
 
 def forget(folder: Path, step: int, keep: int):
@@ -164,13 +140,13 @@ def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
 def read(path: Path) -> tuple[dict, list[str]]:
     """The state of a checkpoint, and what is wrong with its files."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = read_file(path / "state.json")
         sizes = state.pop("files")
         found = written(*(path / name for name in sizes))
     except FileNotFoundError as error:
         return {}, [f"{Path(error.filename).name} is missing"]
-    except (OSError, ValueError, KeyError) as error:
-        return {}, [f"state.json cannot be read ({type(error).__name__})"]
+    except SettingsError:
+        return {}, ["state.json is missing or damaged"]
     return state, [f"{name} is not what was written: {found[name]:,} bytes, not {size:,}"
                    for name, size in sizes.items() if found[name] != size]
 

@@ -3,7 +3,6 @@
 A completion passes when its first --reward is at least --eval_pass. Its seed depends on its row and
 not on the step, so evaluations of two policies are paired.
 """
-import sys
 from dataclasses import dataclass
 from math import comb, exp
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from data import Prompt
+from rewards import score_samples
 from trainer.batch import Batch, Meter, Sample, given
 
 
@@ -35,6 +35,17 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
     """
     return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def sampled_metrics(run, step: int) -> dict[str, float]:
+    """Completions of the rows of --eval_data → metrics, and samples/eval_STEP. A collective."""
+    args = run.args.eval_args
+    prompts = [Prompt(i, row) for i, row in enumerate(run.inputs.eval_rows)]
+    with run.log.time("eval"), run.engine.generating(run.policy):
+        samples = run.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
+        score_samples(run, samples, args.eval_samples)
+    run.log.samples(f"eval_{step:05d}", samples)
+    return evaluation_metrics(samples, args)
 
 
 def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
@@ -88,7 +99,7 @@ def held_out_metrics(run) -> dict[str, float]:
     eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
     """
     args, world = run.args, run.world
-    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.checked.eval_rows)])
+    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.inputs.eval_rows)])
     rows, meter = list(range(len(batch.samples))), Meter(world)
     weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
     with torch.no_grad():
@@ -112,7 +123,3 @@ def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
     means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
-
-
-if __name__ == "__main__":
-    sys.exit("error: evaluate.py is no command. Would work: grpo.py --eval_data DATA --eval_only")

@@ -2,9 +2,8 @@
 import io
 import json
 import os
-import shutil
 import sys
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -18,20 +17,20 @@ import rewards
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs
 from dist import Mistakes, SettingsError
-from keeping import checkpoint, log
-from keeping import summary as grade
-from keeping.evaluate import EvalArgs, evaluation_metrics, held_out_metrics
+from keeping import checkpoint, log, summary
+from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.export import export_adapter, export_model
-from preflight import plan
-from preflight import worst_case as canary
-from preflight.inputs import check, eos_ids, is_tiny
+from preflight import formulas, plan
+from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
-from rewards import RewardArgs, score_samples
+from preflight.worst_case import try_worst_case
+from rewards import RewardArgs
 from rollout import Engine, EngineArgs
 from trainer import lora, model
 from trainer.experts import ExpertArgs
 from trainer.lora import LoraArgs
 from trainer.model import ModelArgs, OptimizerArgs
+from trainer.samples import look
 
 # ---- flags ----
 
@@ -59,12 +58,10 @@ class RunArgs:
     """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
     timeout: float = 600.0
     """Seconds that one rank waits for another before the run ends."""
-    stop_seconds: float = 25.0
-    """Seconds after SIGTERM in which a step may still end and be saved."""
     max_gap: float | None = None
     """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
     1e-3, or 0.15 in bfloat16."""
-    canary: Literal["auto", "on", "off"] = "auto"
+    try_worst_case: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
 
@@ -158,14 +155,14 @@ def set_up(args) -> "Run":
     # 1. Check flags and files alone. A mistake waits until all ranks have joined.
     ranks, local_size = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     mistakes = Mistakes()
-    checked = mistakes.attempt(check, args, ranks, local_size)
+    inputs = mistakes.attempt(read_inputs, args, ranks, local_size)
     folder = mistakes.attempt(log.choose_folder, args)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
     together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
-        "script": args.script, "source": Path(checked.source).name, "rows": len(checked.rows),
-        "eval_rows": len(checked.eval_rows)}
+        "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
+        "eval_rows": len(inputs.eval_rows), **formulas.digests(args)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     folder = world.gather([folder])[0]  # rank 0's clock may have named it
@@ -174,10 +171,10 @@ def set_up(args) -> "Run":
     settings = flags | facts | {"ranks": ranks} | versions
     saved, notes = checkpoint.newest(args, world, folder, settings)
     # 4. Open the run's folder.
-    run = Run(args, world, folder, checked, saved, settings)
+    run = Run(args, world, folder, inputs, saved, settings)
     open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
-    run.log.say(checked.plan.text(short=True))
-    for note in checked.notes + notes:
+    run.log.say(inputs.plan.text(short=True))
+    for note in inputs.notes + notes:
         run.log.say(f"  {note}")
     # 5. Build the models, the engine, the reward workers.
     with run.log.time("loading"):
@@ -194,7 +191,7 @@ def together(world, act, *args):
 
 def open_folder(run: "Run", args: dict):
     """From here on only this run writes its folder. args: what args.json gets. A collective."""
-    together(run.world, run.log.open, args, run.checked.plan.text(), run.start)
+    together(run.world, run.log.open, args, run.inputs.plan.text(), run.start)
     every, folder = run.args.run_args.save_every, run.log.folder
     # Rank 0 made .lock. A rank that does not see it has another disk.
     if run.world.any_rank(every > 0 and not (folder / ".lock").exists()):
@@ -206,29 +203,22 @@ def open_folder(run: "Run", args: dict):
 class Run:
     """What a loop works with, and what stands between its steps."""
 
-    def __init__(self, args, world, folder, checked, saved, settings):
-        self.args, self.world, self.checked = args, world, checked
+    def __init__(self, args, world, folder, inputs, saved, settings):
+        self.args, self.world, self.inputs = args, world, inputs
         self.saved, self.settings = saved, settings
-        self.stop = dist.Stop(world, args.run_args.stop_seconds)
-        self.stream = data.stream(args, checked.rows)
+        self.stream = data.stream(args, inputs.rows)
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
-        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap,
-                           args.optimizer_args.max_bad_steps)
+        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
-        # Did a disk refuse the last checkpoint, or the best model?
-        self.unsaved = self.best_unwritten = False
         self.start = saved.state["step"] if saved else 0
         self.end = self.start if args.eval_args.eval_only else args.steps
-        # Numbers of finished steps. `finish` makes the last evaluation. Where a finished run goes
-        # on, it is made again.
+        # Numbers of finished steps. `finish` makes the last evaluation.
         self.evaluations = self.saves = range(0)
-        ended = world.gather([log.finished_steps(folder)])[0]
-        if checked.eval_rows:
-            every = args.eval_args.eval_every or args.steps
-            self.evaluations = {*range(0, args.steps, every), ended}
+        if inputs.eval_rows:
+            self.evaluations = range(0, args.steps, args.eval_args.eval_every or args.steps)
         if args.run_args.save_every:
             self.saves = {*range(0, args.steps, args.run_args.save_every), args.steps}
 
@@ -240,16 +230,16 @@ class Run:
         self.engine = self.episodes = None
         if self.args.needs_engine:
             self.build_engine()
-        self.scorer.wait()
-        if not self.args.eval_args.eval_only:
-            canary.try_worst_case(self)
+        together(self.world, self.scorer.wait)
         if self.saved:
             self.restore(self.saved.state)
-        self.stop.looping = not self.args.eval_args.eval_only  # SIGTERM waits for a step's end
+        if not self.args.eval_args.eval_only:
+            try_worst_case(self)
+            self.stop = dist.Stop(self.world)  # until here SIGTERM ends the process
 
     def build_models(self):
         """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""
-        args, world, source = self.args, self.world, self.checked.source
+        args, world, source = self.args, self.world, self.inputs.source
         shared = world, args.model_args, args.optimizer_args
         adapters = args.lora_args if args.lora_args.lora_rank else None
         self.critic = self.reference = self.adapter = None
@@ -265,7 +255,7 @@ class Run:
         if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
-            teacher = load(model.LogprobModel, self.checked.teacher or source, trained=False)
+            teacher = load(model.LogprobModel, self.inputs.teacher or source, trained=False)
             self.reference = model.Policy(teacher, *shared)
         if adapters:
             base = source if is_tiny(args.model) else args.model
@@ -273,17 +263,17 @@ class Run:
 
     def build_engine(self):
         """The engine, asleep: the trainer has the GPU."""
-        args, checked, bfloat16 = self.args, self.checked, self.dtype == torch.bfloat16
+        args, inputs, bfloat16 = self.args, self.inputs, self.dtype == torch.bfloat16
         models = self.policy, self.reference, self.critic
-        if checked.bridge:
-            self.episodes = Episodes(args, checked.bridge, self.world, self.log)
+        if inputs.bridge:
+            self.episodes = Episodes(args, inputs.bridge, self.world, self.log)
         self.engine = Engine(
-            checked.source, self.world, args.engine_args, tokenizer=checked.tokenizer,
-            eos_ids=eos_ids(checked.source, checked.tokenizer), log=self.log,
+            inputs.source, self.world, args.engine_args, tokenizer=inputs.tokenizer,
+            eos_ids=eos_ids(inputs.source, inputs.tokenizer), log=self.log,
             trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
-            max_len=checked.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
+            max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
-            kv_cache=checked.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
+            kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
             episodes=self.episodes, routes=args.expert_args.replay_routing)
         self.engine.sleep()
 
@@ -312,7 +302,7 @@ class Run:
                 metrics = held_out_metrics(self)
             score = -metrics["eval/loss"]
         if self.engine:
-            metrics |= self.sample_and_score(step)
+            metrics |= sampled_metrics(self, step)
             score = metrics["eval/pass@1"]
         self.log.step(step, metrics)
         if self.args.eval_args.eval_only:
@@ -320,94 +310,66 @@ class Run:
         if self.best is None or score > self.best["score"]:
             self.best = {"step": step, "score": score}
             if self.args.run_args.export and step:  # before the first step it is --model
-                self.best_unwritten = self.export(
-                    "best", {"best.json": json.dumps(self.best | metrics, indent=1)})
+                export_model(self.policy, self.inputs.source, self.log.folder / "best",
+                             {"best.json": json.dumps(self.best | metrics, indent=1)})
 
-    def sample_and_score(self, step: int) -> dict[str, float]:
-        """Completions of the rows of --eval_data → metrics."""
-        args = self.args.eval_args
-        prompts = [data.Prompt(i, row) for i, row in enumerate(self.checked.eval_rows)]
-        with self.log.time("eval"), self.engine.generating(self.policy):
-            samples = self.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
-            score_samples(self, samples, args.eval_samples)
-        self.log.samples(f"eval_{step:05d}", samples)
-        return evaluation_metrics(samples, args)
+    @contextmanager
+    def recorded(self, step: int, samples: list, learned: list):
+        """Around an update. Each --samples_every steps `samples` go to samples/; those that it
+        learned from with their tokens' log-probs before and after it. A collective."""
+        every, last = self.args.run_args.samples_every, self.args.steps - 1
+        shown = step % every == 0 or step == last
+        if shown:
+            look(self, learned)
+        yield
+        if shown:
+            look(self, learned)
+            name, decode = f"step_{step + 1:05d}", self.engine.tokenizer.decode
+            self.log.samples(name, samples, show=3, decode=decode)
 
-    def save(self, step: int) -> str | None:
-        """A checkpoint → None, or why that failed. A collective."""
+    def save(self, step: int):
+        """A checkpoint. A collective."""
         folder = self.log.folder / "checkpoints"
-        best = None if self.best_unwritten else self.best
         state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
-                 "bad_steps": self.log.bad_steps, "best": best, "settings": self.settings}
-        error = checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
-        self.unsaved = bool(error)
-        if error:
-            self.log.say(f"the checkpoint after {step} steps was not written ({error})")
-        else:
-            self.log.say(f"saved {folder}/step_{step}")
-            if self.world.rank == 0:  # until now a finished run that goes on was still finished
-                (self.log.folder / "done.json").unlink(missing_ok=True)
-        return error
-
-    def export(self, name: str, notes: dict | None = None) -> bool:
-        """The policy → runs/NAME/`name` → whether it failed. notes: {file: text}. A collective."""
-        folder = self.log.folder / name
-        try:
-            checkpoint.write(
-                self.world, export_model, self.policy, self.checked.source, folder, notes)
-            if self.adapter and name == "model":
-                folder = self.log.folder / "adapter"
-                checkpoint.write(
-                    self.world, export_adapter, self.policy, self.adapter, folder)
-        except checkpoint.NotWritten as error:
-            self.log.say(f"{folder} was not written ({error})")
-            if self.world.rank == 0:  # what there is of it
-                shutil.rmtree(f"{folder}.partial", ignore_errors=True)
-            return True
-        return False
+                 "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
+        checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
+        self.log.say(f"saved {folder}/step_{step}")
 
     # ---- the end ----
 
-    def stopped(self, step: int, error: str | None) -> int:
-        """After SIGTERM → exit status."""
-        then = f"the same command with --name {self.log.folder.name} goes on from here"
-        if error:
-            then = "these steps are not saved"
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; {then}")
+    def stopped(self, step: int) -> int:
+        """After SIGTERM, with a checkpoint → exit status."""
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; the same command "
+                     f"with --name {self.log.folder.name} goes on from here")
         self.close()
-        return 143 if error else dist.SAVED  # the statuses of dist.run
+        return dist.SAVED
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        missing, off_target = [], False
-        if self.unsaved:
-            missing.append("the last checkpoint")
-        if self.checked.eval_rows:
+        missed, training = False, not self.args.eval_args.eval_only
+        if self.inputs.eval_rows:
             self.evaluate(self.end)
-        if self.stop.looping and self.stop.agreed():
-            return self.stopped(self.end, self.save(self.end))
-        if self.best_unwritten:
-            missing.append("the best model")
-        if not self.args.eval_args.eval_only:
-            if self.args.run_args.export and self.export("model"):
-                missing.append("the model")
-            if self.world.rank == 0:
-                off_target = grade.summary(self.log, self.args.run_args)
-            if not missing:
-                self.log.finish(self.args.steps)
-        missing += self.log.unwritten
-        self.log.unwritten.clear()  # done.json must not come with the report
-        failed = self.world.any_rank(bool(off_target or missing))
-        if missing:
-            goes_on = checkpoint.steps(self.log.folder / "checkpoints")
-            then = "goes on from the last checkpoint" if goes_on else "begins again"
-            self.log.say(f"missing: {', '.join(missing)}; with space on the disk the same command "
-                         f"{then}")
+        if training and self.stop.agreed():
+            self.save(self.end)
+            return self.stopped(self.end)
+        if training and self.args.run_args.export:
+            self.export()
+        if training and self.world.rank == 0:
+            missed = summary.grade(self.log, self.args.run_args)
+        if training:
+            self.log.finish(self.args.steps)
         if self.args.run_args.report and self.world.rank == 0:
-            grade.write_report(self.log)
+            summary.write_report(self.log)
+        missed = self.world.any_rank(missed)
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()
-        return int(failed)
+        return int(missed)
+
+    def export(self):
+        """The policy to model/, adapters alone to adapter/ too. A collective."""
+        export_model(self.policy, self.inputs.source, self.log.folder / "model")
+        if self.adapter:
+            export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 
     def close(self):
         self.log.close()

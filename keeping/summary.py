@@ -1,13 +1,19 @@
-"""grade.py: how a run ended: its numbers, curve, page and grade. On rank 0."""
+"""summary.py: how a run ended: its numbers, curve, page and grade. On rank 0."""
 import io
+import sys
 
 import numpy as np
 
-from dist import say_last
+from keeping.files import write_whole
 from keeping.log import Log, is_evaluation
 
+NOTHING_LEARNED = (
+    "no step had a gradient: nothing was learned. Likely causes: all rewards of a group are equal "
+    "(samples/ has them), because the task is too hard or too easy or the reward is constant; no "
+    "row has a message of the assistant (sft.py); the teacher is the model itself (distill.py)")
 
-def summary(run_log: Log, flags) -> bool:
+
+def grade(run_log: Log, flags) -> bool:
     """Prints how the run began and ended, and draws it → whether it missed a grade."""
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
@@ -30,12 +36,15 @@ def summary(run_log: Log, flags) -> bool:
             reached = target and before <= target[0] and after >= target[1]
         if target and not reached:
             missed = True
-            say_last(f"missed --{flag}: at most {target[0]} before and at least {target[1]} after")
+            print(f"missed --{flag}: at most {target[0]} before and at least {target[1]} after",
+                  file=sys.stderr)
     if rewards:
         draw_curve(run_log)
     seconds = sum(row["time/step"] for row in steps)
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
+    if steps and not any(row.get("grad/norm") for row in steps):
+        run_log.say(NOTHING_LEARNED)
     return missed
 
 
@@ -43,9 +52,10 @@ def draw_curve(run_log: Log):
     from tools import plot
     picture = io.BytesIO()
     plot.draw([[run_log.folder]], picture)
-    run_log.put("curve.png", picture.getvalue())
+    write_whole(run_log.folder / "curve.png", picture.getvalue())
 
 
 def write_report(run_log: Log):
     from tools import report
-    run_log.put("report.html", report.page([run_log.folder], most_read=report.AT_THE_END))
+    text = report.page([run_log.folder], most_read=report.AT_THE_END)
+    write_whole(run_log.folder / "report.html", text)

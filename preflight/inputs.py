@@ -1,4 +1,4 @@
-"""check.py: all that can be known from flags and files, before any weight is loaded."""
+"""inputs.py: all that can be known from flags and files, before any weight is loaded."""
 import json
 import os
 from contextlib import suppress
@@ -13,12 +13,14 @@ import dist
 import rewards
 from chats import targets, toolcalls, turns
 from dist import Mistakes, SettingsError
-from preflight import memory, plan
+from preflight import memory, rules
+from preflight.plan import Plan
 from trainer import model
+from trainer.teacher import add_teacher_prompts
 
 
 @dataclass
-class Checked:
+class Inputs:
     """What a run works with."""
     source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
     tokenizer: object
@@ -28,7 +30,7 @@ class Checked:
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
     bridge: turns.Bridge | None  # what stands between two turns; None: one turn
-    plan: plan.Plan
+    plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
 
 
@@ -42,27 +44,23 @@ class NoTokenizer:
 
 def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. It fetches no model. Exit status 1: no fit."""
-    found = check_files(args, args.plan_args.ranks)
+    found = read_files(args, args.plan_args.ranks)
     card = args.plan_args.gpu_gb * memory.GIB
     print(memory.planned(found.plan, found.shape, card).text())
     return int(not memory.fits(found.plan, found.shape, card))
 
 
-def check(args, ranks: int, local_size: int) -> Checked:
+def read_inputs(args, ranks: int, local_size: int) -> Inputs:
     """All that a run needs, but no weights. local_size: ranks of this machine."""
-    found = check_files(args, ranks, local_size)
+    found = read_files(args, ranks, local_size)
     if found.source is None or (args.teacher and found.teacher is None):
         # To make or fetch a model takes time: all else was looked at first.
-        found = check_files(args, ranks, local_size, make=True)
+        found = read_files(args, ranks, local_size, make=True)
     check_memory(found, gpu_bytes(), local_size)
-    found.notes += [f"note: {line}" for line in plan.warnings(args)]
-    if not names_an_end(found.source):
-        found.notes.append("note: no file of the model names an end-of-sequence token: perhaps "
-                           "only --stop and --max_tokens end completions.")
     return found
 
 
-def check_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Checked:
+def read_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Inputs:
     """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
 
     local_size: ranks of this machine; None: not known. make: see find_model.
@@ -70,14 +68,12 @@ def check_files(args, ranks: int, local_size: int | None = None, make: bool = Fa
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
     source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
-    needs, tools = [], None
+    needs, tools, teacher = [], None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
-    shape = mistakes.attempt(find_shape, args, lm)
-    teacher = None
+    shape = mistakes.attempt(find_shape, args.model, lm, args.plan_args.plan)
     if args.teacher:
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
-
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
@@ -88,19 +84,19 @@ def check_files(args, ranks: int, local_size: int | None = None, make: bool = Fa
     everything = rows + eval_rows
     if args.teacher_prompt and tokenizer:
         mistakes.attempt(
-            data.add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
+            add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     scored = eval_rows if args.supervised or args.eval_args.eval_only else everything
     mistakes.attempt(rewards.check_rows, needs or [], scored)
     bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
 
-    n_rows, n_eval = len(rows) or None, len(eval_rows)
-    mistakes += map(str, plan.problems(args, ranks, n_rows, n_eval, shape, local_size))
+    counts = ranks, len(rows) or None, len(eval_rows)
+    mistakes += map(str, rules.problems(args, *counts, shape, local_size))
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
-        mistakes += model_limits(args, lm.config, tokenizer, everything if tokenizer else [])
+        mistakes += model_limits(args, lm.config, everything if tokenizer else [])
     mistakes.stop()
-    sizes = plan.Plan(args, ranks, n_rows, n_eval)
-    return Checked(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge, sizes)
+    return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
+                  Plan(args, *counts))
 
 
 # ---- the model ----
@@ -118,15 +114,16 @@ def is_tiny(name: str) -> bool:
     return name.partition(":")[0] == "tiny"
 
 
-def find_model(name: str, make: bool = False) -> str | None:
-    """--model → its folder. Where it is not here: None, or if `make`, it is made or fetched."""
+def find_model(name: str, make: bool = False, flag: str = "model") -> str | None:
+    """The value of --model or --teacher → its folder. Where it is not here: None, or if `make`, it
+    is made or fetched."""
     if not is_tiny(name):
-        return model.find(name) if make or Path(name).is_dir() else None
+        return model.find(name, flag) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
         known = ", ".join(f"tiny:{task}" for task in tiny.TASKS)
-        raise SettingsError(f"--model {name} is not a model that tiny.py makes; it makes {known}.")
+        raise SettingsError(f"--{flag} {name} is not a model that tiny.py makes; it makes {known}.")
     folder = tiny.place("runs", task)
     if Path(folder).is_dir():
         return folder
@@ -141,19 +138,13 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
 
     lm, tokenizer, shape: of the model; None: it is not here. It sets shape.teacher.
     """
-    folder = find_model(args.teacher, make)
-    theirs = model.skeleton(folder) if folder else None
+    folder = find_model(args.teacher, make, "teacher")
+    theirs = model.skeleton(folder, flag="teacher") if folder else None
     if shape:
-        other = plan.changed(args, model=args.teacher)
-        shape.teacher = find_shape(other, theirs)
+        shape.teacher = find_shape(args.teacher, theirs, args.plan_args.plan)
     if not (folder and tokenizer):
-        # Only sizes are known here. A larger vocabulary may be the same one, padded.
-        if shape and shape.teacher and shape.teacher.vocab < shape.vocab:
-            raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
-                                f"{args.model}: it has {shape.teacher.vocab:,} of its "
-                                f"{shape.vocab:,} ids.")
-        return folder
-    if load_tokenizer(args.teacher, folder).get_vocab() != tokenizer.get_vocab():
+        return folder  # a plan, which needs its sizes alone
+    if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
     sizes = theirs.config.vocab_size, lm.config.vocab_size
@@ -164,7 +155,7 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
     return folder
 
 
-def load_tokenizer(name: str, source: str):
+def load_tokenizer(name: str, source: str, flag: str = "model"):
     from transformers import AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(source)
@@ -173,17 +164,8 @@ def load_tokenizer(name: str, source: str):
         return found
     except Exception as error:  # transformers has many kinds
         why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--model {name} has no tokenizer that transformers can load "
+        raise SettingsError(f"--{flag} {name} has no tokenizer that transformers can load "
                             f"({why}).") from None
-
-
-def names_an_end(source: str) -> bool:
-    """Whether a file of the model has an end-of-sequence token: some tokenizers invent one."""
-    names = "generation_config", "tokenizer_config", "special_tokens_map"
-    paths = [Path(source) / f"{name}.json" for name in names]
-    found = [json.loads(path.read_text()) for path in paths if path.exists()]
-    return any(config.get(key) is not None
-               for config in found for key in ("eos_token", "eos_token_id"))
 
 
 def eos_ids(source: str, tokenizer) -> list[int]:
@@ -194,46 +176,33 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-def find_shape(args, lm) -> memory.Shape | None:
+def find_shape(name: str, lm, planning: bool) -> memory.Shape | None:
     """The model's sizes. If it is not here: from the table of memory.py, or from the hub."""
     if lm:
         return memory.shape_from(lm)
     # Without --plan the model will be here. A folder that cannot be read is a mistake already.
-    if not args.plan_args.plan or (Path(args.model).is_dir() and not is_tiny(args.model)):
+    if not planning or (Path(name).is_dir() and not is_tiny(name)):
         return None
-    return memory.shape_of(args.model) or memory.shape_from(model.skeleton(args.model))
+    return memory.shape_of(name) or memory.shape_from(model.skeleton(name))
 
 
-def model_limits(args, config, tokenizer, rows: list[data.Row]) -> list[str]:
+def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model or its engine cannot take."""
-    found, name, vocab = [], f"--model {args.model}", config.vocab_size
+    found, vocab = [], config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
-    head = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
-    served = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
-    if args.needs_engine and head not in served and not torch.cuda.is_available():
-        found.append(f"{name} has heads of size {head}; without a GPU vLLM serves "
-                     f"{', '.join(map(str, served))}.")
     if args.expert_args.replay_routing and not (torch.cuda.is_available() or args.plan_args.plan):
         found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
-    lora = args.lora_args
-    adapts = args.needs_engine and lora.lora_rank and lora.lora_sync != "merged"
-    if adapts and config.model_type == "stablelm":
-        found.append(f"{name} is of type stablelm, for which vLLM takes no adapters. Would work: "
-                     "--lora_sync merged.")
-    if tokenizer and tokenizer.vocab_size > vocab:  # without added tokens
-        found.append(f"{name} has a tokenizer of {tokenizer.vocab_size:,} ids and weights for "
-                     f"{vocab:,}.")
     for row in rows:
         learned = row.target[0] if row.target else []
         largest = max(row.prompt_ids + learned, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
-            found.append(f"{name}: row {row.index} of {row.source} must have tokens with ids below "
-                         f"{vocab} (the largest is {largest}).")
+            found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens "
+                         f"with ids below {vocab} (the largest is {largest}).")
             break
     return found
 
@@ -275,23 +244,19 @@ def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
     return rows
 
 
-def check_memory(found: Checked, card: float | None, local_size: int) -> None:
+def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     """Adds memory to the plan. SettingsError if it is certain that the run does not fit.
 
     card: bytes of this rank's GPU; None: it has none.
     """
-    asked = found.plan.args.engine_args.kv_cache_gb > 0
+    args, shape = found.plan.args, found.shape
     if not card:
         found.plan.free = free_bytes() / local_size
-    found.plan = memory.planned(found.plan, found.shape, card)
-    engine = memory.EngineMemory(found.plan, found.shape, card)
-    if asked or not card:
-        found.kv_cache = engine.cache
-    # Without a GPU the plan is exact. On a GPU it is an estimate: only the engine's weights and a
-    # cache that the user asks for are exact. holds == 0: the longest sequence does not fit.
-    certain = not card or (asked and (engine.holds == 0 or engine.weights + engine.cache > card))
-    planned = found.shape.fused  # without fused attention there is no plan of the memory
-    if certain and planned and not memory.fits(found.plan, found.shape, card):
+    found.plan = memory.planned(found.plan, shape, card)
+    if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
+        found.kv_cache = memory.EngineMemory(found.plan, shape, card).cache
+    # On a GPU the plan is an estimate, and without fused attention there is none.
+    if shape.fused and not card and not memory.fits(found.plan, shape, card):
         _, words = found.plan.memory.splitlines()[0].split(maxsplit=1)  # "memory", and the rest
         raise SettingsError(f"this run {words}.")
 

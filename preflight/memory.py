@@ -2,15 +2,14 @@
 
 Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: there is none).
 """
-import resource
 from collections import namedtuple
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import product
 
 import torch
 
-from preflight.plan import BUDGETS, Phase, Plan, broken, ceil_div, changed, flags, typed
+from preflight.plan import BUDGETS, Phase, Plan, ceil_div, changed, flags
+from preflight.rules import broken, typed
 from rollout import engine_limits
 from trainer import experts
 from trainer.model import HEAD_LOGITS
@@ -22,10 +21,10 @@ ENGINE_GRAPHS = 1.0 * GIB
 CPU_CACHE = 1.0 * GIB
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 (chunk, vocab), without and with backward
 TEACHER_HEAD = 6  # more of them for --divergence
-LADDER = [  # the cheapest first
+LADDER = [  # what makes a run smaller, the cheapest first
     ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
-    ("offload", ("params", "optimizer")), ("offload", ("params", "optimizer", "reference")),
-    ("head_chunk", 256), ("head_chunk", 64), ("cpu_offload", True), ("tp", 2), ("tp", 4), ("tp", 8)]
+    ("offload", ("params", "optimizer", "reference")), ("head_chunk", 256), ("cpu_offload", True),
+    ("tp", 2), ("tp", 4), ("tp", 8)]
 
 
 @dataclass
@@ -58,18 +57,15 @@ class Shape:
         layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
         return lora.lora_rank * self.layers * layer
 
-    def saved(self, c: int, keys: float) -> float:
-        """Bytes that a layer keeps for backward, per token.
+    def saved(self, c: int, keys: int) -> float:
+        """Bytes that a layer keeps for backward, per token: norms, attention, MLP.
 
         c: bytes of a computed number. keys: see plan.Phase.
         """
-        norms = 8 * self.hidden + 8 + 4 * c * self.hidden
+        norms = (8 + 4 * c) * self.hidden
         if self.qk_norm:
-            norms += (self.q + self.kv) * (4 + c) + 4 * (self.heads + self.kv_heads)
-        queries = 1 / EVEN  # with padding
-        attention = (2 * c * (self.q * queries + self.kv * keys)  # q, output, k, v
-                     + 4 * self.heads * queries  # log-sums
-                     + c * self.q)  # output in the order of tokens
+            norms += (4 + c) * (self.q + self.kv)
+        attention = c * (self.q + 2 * self.q / EVEN + 2 * self.kv * keys)  # EVEN: with padding
         return norms + attention + 4 * c * self.intermediate
 
 
@@ -81,15 +77,9 @@ Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 tied
 Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 tied
 Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
 Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
-Qwen2.5-14B qwen2 5120 13824 48 40 8 152064 untied
-Qwen2.5-32B qwen2 5120 27648 64 40 8 152064 untied
 Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
-Qwen3-1.7B qwen3 2048 6144 28 16 8 151936 tied
-Qwen3-4B qwen3 2560 9728 36 32 8 151936 tied
 Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
-Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied
-Llama-3.2-3B llama 3072 8192 28 24 8 128256 tied
-Llama-3.1-8B llama 4096 14336 32 32 8 128256 untied"""
+Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied"""
 
 
 def shape_of(model: str) -> Shape | None:
@@ -132,58 +122,10 @@ def number_bytes(dtype: str, card) -> int:
     return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
-def widest(shape: Shape, tokens: int, *, grad: bool, c: int, m: int, keys: float,
-           checkpointing: bool = False, head_chunk: int = 0, critic: bool = False,
-           frozen: bool = False, ranks: float = 1) -> dict[str, float]:
-    """The bytes of each part in the fullest moment of a micro-batch of `tokens`.
-
-    c, m: bytes of a computed number, of a master weight. keys: see plan.Phase. frozen: only
-    adapters have a gradient. ranks: that share a gradient.
-    """
-    hidden = tokens * shape.hidden * c  # what goes from layer to layer
-    inner = tokens * shape.intermediate * c  # one of the wide matrices inside an MLP
-    embedding = shape.embedding
-    if critic:
-        root, chunk, head = (embedding + shape.hidden) * c, 0, 0
-    else:
-        rows = min(tokens, head_chunk or max(1, HEAD_LOGITS // shape.vocab))
-        root, chunk, head = shape.root * c, rows * shape.vocab * 4, embedding * c
-    layer, saved = shape.layer * c, tokens * shape.saved(c, keys)
-    root1, root2 = root + layer, root + 2 * layer  # with one layer, with two
-    kept = hidden if checkpointing else saved  # of each layer, for backward
-    last = shape.layers * kept + tokens * 4 * shape.hidden + 3 * hidden  # behind the last layer
-    mlp = shape.layers * kept + 2 * inner + 3 * hidden  # in the backward of an MLP
-    if checkpointing:
-        mlp += saved  # its layer is computed again
-    # Each moment: (gathered, activations, head).
-    if not grad:
-        inside = max(3 * inner, tokens * 12 * shape.hidden, saved - 4 * inner)  # MLP, norms, rest
-        moments = [(root + root2, 0, 0), (root1, hidden, SCORE_HEAD * chunk),
-                   (root2, 4 * hidden + inside, 0)]
-    elif frozen:
-        moments = [(root1, last, UPDATE_HEAD * chunk), (root2, mlp, 0)]
-    else:
-        wide = root * m / c  # the root's gradient, reduced: all of it, then this rank's part
-        moments = [
-            (root1, last, UPDATE_HEAD * chunk + head),  # a chunk of the head
-            (root1, last, 3 * head),  # the sum of its gradients
-            (root2, mlp, head),  # the last layer
-            (root2 + shape.layer * m, mlp - kept, head),  # the one before; the last one is reduced
-            (root + shape.layer * m, 2 * hidden, 2 * embedding * c + head),  # the embedding
-            (wide + max(root, embedding * c + wide / ranks), 0, 0)]
-    return dict(zip(("gathered", "activations", "head"), max(moments, key=sum), strict=True))
-
-
 class EngineMemory:
     """The bytes of vLLM on one GPU."""
-    weights = cache = workspace = awake = asleep = 0.0
-    holds = 1  # without an engine nothing is too long for it
 
     def __init__(self, plan, shape, card):
-        if plan.args.needs_engine:
-            self.measure(plan, shape, card)
-
-    def measure(self, plan, shape, card):
         e, lora = plan.args.engine_args, plan.args.lora_args
         c = number_bytes(plan.args.model_args.dtype, card)
         self.weights = c * shape.params / e.tp
@@ -208,14 +150,12 @@ class EngineMemory:
         else:  # what one call can use, and one sequence at least
             used = sequence * (1 + min(seqs, plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
-        free = self.cache - block  # vLLM keeps a block to itself
-        self.holds = max(0, min(seqs, int(free // sequence)))  # longest sequences
+        # Of the longest sequences. vLLM keeps a block to itself.
+        self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))
 
-        if card and e.sleep_level:
-            self.awake = self.weights + self.workspace  # in a sync, before its cache wakes
-            self.asleep = graphs  # in training
-        else:
-            self.awake = self.asleep = self.weights + self.workspace + self.cache
+        self.asleep = graphs  # what stays in training
+        if not (card and e.sleep_level):
+            self.asleep = self.weights + self.workspace + self.cache
 
 
 class TrainerMemory:
@@ -223,28 +163,27 @@ class TrainerMemory:
 
     def __init__(self, plan, shape, card):
         a, w = plan.args, plan.args.model_args
-        self.shape, self.model_args = shape, w
+        self.args, self.shape, self.teacher = a, shape, shape.teacher or shape
         self.c = number_bytes(w.dtype, card)
         self.m = max(4, self.c)  # of a master weight
-        self.trained, self.frozen = {"policy": shape.params}, 0  # parameters
-        if a.critic_args:
-            self.trained["critic"] = shape.critic
-        adapter = shape.adapter(a.lora_args)
-        if adapter:
-            self.frozen = sum(self.trained.values())
-            self.trained = dict.fromkeys(self.trained, adapter)
         self.ranks = w.shard_size or plan.ranks  # that share parameters, gradients, moments
         if card and w.cpu_offload:  # a GPU's share of them is 0
             self.ranks = float("inf")
+        models = {"policy": shape.params}
+        if a.critic_args:
+            models["critic"] = shape.critic
+        self.adapter, self.trained, frozen = shape.adapter(a.lora_args), models, 0
+        if self.adapter:
+            frozen = self.c * sum(models.values())
+            self.trained = dict.fromkeys(models, self.adapter)
 
         offload = w.offload if card else ()  # without a GPU there is one memory
-        trained = self.m * sum(self.trained.values())
-        weights = trained + self.c * self.frozen
-        self.reference, self.divergence = shape.teacher or shape, a.divergence
-        own = a.teacher or not adapter  # else it is the policy without its adapters
+        trained, reference = self.m * sum(self.trained.values()), 0
+        own = a.teacher or not self.adapter  # else it is the policy without its adapters
         if a.needs_reference and own and "reference" not in offload:
-            weights += self.c * self.reference.params
-        self.state = {"set aside": RESERVED if card else 0, "parameters": weights / self.ranks,
+            reference = self.c * self.teacher.params
+        self.state = {"set aside": RESERVED if card else 0,
+                      "parameters": (trained + frozen + reference) / self.ranks,
                       "optimizer": 2 * trained / self.ranks}
         self.waiting = dict(self.state)  # while the engine works
         if "params" in offload:
@@ -254,29 +193,59 @@ class TrainerMemory:
 
     def micro_batch(self, phase: Phase) -> dict[str, float]:
         """What a phase adds to the state."""
-        w, grad = self.model_args, phase.name.endswith("update")
-        who = "critic" if phase.name.startswith("critic") else "policy"
-        parts = widest(
-            self.shape, phase.tokens, grad=grad, c=self.c, m=self.m, keys=phase.keys,
-            critic=who == "critic", checkpointing=w.checkpointing, head_chunk=w.head_chunk,
-            frozen=self.frozen > 0, ranks=self.ranks)
-        if grad:
-            parts["gradients"] = self.m * self.trained[who] / self.ranks
-        return self.beside_teacher(phase, parts)
+        critic, teacher = phase.name.startswith("critic"), 0
+        if not phase.name.endswith("update"):
+            if phase.name == "score":
+                teacher = self.score(self.teacher, phase, False)
+            return {"micro-batch": max(teacher, self.score(self.shape, phase, critic))}
+        gradients = self.m * self.trained["critic" if critic else "policy"] / self.ranks
+        if self.args.divergence != "none":  # what the teacher's pass leaves for it
+            t = self.teacher
+            teacher = self.c * (t.root + phase.tokens * t.hidden)
+            teacher += TEACHER_HEAD * self.logits(t, phase.tokens)
+        return {"micro-batch": self.update(phase, critic) + teacher, "gradients": gradients}
 
-    def beside_teacher(self, phase: Phase, parts: dict[str, float]) -> dict[str, float]:
-        """The fuller one: parts, with what a teacher leaves for --divergence, or its own pass."""
-        w, shape, tokens = self.model_args, self.reference, phase.tokens
-        update = phase.name == "update" and self.divergence != "none"
-        if not update and (phase.name != "score" or shape is self.shape):
-            return parts
-        alone = widest(shape, tokens, grad=False, c=self.c, m=self.m, keys=phase.keys,
-                       head_chunk=w.head_chunk)
-        if update:
-            rows = min(tokens, w.head_chunk or max(1, HEAD_LOGITS // shape.vocab))
-            parts = parts | {"teacher": (shape.root + tokens * shape.hidden) * self.c
-                             + TEACHER_HEAD * rows * shape.vocab * 4}
-        return max(parts, alone, key=lambda found: sum(found.values()))
+    def logits(self, shape: Shape, tokens: int) -> int:
+        """Bytes of the head's logits that exist at the same time, in float32."""
+        chunk = self.args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
+        return 4 * min(tokens, chunk) * shape.vocab
+
+    def sizes(self, shape: Shape, phase: Phase, critic: bool) -> tuple[float, ...]:
+        """Bytes in the largest micro-batch: what goes from layer to layer; a wide matrix in an MLP;
+        what a layer saves for backward; the logits; the root; what FSDP gathers (the root, whole
+        and this rank's part, and two layers)."""
+        c, tokens = self.c, phase.tokens
+        logits, root = self.logits(shape, tokens), shape.root * c
+        if critic:
+            logits, root = 0, (shape.embedding + shape.hidden) * c
+        gathered = root + root / self.ranks + 2 * shape.layer * c
+        return (tokens * shape.hidden * c, tokens * shape.intermediate * c,
+                tokens * shape.saved(c, phase.keys), logits, root, gathered)
+
+    def score(self, shape: Shape, phase: Phase, critic: bool) -> float:
+        """Bytes in the fullest moment of a forward pass without gradient."""
+        hidden, inner, saved, logits, root, gathered = self.sizes(shape, phase, critic)
+        # The next root, or the wide numbers of an MLP, of attention, of the head.
+        wide = max(3 * inner, saved - 4 * inner, SCORE_HEAD * logits)
+        return gathered + 7 * hidden + max(root, wide)
+
+    def update(self, phase: Phase, critic: bool) -> float:
+        """Bytes in the fullest moment of a forward and backward pass, without its gradients."""
+        shape = self.shape
+        hidden, inner, saved, logits, root, gathered = self.sizes(shape, phase, critic)
+        kept, again = shape.layers * saved + 3 * hidden, 0
+        if self.args.model_args.checkpointing:  # a layer is computed again
+            kept, again = shape.layers * hidden + 3 * hidden, saved
+        # Gradients before they are reduced: of the head, of the root and of a layer.
+        head, wide, layer = shape.embedding * self.c, shape.root * self.m, shape.layer * self.m
+        if critic:
+            head = 0
+        if self.adapter:
+            head = wide = layer = 0
+        last = kept + 4 * phase.tokens * shape.hidden  # behind the last layer
+        return max(gathered + last + max(UPDATE_HEAD * logits + head, 3 * head),
+                   gathered + layer + kept + again + 2 * inner + head,  # in an MLP
+                   wide + max(root, shape.embedding * self.c + wide / self.ranks))
 
 
 Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
@@ -284,100 +253,59 @@ Load = namedtuple("Load", "phase parts total")  # bytes on one GPU
 
 def loads(plan, shape, card) -> list[Load]:
     """What is on one GPU in each phase of a step."""
-    engine, trainer = EngineMemory(plan, shape, card), TrainerMemory(plan, shape, card)
-    found = {}
+    trainer, found, asleep = TrainerMemory(plan, shape, card), {}, 0
     if plan.args.needs_engine:
+        engine = EngineMemory(plan, shape, card)
+        asleep = engine.asleep
         found["rollout"] = trainer.waiting | {
-            "engine weights": engine.weights, "kv cache": engine.cache,
-            "engine workspace": engine.workspace}
+            "engine weights": engine.weights, "engine workspace": engine.workspace,
+            # In a sync before it: a weight's parts and the whole, of it and the one before.
+            "kv cache": max(engine.cache, 4 * trainer.c * shape.embedding)}
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in found:  # of several sizes, the largest comes first
             found[phase.name] = trainer.state | trainer.micro_batch(phase) | {
-                "engine asleep": engine.asleep}
-    largest = max(shape.embedding, shape.hidden * shape.intermediate)
-    if plan.args.needs_engine:
-        found["sync"] = trainer.waiting | {
-            "one weight": 4 * trainer.c * largest,  # parts and whole, of it and the one before
-            "engine awake": engine.awake}
+                "engine asleep": asleep}
     return [Load(name, parts, sum(parts.values())) for name, parts in found.items()]
+
+
+def holds(plan, shape, card) -> int:
+    """The longest sequences that the engine's cache holds. Without an engine nothing is too
+    long: 1."""
+    return EngineMemory(plan, shape, card).holds if plan.args.needs_engine else 1
 
 
 def fits(plan, shape, card) -> bool:
     """Every phase leaves 3 % of the memory, and the cache holds a sequence."""
-    limit = card or plan.free
-    return EngineMemory(plan, shape, card).holds > 0 and all(
-        load.total <= 0.97 * limit for load in loads(plan, shape, card))
+    limit = 0.97 * (card or plan.free)
+    largest = max(load.total for load in loads(plan, shape, card))
+    return largest <= limit and holds(plan, shape, card) > 0
 
 
 # ---- the search for flags with which it fits ----
 
-SHARE = "gpu_memory_utilization"
+def flags_that_fit(plan, shape, card) -> dict | None:
+    """The flags to change so that it fits: {} if it fits already. None: no flags are enough.
 
-
-def ladder(plan, shape) -> list[tuple[str, object]]:
-    """(flag, value), the cheapest first: smaller budgets, then LADDER. Values that break a rule are
-    left out."""
-    given, steps = flags(plan.args), []
-    for name in BUDGETS:
-        budget = given.get(name, 0) // 2
-        while budget >= max(plan.longest, 4096):
-            steps.append((name, budget))
-            budget //= 2
-    return [(name, value) for name, value in steps + LADDER if not broken(
-        changed(plan.args, **{name: value}), plan.ranks, plan.n_rows, plan.n_eval, shape)]
-
-
-def fitting(plan, shape, card, values: dict) -> dict | None:
-    """The values, if it fits with them. Else the values and the engine's share with which it fits,
-    the nearest to the given one. Else None."""
-    tries = [values]
+    It tries small budgets and each step of LADDER alone, then more and more of them together.
+    """
+    given, small = flags(plan.args), max(plan.longest, 4096)
+    steps = [(name, small) for name in BUDGETS if given.get(name, 0) > small]
+    steps += [(name, value) for name, value in LADDER if given[name] != value]
+    tries = [{}, *({name: value} for name, value in steps),
+             *(dict(steps[:n]) for n in range(2, len(steps) + 1))]
+    shares = [{}]
     if card:
-        given = flags(plan.args)[SHARE]
-        shares = sorted((n / 20 for n in range(2, 19)), key=lambda share: abs(share - given))
-        tries += [values | {SHARE: share} for share in shares]
-    for more in tries:
-        if fits(replace(plan, args=changed(plan.args, **more)), shape, card):
-            return more
+        shares += [{"gpu_memory_utilization": n / 10} for n in range(9, 0, -1)]
+    for values, share in product(tries, shares):
+        args = changed(plan.args, **values, **share)
+        if fits(replace(plan, args=args), shape, card) and not broken(
+                args, plan.ranks, plan.n_rows, plan.n_eval, shape):
+            return values | share
     return None
-
-
-def fewest(plan, shape, card) -> dict | None:
-    """The flags to change so that it fits: {} if it fits already. None: no flags are enough."""
-    steps, chosen = ladder(plan, shape), None
-    # Walk down the ladder until it fits.
-    for n in range(len(steps) + 1):
-        chosen = fitting(plan, shape, card, dict(steps[:n]))  # each flag's last value
-        if chosen is not None:
-            break
-    if chosen is None:
-        return None
-    # Leave out each flag that is not needed, or take the first of its values that is enough.
-    for flag in list(chosen):
-        others = {name: value for name, value in chosen.items() if name not in (flag, SHARE)}
-        milder = [others | {name: value} for name, value in steps if name == flag]
-        for fewer in [others, *milder]:
-            found = fitting(plan, shape, card, fewer)
-            if found is not None:
-                chosen = found
-                break
-    return chosen
 
 
 def spell(values: dict) -> str:
     return " ".join(typed(flag, value) for flag, value in values.items())
-
-
-def verdict(plan, shape, card) -> tuple[str, Plan]:
-    """Whether it fits, and if not, with which flags; and the plan that fits, else this one."""
-    for doublings in range(8 if card else 1):
-        wider = replace(plan, ranks=plan.ranks * 2**doublings)
-        more = fewest(wider, shape, card)
-        if more is not None:
-            if doublings:
-                more["ranks"] = wider.ranks
-            words = f"does not fit; would with {spell(more)}" if more else "fits"
-            return words, replace(wider, args=changed(plan.args, **more))
-    return "does not fit; no flag helps", plan
 
 
 # ---- what is printed ----
@@ -386,17 +314,23 @@ def planned(plan, shape, card) -> Plan:
     """The plan with its memory, for a GPU of `card` bytes or, without one, for plan.free."""
     if not shape.fused:
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
-    words, best = verdict(plan, shape, card)  # its total is of the plan that fits
+    more, words = flags_that_fit(plan, shape, card), "fits"
+    if more:
+        words = f"does not fit; would with {spell(more)}"
+    elif more is None:
+        words, more = "does not fit; no flag helps, perhaps more ranks do", {}
+    best = replace(plan, args=changed(plan.args, **more))  # the total is of the plan that fits
     top = max(loads(best, shape, card), key=lambda load: load.total)
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
-    a, holds = plan.args, EngineMemory(plan, shape, card).holds
     lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
              *table(loads(plan, shape, card)), f"    {shape.params:,} parameters"]
-    if a.needs_engine:
-        lines[-1] += (f"; the engine's cache holds {holds:,} of the longest sequences "
-                      f"({plan.longest:,} tokens), and one call asks for {plan.requests:,}")
-    if a.lora_args.lora_rank:
-        lines.append(f"  lora       {shape.adapter(a.lora_args):,} parameters are trained")
+    if plan.args.needs_engine:
+        lines[-1] += (f"; the engine's cache holds {holds(plan, shape, card):,} of the longest "
+                      f"sequences ({plan.longest:,} tokens), and one call asks for "
+                      f"{plan.requests:,}")
+    adapter = shape.adapter(plan.args.lora_args)
+    if adapter:
+        lines.append(f"  lora       {adapter:,} parameters are trained")
     return replace(plan, memory="\n".join(lines))
 
 
@@ -404,48 +338,7 @@ def table(found: list[Load]) -> list[str]:
     """A line for each part, in GiB, and a column for each phase."""
     rows = {"": [load.phase for load in found]}
     for part in {part: None for load in found for part, size in load.parts.items() if size}:
-        rows[part] = [in_gib(load.parts.get(part, 0)) for load in found]
-    rows["total"] = [in_gib(load.total) for load in found]
+        rows[part] = [f"{load.parts.get(part, 0) / GIB:.2f}" for load in found]
+    rows["total"] = [f"{load.total / GIB:.2f}" for load in found]
     return [f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
             for name, cells in rows.items()]
-
-
-def in_gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size else ""
-
-
-# ---- what was used ----
-
-def peak_memory(device):
-    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
-    return gpu_peak() if device.type == "cuda" else cpu_peak()
-
-
-@contextmanager
-def cpu_peak():
-    """gb: resident in this process."""
-    with suppress(OSError):  # the kernel's peak starts again
-        Path("/proc/self/clear_refs").write_text("5")
-    peak = {}
-    yield peak
-    peak["gb"] = resident()
-
-
-@contextmanager
-def gpu_peak():
-    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
-    torch.cuda.reset_peak_memory_stats()
-    others = gpu_in_use() - torch.cuda.memory_reserved()
-    peak = {}
-    yield peak
-    peak["gb"] = others + torch.cuda.max_memory_allocated()
-    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
-
-
-def resident() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def gpu_in_use() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free

@@ -1,36 +1,37 @@
-"""canary.py: before the first update: does it fit, is the engine the policy?"""
+"""worst_case.py: before the first update, the largest micro-batch of each phase is tried."""
 import re
+import resource
 import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as td
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from data import Prompt, Row
 from dist import SettingsError, cut
-from preflight.memory import GIB, peak_memory
+from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
 from rewards import Score
 from trainer.batch import Batch, Completion, Micro, Sample
 from trainer.teacher import beside
 
-LAST = 64  # tokens that `compare` looks at
-
 
 def try_worst_case(run):
-    """--canary: the largest micro-batch of each phase."""
-    wanted = run.args.run_args.canary
+    """--try_worst_case: the largest micro-batch of each phase."""
+    wanted = run.args.run_args.try_worst_case
     if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
         return
-    peaks = canary(run.checked.plan, run.world, run.checked.shape.vocab, run.policy, run.reference,
-                   run.critic)
+    peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
+                           run.reference, run.critic)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
-    run.log.say(f"  canary: a worst-case micro-batch of each phase fits; peaks {peaks}")
+    run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
 
-def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
-    """{phase: its peak in bytes}. Changes no weights and no optimizer state."""
+def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
+    """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
+    state. A collective."""
     a, peaks = plan.args, {}
 
     def update(micro):
@@ -60,7 +61,8 @@ def canary(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -
             trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
-    return peaks
+    most = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
+    return dict(zip(peaks, most, strict=True))
 
 
 def measure(phase: Phase, world, vocab: int, forward) -> float:
@@ -93,7 +95,7 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Mic
 
 
 def end(world, phase: Phase, failed: int):
-    if world.size > 1 and td.distributed_c10d._get_default_store().add("canary", 1) > 1:
+    if world.size > 1 and td.distributed_c10d._get_default_store().add("worst case", 1) > 1:
         time.sleep(1)  # the first rank prints first
         raise SystemExit(2)
     flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
@@ -104,44 +106,38 @@ def end(world, phase: Phase, failed: int):
     raise error from None
 
 
-def compare(run, samples: list[Sample]):
-    """SettingsError if transformers, trainer and engine are not one policy. A collective.
+# ---- what was used ----
 
-    It compares the mean over the last tokens of one completion of each engine: rounding moves
-    single tokens much, and their mean little. The trainer computes the completion twice in one
-    packed input, and the second one counts: it may not look at its neighbour.
-    """
-    world, policy = run.world, run.policy
-    mine = world.mine(samples) or samples
-    sample = max(mine, key=lambda s: s.completion.tokens)
-    twice = Micro(Batch([sample, sample]), [0, 1], world.device)
-    with torch.no_grad():
-        trainer = policy.logprobs(twice, run.args.temperature)[0][1][twice.sampled[1]]
-    trainer = trainer[-LAST:].cpu().double()
-    done = sample.completion
-    engine = torch.from_numpy(done.logprobs[done.sampled][-LAST:])
-    gaps = [(trainer - other).abs().mean()
-            for other in (plain_logprobs(run, sample)[-LAST:], engine)]
-    gaps = world.max(torch.stack(gaps).nan_to_num(torch.inf)).tolist()
-    causes = [
-        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py lacks "
-         "what this family does to logits or scores"),
-        ("engine and trainer", "the engine did not take all weights, has an old prefix cache, or "
-         "samples otherwise")]
-    for gap, (who, cause) in zip(gaps, causes, strict=True):
-        if gap > run.max_gap:
-            raise SettingsError(
-                f"{who} differ before the first update by {gap:.2g} nats a token, more than "
-                f"--max_gap {run.max_gap:g}; likely cause: {cause}")
+def peak_memory(device):
+    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
+    return gpu_peak() if device.type == "cuda" else cpu_peak()
 
 
-def plain_logprobs(run, sample: Sample):
-    """(n,) of the last sampled tokens, at most LAST, by transformers' own forward. A collective."""
-    module = run.policy.module
-    micro = Micro(Batch([sample]), [0], run.world.device)  # one row: packed is as it is
-    register_fsdp_forward_method(module, "plain_logits")
-    with torch.no_grad():
-        logits = module.plain_logits(micro.inputs["input_ids"][0], micro.source[-LAST:])
-    module.reshard()
-    logprobs = (logits.cpu().double() / run.args.temperature).log_softmax(-1)  # (n, V)
-    return logprobs.gather(-1, micro.targets[-LAST:].cpu().unsqueeze(-1)).squeeze(-1)
+@contextmanager
+def cpu_peak():
+    """gb: resident in this process."""
+    with suppress(OSError):  # the kernel's peak starts again
+        Path("/proc/self/clear_refs").write_text("5")
+    peak = {}
+    yield peak
+    peak["gb"] = resident()
+
+
+@contextmanager
+def gpu_peak():
+    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
+    torch.cuda.reset_peak_memory_stats()
+    others = gpu_in_use() - torch.cuda.memory_reserved()
+    peak = {}
+    yield peak
+    peak["gb"] = others + torch.cuda.max_memory_allocated()
+    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
+
+
+def resident() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def gpu_in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free

@@ -3,7 +3,9 @@
 A completion is hostile text: parse it, never evaluate it. **row has the row's columns, prompt,
 tokens and truncated.
 """
+import ast
 import functools
+import logging
 import re
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -15,6 +17,14 @@ REWARDS = {
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
     "reasoning_gym": "examples.reasoning_gym_tasks:score"}
+# Called first, in a worker: libraries that would evaluate what a model wrote.
+GUARDS = {"math": "scoring.verifiers:guard_math",
+          "reasoning_gym": "examples.reasoning_gym_tasks:shut_eval"}
+# Arithmetic: all that sympy may evaluate.
+CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos tan cot sec csc "
+            "asin acos atan sinh cosh tanh".split())
+NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
+         ast.Load, ast.Call)
 
 
 def last_boxed(text: str) -> str | None:
@@ -60,6 +70,29 @@ def math_gold(answer: str) -> list:
     if not gold:
         raise ValueError(f"math-verify finds no answer in {answer[:200]!r}")
     return gold
+
+
+def guard_math() -> None:
+    """Before the first math_reward."""
+    shut_sympy()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns: no timer
+    math_reward(r"\boxed{\frac{1}{2}}", "0.5")  # loads the grammar
+
+
+def shut_sympy() -> None:
+    """Keep sympy from evaluating what a model wrote, unless it is arithmetic."""
+    from sympy.parsing import sympy_parser
+    stringify = sympy_parser.stringify_expr  # sympy evals what it returns
+
+    def arithmetic_only(*args, **kwargs):
+        code = stringify(*args, **kwargs)
+        for node in ast.walk(ast.parse(code.strip(), mode="eval")):
+            called = getattr(node, "func", None)
+            if not isinstance(node, NODES) or called and getattr(called, "id", "") not in CALLS:
+                raise ValueError("this is not arithmetic")
+        return code
+
+    sympy_parser.stringify_expr = arithmetic_only
 
 
 def format_tags(completion, prompt="", **row):

@@ -18,7 +18,7 @@ import families
 import rewards
 from dist import SettingsError
 from keeping.export import export_model
-from preflight import worst_case as canary
+from preflight import same_policy
 from rollout import Engine, EngineArgs, Request, hash_seed
 from trainer import model
 from trainer.batch import Batch, Sample
@@ -50,9 +50,9 @@ def main(folder: str, out: str) -> None:
         return Batch(samples(temperature))
 
     def guard(temperature: float = 0.7) -> str:
-        """What canary.compare says of the engine and the trainer as they are now."""
+        """What compare_policies says of the engine and the trainer as they are now."""
         try:
-            canary.compare(SimpleNamespace(
+            same_policy.compare_policies(SimpleNamespace(
                 world=world, policy=policy, args=SimpleNamespace(temperature=temperature),
                 max_gap=1e-3), samples(temperature))
         except SettingsError as error:

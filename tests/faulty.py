@@ -28,7 +28,7 @@ PLACES = {
     "update": (model.Policy, "step"), "log": (log.Log, "step"),
     "samples": (log.Log, "samples"), "done": (log.Log, "finish"), "save": (checkpoint.dcp, "save"),
     "saved": (checkpoint, "written"), "evaluate": (run.Run, "evaluate"),
-    "weights": (model.Policy, "weights"), "export": (model.Policy, "export"),
+    "weights": (model.Policy, "weights"), "export": (run, "export_model"),
     "load": (checkpoint, "load"), "setup": (model, "build")}
 
 

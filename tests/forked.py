@@ -93,8 +93,9 @@ def preload() -> None:
     import dist  # noqa: F401  (first: it sets what torch reads)
     from keeping import run  # noqa: F401
     for name, module in list(sys.modules.items()):  # a script imports its own files
-        file = getattr(module, "__file__", None)
-        if file and Path(file).parent == HERE.parent:
+        file = Path(getattr(module, "__file__", None) or "/")
+        ours = file.is_relative_to(HERE.parent) and ".venv" not in file.parts
+        if ours and name != "__main__":
             del sys.modules[name]
     del sys.path[0]
 

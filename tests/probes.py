@@ -33,8 +33,7 @@ from dist import balance, cut, share, tokens  # noqa: F401
 from forked import PYTHON
 from keeping import evaluate  # noqa: F401
 from learning import Case, fabricate, whole
-from preflight import inputs as check
-from preflight import worst_case as canary
+from preflight import inputs, worst_case
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -230,7 +229,7 @@ def seeds() -> int:
 def requests(prompts: int, group: int, first: int = 0) -> list:
     """What Engine.sample asks the engine for."""
     asked, row = [], data.Row(0, "", [1], None, {}, "")
-    sample = SimpleNamespace(completion=canary.sample([1], np.ones(1)).completion)
+    sample = SimpleNamespace(completion=worst_case.sample([1], np.ones(1)).completion)
     engine = SimpleNamespace(
         seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
         log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
@@ -251,7 +250,7 @@ def end_tokens(ids) -> int:
     """What ends a completion, by a generation config with these ids."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        return len(check.eos_ids(folder, SimpleNamespace(eos_token_id=None)))
+        return len(inputs.eos_ids(folder, SimpleNamespace(eos_token_id=None)))
 
 
 def sampled() -> int:
@@ -265,7 +264,7 @@ def sampled() -> int:
 def tokens_with_loss() -> int:
     """Of eight sampled tokens, two of which are the end token 0."""
     completions = [3, 0], [4, 4, 0], [5, 5, 5]
-    batch = Batch([canary.sample([1, 2], np.array(ids)) for ids in completions])
+    batch = Batch([worst_case.sample([1, 2], np.array(ids)) for ids in completions])
     return int(Micro(batch, [0, 1, 2], torch.device("cpu")).sampled.sum())
 
 

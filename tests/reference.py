@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from reference_losses import (
+    dropped,
     engine_correction,
     kl_loss,
     mean,
-    off_policy,
+    name_of,
     token_loss,
     token_weight,
     value_loss,
@@ -41,13 +42,13 @@ class Completion:
 class Step:
     """What is known of the completions before the first update."""
     completions: list[Completion]
-    fates: list[str]  # "trained", or why a completion bears no loss
+    fates: list[str]  # "trained", or why a completion is not in the loss
     old: list[list[float]]  # log π_old
     ref: list[list[float]] | None  # log π_ref, of the starting model
     advantages: list[list[float]]
 
     def trained(self) -> list[int]:
-        """The numbers of the completions that bear loss."""
+        """The numbers of the completions in the loss."""
         return [i for i, fate in enumerate(self.fates) if fate == "trained"]
 
     def kl(self, i: int) -> list[float]:
@@ -182,7 +183,7 @@ def load_metrics(counts: list[list[float]]) -> dict[str, float]:
 # ---- rewards and advantages ----
 
 def fates(args, completions: list[Completion]) -> list[str]:
-    """Of each completion of grpo.py: "trained", or the first reason why it bears no loss."""
+    """Of each completion of grpo.py: "trained", or the first reason why it is not in the loss."""
     found = []
     for i, completion in enumerate(completions):
         first = i - i % args.group
@@ -248,7 +249,7 @@ def gdpo(args, step: Step) -> list[list[float]]:
 
 
 def grpo_advantages(args, step: Step) -> list[list[float]]:
-    """The advantage of every token. It is empty for a completion that bears no loss.
+    """The advantage of every token. It is empty for a completion that is not in the loss.
 
     --kl_reward_coef β: a completion's reward loses β Σ_t (log π_old - log π_ref).
     """
@@ -259,7 +260,7 @@ def grpo_advantages(args, step: Step) -> list[list[float]]:
             r = token_rewards(step, i, rewards[i], args.kl_reward_coef)
             advantages[i] = [sum(r[t:]) for t in range(len(r))]
         return whiten(advantages)
-    if args.advantage == "gdpo":
+    if name_of(args.advantage) == "gdpo":
         return gdpo(args, step)
     for i, reward in enumerate(rewards):
         if args.kl_reward_coef and reward is not None:
@@ -268,7 +269,7 @@ def grpo_advantages(args, step: Step) -> list[list[float]]:
         first = i - i % args.group
         group = [R for R in rewards[first:first + args.group] if R is not None]
         batch = [R for R in rewards if R is not None]
-        A = group_advantage(args, args.advantage, rewards[i], group, batch)
+        A = group_advantage(args, name_of(args.advantage), rewards[i], group, batch)
         advantages[i] = [A] * len(step.old[i])
     return whiten(advantages) if args.advantage == "reinforce++-baseline" else advantages
 
@@ -319,17 +320,17 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         for t in range(len(old)):
             A = step.advantages[i][t]
             loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
-            dropped = off_policy(args, A, logps.tolist(), engine)
-            loss = 0.0 * loss if dropped else loss * corrections[t]
+            cut_off = dropped(kind, A, logps.tolist(), old, engine)
+            loss = 0.0 * loss if cut_off else loss * corrections[t]
             found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
                      "policy/entropy": entropies[t],
                      "rollout/logprob_gap_mean": abs(old[t] - engine[t]),
                      "policy/approx_kl": log_ratios[t].exp() - 1 - log_ratios[t]}
             if args.engine_correction != "none":
-                r, kept = engine_ratios[t], corrections[t] in (engine_ratios[t], 1.0)
-                found |= {"policy/engine_ratio": r, "policy/engine_cut": not kept}
-            if args.opsm_delta is not None:
-                found["policy/opsm_cut"] = dropped
+                r = engine_ratios[t]
+                found |= {"policy/engine_ratio": r, "policy/engine_cut": corrections[t] != r}
+            if kind == "opsm":
+                found["policy/opsm_cut"] = cut_off
             if kl_loss_coef:
                 found["loss/kl"] = kl_loss(
                     args.kl_estimator, logps[t], step.ref[i][t], old[t])
@@ -367,7 +368,7 @@ def before_update(policy, reference, completions: list[Completion], fates: list[
 
 
 def minibatches(args, step: Step) -> list[list[int]]:
-    """What bears loss, of each minibatch. All completions are split in order, before some go."""
+    """What is in the loss, of each minibatch. All completions are split in order before."""
     parts = np.array_split(np.arange(len(step.fates)), args.minibatches)
     return [[i for i in rows if step.fates[i] == "trained"] for rows in parts] * args.epochs
 
@@ -379,10 +380,10 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
     policy.counts = []
     for rows in minibatches(args, step):
         if rows:  # else no update
-            norms.append(update_policy(args, policy, step, rows, lr, terms, args.loss,
+            norms.append(update_policy(args, policy, step, rows, lr, terms, name_of(args.loss),
                                        args.kl_loss_coef))
-        # These act also where the advantage is 0.
-        acts = bool(args.kl_loss_coef or args.entropy_coef or args.log_ratio_coef)
+        # These act also where the advantage is 0; a loss of a file may.
+        acts = bool(args.kl_loss_coef or args.entropy_coef) or ".py:" in args.loss
         with_grad += sum(acts or any(step.advantages[i]) for i in rows)
     return policy_metrics(args, step, terms, norms) | router_metrics(policy) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),

@@ -7,12 +7,20 @@ import math
 
 import torch
 
+# The constants of variants/, from the papers and TRL.
+SAPO_TAUS, IPO_COEF, OPSM_DELTA, GEOMETRIC = (1.0, 1.05), 0.001, 0.1, (0.999, 1.001)
+
 
 def mean(x: list) -> float:
     return sum(x) / max(1, len(x))
 
 
 # ---- losses of one token ----
+
+def name_of(spec: str) -> str:
+    """sapo of variants/sapo.py:sapo"""
+    return spec.rpartition(":")[2]
+
 
 def token_loss(args, kind: str, logp, old: float, A: float, row: list):
     """→ the loss, the ratio r = π / π_old, and whether a bound acts.
@@ -31,6 +39,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         dppo        -sg[r] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
                     π_old - π > low                             https://arxiv.org/abs/2602.04879
         ipo         -r A, but 0 where π - π_old > high or π_old - π > low, plus c (log r)²
+        opsm, geometric: clip's. What they drop is in `dropped`.
     """
     low, high = 1 - args.clip_low, 1 + args.clip_high
     r = (logp - old).exp()
@@ -41,7 +50,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         weight = r.detach().clamp(low, high)
         return -weight * A * logp, r, bool(weight != r)
     if kind == "sapo":
-        tau = args.sapo_taus[0] if A > 0 else args.sapo_taus[1]
+        tau = SAPO_TAUS[0] if A > 0 else SAPO_TAUS[1]
         return -A * 4 / tau / (1 + (-tau * (r - 1)).exp()), r, False
     if kind == "gmpo":
         bounded = [x.clamp(max=args.clip_high) if A > 0 else x.clamp(min=-args.clip_low)
@@ -53,7 +62,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         return (0.0 * logp if drop else -r.detach() * A * logp), r, drop
     if kind == "ipo":
         drop = moved > args.clip_high or moved < -args.clip_low
-        return (0.0 if drop else -r * A) + args.log_ratio_coef * (logp - old) ** 2, r, drop
+        return (0.0 if drop else -r * A) + IPO_COEF * (logp - old) ** 2, r, drop
     if kind == "gspo":
         r = math.exp(mean([float(x.detach()) for x, _ in row])) * (logp - logp.detach()).exp()
     surrogate = min(r * A, r.clamp(low, high) * A)
@@ -90,29 +99,31 @@ def engine_correction(args, old: list[float], engine: list[float]) -> tuple[list
         truncate, mask       the token's ratio, at most high (TIS); 0 outside [low, high] (IcePop,
                              arXiv:2510.18855)
         sequence_…           the same with the product of the completion's ratios
-        geometric            1 if their geometric mean is in [low, high], else 0
     """
     kind, gaps = args.engine_correction, [a - b for a, b in zip(old, engine, strict=True)]
     ratios = [math.exp(gap) for gap in gaps]
     if kind.startswith("sequence"):
         ratios = [math.exp(sum(gaps))] * len(gaps)
-    if kind == "geometric":
-        ratios = [math.exp(mean(gaps))] * len(gaps)
     inside = [args.correction_low <= ratio <= args.correction_high for ratio in ratios]
     if kind == "none":
         return [1.0] * len(gaps), ratios
-    if kind == "geometric":
-        return [float(keep) for keep in inside], ratios
     if kind.endswith("truncate"):
         return [min(ratio, args.correction_high) for ratio in ratios], ratios
     return [ratio if keep else 0.0 for ratio, keep in zip(ratios, inside, strict=True)], ratios
 
 
-def off_policy(args, A: float, logps: list[float], engine: list[float]) -> bool:
-    """Whether a token has no policy loss: A < 0, and the policy has left what the engine sampled.
-    OPSM: https://arxiv.org/abs/2512.02556"""
-    left = mean([b - a for a, b in zip(logps, engine, strict=True)])
-    return args.opsm_delta is not None and A < 0 and left > args.opsm_delta
+def dropped(kind: str, A: float, logps: list, old: list[float], engine: list[float]) -> bool:
+    """Whether a token of a completion has no policy loss.
+
+        opsm        A < 0, and the policy has left what the engine sampled, on the mean of log-probs
+                                                            https://arxiv.org/abs/2512.02556
+        geometric   the geometric mean of π_old / π_engine is outside two bounds
+    """
+    if kind == "opsm":
+        left = mean([b - float(a) for a, b in zip(logps, engine, strict=True)])
+        return A < 0 and left > OPSM_DELTA
+    ratio = math.exp(mean([a - b for a, b in zip(old, engine, strict=True)]))
+    return kind == "geometric" and not GEOMETRIC[0] <= ratio <= GEOMETRIC[1]
 
 
 def token_weight(args, i: int, lengths: dict[int, int]) -> float:

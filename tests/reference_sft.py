@@ -12,7 +12,7 @@ from reference import (
     policy_metrics,
     weighted_means,
 )
-from reference_losses import engine_correction, mean, off_policy, token_loss, token_weight
+from reference_losses import engine_correction, mean, token_loss, token_weight
 
 
 def sft(args, policy: Model, completions: list[Completion], lr: float) -> dict[str, float]:
@@ -88,11 +88,11 @@ def distill(args, policy: Model, teacher: Model, completions: list[Completion],
             if total.requires_grad:  # else a bound cuts every token
                 total.backward()
         norms.append(policy.step(lr))
-    bears = [args.divergence != "none" or any(A) for A in step.advantages]
+    learned = [args.divergence != "none" or any(A) for A in step.advantages]
     metrics = {name: value for name, value in policy_metrics(args, step, terms, norms).items()
                if "dropped" not in name}
-    return metrics | {"batch/with_grad": args.epochs * sum(bears), "lr": lr,
-                      "batch/without_grad": args.epochs * (len(bears) - sum(bears))}
+    return metrics | {"batch/with_grad": args.epochs * sum(learned), "lr": lr,
+                      "batch/without_grad": args.epochs * (len(learned) - sum(learned))}
 
 
 def distill_losses(args, policy: Model, step: Step, i: int, theirs) -> list[dict]:
@@ -103,17 +103,15 @@ def distill_losses(args, policy: Model, step: Step, i: int, theirs) -> list[dict
     corrections, ratios = engine_correction(args, old, engine)
     for t, logp in enumerate(logps):
         loss, ratio, cut = token_loss(args, "clip", logp, old[t], A[t], [])
-        dropped, log_ratio = off_policy(args, A[t], logps.tolist(), engine), logp - old[t]
-        one = {"loss/policy": 0.0 * loss if dropped else loss * corrections[t],
+        log_ratio = logp - old[t]
+        one = {"loss/policy": loss * corrections[t],
                "policy/ratio": ratio, "policy/clip_frac": cut, "policy/entropy": entropies[t],
                "policy/approx_kl": log_ratio.exp() - 1 - log_ratio,
                "policy/teacher_kl": old[t] - step.ref[i][t],
                "rollout/logprob_gap_mean": abs(old[t] - engine[t])}
         if args.engine_correction != "none":
-            kept = corrections[t] in (ratios[t], 1.0)
-            one |= {"policy/engine_ratio": ratios[t], "policy/engine_cut": not kept}
-        if args.opsm_delta is not None:
-            one["policy/opsm_cut"] = dropped
+            one |= {"policy/engine_ratio": ratios[t],
+                    "policy/engine_cut": corrections[t] != ratios[t]}
         found.append(one)
     if args.divergence != "none":
         apart = divergence(args.divergence, policy.distributions(completion), theirs)

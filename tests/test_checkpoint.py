@@ -54,9 +54,14 @@ def numbers(trained) -> dict:
             for k, t in checkpoint.tensors(trained).items()}
 
 
-def save(world, trained, out, step: int, keep: int, **state) -> str | None:
-    from keeping import checkpoint
-    return checkpoint.save(Path(out), world, trained, {"step": step} | state, keep)
+def save(world, trained, out, step: int, keep: int, **state) -> str:
+    """What it says if it fails."""
+    from keeping import checkpoint, files
+    try:
+        checkpoint.save(Path(out), world, trained, {"step": step} | state, keep)
+    except files.NotWritten as error:
+        return str(error)
+    return ""
 
 
 def a_run(world, folder, out, first: int, last: int, save_at: tuple):
@@ -72,7 +77,7 @@ def a_run(world, folder, out, first: int, last: int, save_at: tuple):
         learn(trained, step)
         if step + 1 in save_at:
             wrong = save(world, trained, out, step + 1, 9, position=5 * step, settings={"group": 8})
-            assert wrong is None, wrong
+            assert not wrong, wrong
     return state, numbers(trained)
 
 
@@ -80,7 +85,7 @@ def full_disk(world, folder, out):
     """The second save reaches a limit on the size of files, on one rank."""
     trained = make(world, folder)
     learn(trained, 0)
-    assert save(world, trained, out, 1, 1) is None
+    assert not save(world, trained, out, 1, 1)
     if world.rank == world.size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     wrong = save(world, trained, out, 2, 1)
@@ -92,19 +97,17 @@ def full_disk(world, folder, out):
     return wrong, left, again, sorted(os.listdir(out)) if world.rank == 0 else None
 
 
-def full_from_the_start(world, folder, out):
-    """The first save, and an export: neither is there, and both say so."""
-    from keeping import checkpoint
-    trained = make(world, folder)
+def full_export(world, folder, out):
+    """→ what it says, and whether there is a half of it."""
+    from keeping import export, files
+    trained, said = make(world, folder), ""
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    saved = save(world, trained, out, 1, 1)
-    exported = None
     try:
-        checkpoint.write(world, trained["policy"].export, folder, f"{out}/model")
-    except checkpoint.NotWritten as error:
-        exported = str(error)
+        export.export_model(trained["policy"], folder, f"{out}/model")
+    except files.NotWritten as error:
+        said = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return saved, exported, os.path.exists(f"{out}/model")
+    return said, os.path.exists(f"{out}/model")
 
 
 def own_disks(world, folder, out):
@@ -117,7 +120,7 @@ def own_disks(world, folder, out):
 def untouched(world, folder, out):
     from keeping import checkpoint
     trained = make(world, folder)
-    assert save(world, trained, out, 1, 1) is None
+    assert not save(world, trained, out, 1, 1)
     again = make(world, folder)
     learn(again, 0)
     for it in again.values():
@@ -135,7 +138,7 @@ def resume_past_damage(world, folder, out):
     assert saved.state["step"] == 2 and len(passed) == 1
     checkpoint.load(saved, world, trained)
     for step in (3, 4, 5):
-        assert save(world, trained, out, step, 2) is None
+        assert not save(world, trained, out, step, 2)
 
 
 def found(world, folders):
@@ -200,8 +203,9 @@ HARMS = {
     ("__0_0.distcp", 1000): "__0_0.distcp is not what was written: 1,000 bytes",
     ("__0_0.distcp", None): "__0_0.distcp is missing",
     (".metadata", 100): ".metadata is not what was written",
-    ("state.json", None): "state.json is missing",
-    ("state.json", 60): "state.json cannot be read", ("state.json", 0): "state.json cannot be read"}
+    ("state.json", None): "state.json is missing or damaged",
+    ("state.json", 60): "state.json is missing or damaged",
+    ("state.json", 0): "state.json is missing or damaged"}
 
 
 def hurt(path: Path, file: str, size: int | None) -> None:
@@ -235,40 +239,49 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_sentence(uninterrupted, tmp_
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_the_old_checkpoint_and_tells_every_rank(folder, tmp_path, ranks):
     outcomes = results(ranks, full_disk, folder, str(tmp_path))
-    assert all(wrong for wrong, *_ in outcomes) and "GiB are free" in outcomes[0][0], outcomes
-    assert all(left == ["step_1"] for _, left, *_ in outcomes), outcomes
-    assert f"(__{ranks - 1}_0.distcp: " in f"({outcomes[0][0]}", outcomes
-    assert outcomes[0][0].endswith("; checkpoints there: step_1"), outcomes
-    assert outcomes[0][2] is None and outcomes[0][3] == ["step_3"]
+    for wrong, left, *_ in outcomes:
+        assert left == ["step_1", "step_2.partial"], outcomes
+        assert f"step_2.partial/__{ranks - 1}_0.distcp cannot be written (" in wrong, outcomes
+        assert wrong.endswith("Would work: more space on the disk.") and "\n" not in wrong, wrong
+    assert not outcomes[0][2] and outcomes[0][3] == ["step_3"]
 
 
-def test_a_disk_that_is_full_from_the_start(folder, tmp_path):
-    """The message once said that the last checkpoint stands, though there was none."""
-    saved, exported, there = results(2, full_from_the_start, folder, str(tmp_path / "x"))[0]
-    assert "_0.distcp: " in saved and saved.endswith("free there; checkpoints there: none"), saved
-    assert exported and not there, exported
+def test_an_export_on_a_full_disk_leaves_no_half_of_a_model(folder, tmp_path):
+    (said, there), = results(1, full_export, folder, str(tmp_path))
+    assert f"{tmp_path}/model cannot be written (" in said and not there, said
 
 
 def test_machines_that_share_no_folder_are_told_so(folder, tmp_path):
-    wrong = results(2, own_disks, folder, str(tmp_path))
-    assert wrong[0].startswith(wrong[1]) and "one shared folder" in wrong[0], wrong
-    assert "__1_0.distcp is not in rank 0's" in wrong[0], wrong
+    wrong, _ = results(2, own_disks, folder, str(tmp_path))
+    assert "__1_0.distcp is not in rank 0's" in wrong and "all machines share" in wrong, wrong
     assert not (tmp_path / "0/step_1").exists()
 
 
-def test_settings_that_cannot_change_are_refused_and_others_listed(tmp_path):
+WAS = dict(script="grpo", model="tiny", group=8, lr=1e-3, betas=(0.9, 0.99), reward=("exact",))
+
+
+def test_settings_that_can_change_are_listed_and_all_that_cannot_are_in_one_sentence(tmp_path):
     from dist import SettingsError
     from keeping import checkpoint
-    was = dict(script="grpo", model="tiny", group=8, lr=1e-3, betas=(0.9, 0.99), reward=("exact",))
-    saved = checkpoint.Saved(tmp_path, {"settings": json.loads(json.dumps(was))})
-    assert checkpoint.compare(saved, was) == []
+    saved = checkpoint.Saved(tmp_path, {"settings": json.loads(json.dumps(WAS))})
+    assert checkpoint.compare(saved, WAS) == []
     new = {"lr": 1e-4, "fresh": 1}
-    assert checkpoint.compare(saved, was | new) == ["lr 0.0001 (was 0.001)", "fresh 1 (was None)"]
+    assert checkpoint.compare(saved, WAS | new) == ["lr 0.0001 (was 0.001)", "fresh 1 (was None)"]
     words = "group was 8 and is now 4; reward was .*exact.* and is now .*gsm8k"
     with pytest.raises(SettingsError, match=words):
-        checkpoint.compare(saved, was | {"group": 4, "reward": ("gsm8k",), "lr": 1.0})
-    with pytest.raises(SettingsError, match="script was grpo and is now ppo"):
-        checkpoint.compare(saved, was | {"script": "ppo"})
+        checkpoint.compare(saved, WAS | {"group": 4, "reward": ("gsm8k",), "lr": 1.0})
+
+
+@pytest.mark.parametrize("name", """script model source data rows prompt_template system
+    max_prompt_tokens reward reply tools group seed dtype lora_rank lora_alpha lora_targets teacher
+    teacher_prompt""".split())
+def test_a_resume_with_another(name, tmp_path):
+    """It would be another run."""
+    from dist import SettingsError
+    from keeping import checkpoint
+    saved = checkpoint.Saved(tmp_path, {"settings": {name: "a"}})
+    with pytest.raises(SettingsError, match=f"{name} was a and is now b"):
+        checkpoint.compare(saved, {name: "b"})
 
 
 def test_a_run_does_not_go_back_to_fewer_steps(tmp_path, monkeypatch):

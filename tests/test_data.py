@@ -15,11 +15,11 @@ from tokenizers.processors import TemplateProcessing
 import data
 from data import DataArgs, Row, Stream, read
 from dist import SettingsError
-from examples import reasoning_gym_tasks, tiny
+from examples import countdown, reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
+from trainer.teacher import add_teacher_prompts
 
 REAL = Path(os.environ.get("REAL_ROWS", "real_rows")).resolve()
-real_rows = pytest.mark.skipif(not REAL.is_dir(), reason="REAL_ROWS names no folder of rows")
 QA = {"question": "q", "answer": "a"}
 
 
@@ -85,68 +85,37 @@ def python(command, cwd=None, **environment):
 
 # ---- Formats
 
-def test_gsm8k_row():
-    columns = {"question": "1+1?", "answer": "1+1=2\n#### 2"}
-    row = load_row(columns)
-    assert row.prompt == chat("1+1?") == TOKENIZER.decode(row.prompt_ids)
-    assert (row.answer, row.columns, row.index) == (columns["answer"], columns, 0)
-    assert row.source.endswith("/rows")
-
-
-@pytest.mark.parametrize("row, answer", [
-    ({"solution": r"so \boxed{1}, or rather $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
-    ({"solution": r"so \boxed{1}", "answer": "3"}, "3"),
-    ({"solution": r"so \boxed{1}", "answer": None}, "1"),
-    ({"solution": "no box"}, "no box"),
-    ({"solution": r"cut off \boxed{\frac{1}{2}"}, r"cut off \boxed{\frac{1}{2}"),
-    ({"solution": r"empty \boxed{}"}, ""),
-    ({"ground_truth": [1, 2]}, [1, 2]),
-    ({"answer": None}, None), ({"answer": float("nan")}, None),   # what pandas writes for no answer
-])
-def test_math_row(row, answer):
-    assert load_row({"problem": "what?", **row}).answer == answer
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
+VERL = {"prompt": [SYSTEM, user("1+1?")], "data_source": "openai/gsm8k", "answer": "not this one",
+        "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7}}
 
 
-def test_verl_row():
-    row = load_row({
-        "prompt": [SYSTEM, user("1+1?")], "data_source": "openai/gsm8k", "answer": "not this one",
-        "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7}})
-    assert row.prompt == "<|im_start|>system\nBe brief.<|im_end|>\n" + chat("1+1?")
-    assert (row.answer, row.source) == ("2", "openai/gsm8k")
-    assert row.columns["extra_info"] == {"index": 7}
-
-
-def test_verl_row_from_parquet(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet
-    rows = [{"prompt": [user("1+1?")], "data_source": "s", "reward_model": {"ground_truth": "2"}}]
-    table, path = pa.Table.from_pylist(rows), f"{tmp_path}/rows.parquet"
-    pa.parquet.write_table(table, path)
-    (row,), _ = load(path)
-    assert (row.prompt, row.answer, row.source) == (chat("1+1?"), "2", "s")
-    pa.parquet.write_table(table[:0], path)
-    assert "has no rows" in sentence(read, path)
-
-
-def test_trl_rows():
-    rows, _ = load_rows({"prompt": "1+1?", "solution": "2", "level": 3}, {"prompt": [user("1+1?")]})
-    assert [(row.prompt, row.answer) for row in rows] == [(chat("1+1?"), "2"), (chat("1+1?"), None)]
-    assert rows[0].columns["level"] == 3
-    begun = {"role": "assistant", "content": "Let me see: <think>"}       # the model goes on
-    assert prompt({"prompt": [user("1+1?"), begun]}) == chat("1+1?") + "Let me see: <think>"
-
-
-def test_countdown_row():
-    row = load_row({"nums": [44, 19, 35], "target": 98})
-    start = "Using the numbers [44, 19, 35], create an equation that equals 98."
-    assert row.prompt.startswith(chat(start)[:80])
-    assert "<answer> (1 + 2) / 3 </answer>" in row.prompt
-    assert row.answer == {"target": 98, "numbers": [44, 19, 35]}
-    row = load_row({"nums": [1, 2], "target": 3, "prompt": "Make 3."})
-    assert (row.prompt, row.answer) == (chat("Make 3."), {"target": 3, "numbers": [1, 2]})
+@pytest.mark.parametrize("row, asked, answer", [
+    ({"question": "1+1?", "answer": "1+1=2\n#### 2"}, chat("1+1?"), "1+1=2\n#### 2"),
+    ({"prompt": "1+1?", "solution": "2", "level": 3}, chat("1+1?"), "2"),
+    ({"prompt": [user("1+1?")]}, chat("1+1?"), None),
+    ({"prompt": [user("1+1?"), {"role": "assistant", "content": "Let me see: <think>"}]},
+     chat("1+1?") + "Let me see: <think>", None),  # the model goes on
+    (VERL, "<|im_start|>system\nBe brief.<|im_end|>\n" + chat("1+1?"), "2"),
+    ({"nums": [44, 19, 35], "target": 98}, chat(countdown.PROMPT.format(
+        nums="[44, 19, 35]", target=98)), {"target": 98, "numbers": [44, 19, 35]}),
+    ({"nums": [1, 2], "target": 3, "prompt": "Make 3."}, chat("Make 3."),
+     {"target": 3, "numbers": [1, 2]}),
+    ({"prompt": chat("finished") + "<think>"}, chat("finished") + "<think>", None),
+    *(({"problem": "x", **columns}, chat("x"), answer) for columns, answer in [
+        ({"solution": r"so \boxed{1}, or rather $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
+        ({"solution": r"so \boxed{1}", "answer": "3"}, "3"),
+        ({"solution": r"so \boxed{1}", "answer": None}, "1"),
+        ({"solution": "no box"}, "no box"), ({"solution": r"empty \boxed{}"}, ""),
+        ({"solution": r"cut off \boxed{\frac{1}{2}"}, r"cut off \boxed{\frac{1}{2}"),
+        ({"ground_truth": [1, 2]}, [1, 2]), ({"answer": None}, None), ({}, None),
+        ({"answer": float("nan")}, None)]),  # what pandas writes for no answer
+])
+def test_rows_that_are_understood(row, asked, answer):
+    made = load_row(row)
+    assert (made.prompt, made.answer, made.index) == (asked, answer, 0)
+    assert TOKENIZER.decode(made.prompt_ids) == asked and str(made.columns) == str(row)
+    assert made.source.endswith(row.get("data_source", "/rows"))
 
 
 def test_reasoning_gym_rows():
@@ -159,6 +128,7 @@ def test_reasoning_gym_rows():
         columns = row.columns | {"answer": row.answer}
         assert reasoning_gym_tasks.score(answer, **columns) == value
     asked = {row.columns["question"] for row in rows}
+    assert "spell_backwrd cannot be generated: " in sentence(read, "reasoning_gym:spell_backwrd")
     for spec, seed in ("reasoning_gym:gcd", 2), ("reasoning_gym:gcd@test", 1):
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
 
@@ -185,38 +155,22 @@ def test_tiny_rows():
 
 # ---- Real rows
 
-@real_rows
+@pytest.mark.skipif(not REAL.is_dir(), reason="REAL_ROWS names no folder of rows")
 @pytest.mark.parametrize("file, n, answer", [
-    ("gsm8k/train", 7473, "#### 72"), ("gsm8k/test", 1319, "#### 18"),
-    ("math500/test", 500, r"\left( 3, \frac{\pi}{2} \right)"), ("aime24/test", 30, "204")])
-def test_real_questions(file, n, answer):
-    rows, report = load(f"{REAL}/{file}.jsonl", limit=10_000)
+    ("gsm8k/train.jsonl", 7473, "#### 72"), ("gsm8k/test.jsonl", 1319, "#### 18"),
+    ("math500/test.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
+    ("aime24/test.jsonl", 30, "204"),
+    ("kk/7ppl-train.parquet", 900, None)])  # a whole ChatML text in each one's user message
+def test_real_rows(file, n, answer):
+    rows, report = load(f"{REAL}/{file}", limit=10_000)
     assert f"{n} of {n} prompts kept" in report and len(rows) == n
-    assert rows[0].answer.endswith(answer) and {row.source for row in rows} == {file}
+    assert answer is None or rows[0].answer.endswith(answer)
     for row in rows:
-        assert row.prompt == chat(row.columns.get("problem") or row.columns["question"])
-    assert f" to {max(len(row.prompt_ids) for row in rows)} tokens" in report
-
-
-@real_rows
-def test_finished_chat_texts_are_not_templated_twice():
-    """The content of Logic-RL's one user message is a whole ChatML text."""
-    rows, report = load(f"{REAL}/kk/7ppl-train.parquet", limit=10_000)
-    assert "900 of 900 prompts kept" in report and len(rows) == 900
-    for row in rows:
-        assert row.prompt == row.columns["prompt"][0]["content"]
-        assert row.prompt_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>")) == 3
-        assert row.prompt.endswith("<|im_start|>assistant\n<think>")
-        assert row.source == "kk_logic" and {*row.answer} == {"solution_text_format", "statements"}
-
-
-@real_rows
-def test_a_finished_chat_text_takes_no_system():
-    spec = f"{REAL}/kk/3ppl-test.parquet"
-    rows, _ = load(spec, template="Solve: {quiz}", system="Think.")
-    solve = chat("Solve: " + rows[0].columns["quiz"])
-    assert rows[0].prompt == "<|im_start|>system\nThink.<|im_end|>\n" + solve
-    assert "finished chat text takes no --system" in sentence(load, spec, system="Think.")
+        columns = row.columns
+        asked = columns.get("problem") or columns.get("question")
+        assert row.prompt == (chat(asked) if asked else columns["prompt"][0]["content"])
+        assert row.prompt_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>")) == 2 + (
+            asked is None)
 
 
 # ---- Templates
@@ -234,22 +188,23 @@ def test_prompt_template_keeps_other_braces():
     assert filled == chat("QIs {answer} a {level}? (3) Use " + rest)
 
 
-@pytest.mark.parametrize("row", [
-    QA, {"problem": "q", "answer": 2}, {"prompt": "q"}, {"prompt": [user("q")]}])
-def test_prompt_template_takes_either_name_of_the_prompt(row):
-    for name in ("question", "prompt"):
-        assert prompt(row, template=r"Think.\n{%s}" % name) == chat(r"Think.\nq")
+@pytest.mark.parametrize("row, template, asked", [
+    *((row, "Think.\\n{%s}" % name, "Think.\\nq") for name in ("question", "prompt")
+      for row in (QA, {"problem": "q", "answer": 2}, {"prompt": "q"}, {"prompt": [user("q")]})),
+    ({"text": "good film", "target": "positive"}, "Mood of: {text}", "Mood of: good film")])
+def test_prompt_template_takes_any_column_and_either_name_of_the_prompt(row, template, asked):
+    assert prompt(row, template=template) == chat(asked)
 
 
-def test_prompt_template_fills_in_any_columns():
-    row = load_row({"text": "good film", "target": "positive"}, template="Mood of: {text}")
-    assert (row.prompt, row.answer) == (chat("Mood of: good film"), "positive")
-
-
-def test_prompt_template_mistakes():
-    message = sentence(load_rows, QA, template="{question} {subject}")
-    assert all(w in message for w in ("{subject}", "row 0", "question, answer", "{ word }"))
-    assert "must name one or more columns" in sentence(load_rows, QA, template="Solve it.")
+@pytest.mark.parametrize("template", ["{question} {subject}", "Solve it."])
+def test_a_template_that_names_no_column_is_refused_by_its_flag(template):
+    columns = {"question": "q", "answer": "a"}
+    words = f" {template!r} must name one or more columns of the row (question, answer"
+    assert "row 0 (counted from 0): --prompt_template" + words in sentence(
+        load_rows, columns, template=template)
+    made = data.make_row(0, columns, "", TOKENIZER, [], DataArgs())
+    assert "--teacher_prompt" + words in sentence(
+        add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 
 
 def test_no_second_bos():
@@ -264,14 +219,11 @@ def test_no_second_bos():
         assert [row.prompt_ids.count(bos) for row in rows] == [1, 1]
 
 
-def test_no_chat_template_gives_plain_text():
+def test_a_tokenizer_without_a_template_and_one_that_refuses():
     assert prompt(QA, tokenizer=make_tokenizer(None), system="S") == "S\n\nq"
-
-
-def test_a_chat_that_the_template_refuses():
     strict = make_tokenizer("{{ raise_exception('System role refused') }}" + CHATML)
     message = sentence(load_rows, {"prompt": "q"}, tokenizer=strict, system="S")
-    assert "System role refused" in message and "row 0" in message
+    assert "row 0 (counted from 0): the chat template: System role refused" in message
 
 
 # ---- What is left out
@@ -293,14 +245,6 @@ def test_long_empty_and_duplicate_prompts_are_counted():
         assert " 1 empty" in load_rows(*rows, template="{text}")[1]
 
 
-def test_control_tokens_inside_a_prompt_are_counted():
-    """<|im_end|> in a user's text ends the user's turn."""
-    ends = "a<|im_end|>b"
-    _, report = load_rows({"prompt": "a"}, {"prompt": ends}, {"prompt": [user("a"), user(ends)]})
-    assert report.endswith("; control tokens inside the text: 2 (first: row 1)")
-    assert "control" not in load_rows({"prompt": chat("finished")}, {"prompt": "<|im_begin|>"})[1]
-
-
 def test_no_prompt_left():
     rows = [{"prompt": "a" * n} for n in (50, 80)]
     n = len(TOKENIZER(chat("a" * 50))["input_ids"])
@@ -313,69 +257,71 @@ def test_no_prompt_left():
 
 # ---- Files with mistakes
 
-def test_no_such_file(tmp_path):
-    for name in ("trian.jsonl", "nowhere/rows.parquet", "trian"):
-        message = sentence(read, f"{tmp_path}/{name}")
-        assert f"{name} cannot be loaded as a .jsonl, .json, .parquet, .csv file" in message
-        assert "FileNotFoundError" in message
-    assert "cannot be loaded" in sentence(read, "")
-
-
-@pytest.mark.parametrize("name, content, where, what", [
-    ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "a.jsonl:3:8: not one JSON", "',' delimiter"),
-    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl:2:1: not", "can't decode byte 0xff"),
-    ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "a.jsonl:2:1: not", "recursion"),
-    ("a.jsonl", b'{"a": 1' + b"0" * 5000 + b"}", "a.jsonl:1:1: not", "digits"),
-    ("a.jsonl", b'{"a": 1}\n[1, 2]\n', "a.jsonl:2:1: not", "'list' object is not a mapping"),
-    ("a.jsonl", b'{"a": 1}\nnull\n', "a.jsonl:2:1: not", "'NoneType' object is not a mapping"),
-    ("a.json", b'[{"a": 1},\n {"a" 2}]', "a.json:2:7: not", "Expecting ':' delimiter"),
-    ("a.json", b'[{"a": 1}, "b"]', "(after 1 others)", "'str' object is not a mapping"),
-    ("a.json", b'{\n "a": 1\n}', "a.json:1:2: not", "Expecting property name"),
-    ("a.parquet", b"PAR1 no table", "a.parquet cannot be loaded", ""),
-    ("a.jsonl.gz", b"", "a.jsonl.gz is a file; it must end in .jsonl, .json, .parquet, .csv", ""),
-    ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 1 (counted from 0)", "does not fit the first line"),
-    ("a.csv", b"a,b\n1,2\n1\n", "row 1 (counted from 0)", "does not fit the first line"),
-    ("a.csv", b"a,a\n1,2\n", "row 0 (counted from 0)", "does not fit the first line"),
-    ("a.csv", b'a\n"open', "a.csv is no whole .csv", "unexpected end"),
-    *((name, content, "has no rows", "") for name, content in [
-        ("a.csv", b"a,b\n"), ("a.jsonl", b""), ("a.jsonl", b"\n \n"), ("a.json", b"[]"),
-        ("a.json", b"")]),
-])
-def test_malformed_file(tmp_path, name, content, where, what):
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name, content, what", [
+    ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "Expecting ',' delimiter: line 4 column 1"),
+    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "can't decode byte 0xff in position 16"),
+    ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "RecursionError: "),
+    ("a.jsonl", b'{"a": 1' + b"0" * 5000 + b"}", "digits"),
+    ("a.jsonl", b'{"a": 1}\nnull\n', "row 1 (counted from 0) is not a JSON object"),
+    ("a.json", b'[{"a": 1},\n {"a" 2}]', "Expecting ':' delimiter: line 2 column 7"),
+    ("a.json", b'[{"a": 1}, "b"]', "row 1 (counted from 0) is not a JSON object"),
+    ("a.parquet", b"PAR1 no table", "cannot be loaded: ArrowInvalid: "),
+    ("a.csv", b"a,b\n1,2\n1,2,3\n", "line 3 does not fit the first line"),
+    ("a.csv", b"a,b\n1,2\n\n1\n", "line 4 does not fit the first line"),
+    ("a.csv", b"a,a\n1,2\n", "line 2 does not fit the first line"),
+    ("a.csv", b'a\n1\n"open', "line 3: unexpected end of data; is a quotation mark never closed?"),
+    ("a.jsonl.gz", b"", "or does not end in .jsonl, .json, .parquet, .csv."),
+    ("a.jsonl", None, "a.jsonl is no file on this machine"),
+    ("a/b.csv", None, "b.csv is no file on this machine"), ("pipe.csv", None, "is no file on"),
+    ("a", None, "a cannot be loaded: FileNotFoundError: "),
+    *((name, content, "has no rows") for name, content in [
+        ("a.csv", b"a,b\n"), ("a.csv", b""), ("a.jsonl", b"\n \n"), ("a.json", b"[]")])])
+def test_files_with_mistakes(tmp_path, name, content, what):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    elif name == "pipe.csv":  # would be read for ever
+        os.mkfifo(tmp_path / name)
     message = sentence(read, f"{tmp_path}/{name}")
-    assert where in message and what in message and len(message) < 600
+    assert message.startswith(f"{tmp_path}/{name}") and what in message and len(message) < 600
 
 
-def test_files_that_are_in_order(tmp_path):
-    text, two = "one\u2028line\x85 ", [{"a": 1}, {"a": 2}]   # str.splitlines would cut here
-    for name, content, rows in [
-            ("list.json", '\n[{"a": 1},\n{"a": 2}]', two),
-            ("lines.json", '{"a": 1}\n{"a": 2}', two),
-            ("windows.jsonl", '\ufeff{"a": 1}\r\n\r\n{"a": 2}\r\n', two),
-            ("own.csv", '\ufeffa,b\r\n"x, ""y""\nz",007\r\nq,\r\n',
-             [{"a": 'x, "y"\nz', "b": "007"}, {"a": "q", "b": None}]),
-            ("separator.jsonl", '{"a": "%s"}' % text, [{"a": text}])]:
-        (tmp_path / name).write_bytes(content.encode())
-        assert read(f"{tmp_path}/{name}")[0] == rows
+LONG, TWO = "x" * 200_000, [{"a": 1}, {"a": 2}]
 
 
-def test_what_is_no_file_is_said_at_once(tmp_path):
-    """The FIFO hung; the link and the URL cost 23 seconds of retries."""
-    os.mkfifo(tmp_path / "rows.jsonl")
-    (tmp_path / "loop").symlink_to("loop")
-    for name in ("rows.jsonl", "loop"):
-        assert f"{name} is a pipe or a broken link." in sentence(read, f"{tmp_path}/{name}")
-    for spec in ("https://example.com/rows.jsonl", "hf://datasets/rows"):
-        assert sentence(read, spec) == f"{spec} is a URL; download it."
+@pytest.mark.parametrize("name, content, rows", [
+    ("a.json", '\n[{"a": 1},\n{"a": 2}]', TWO), ("a.json", '{"a": 1}\n{"a": 2}', TWO),
+    ("a.json", '{\n "a": 1\n}\n{"a":\n2}', TWO),
+    ("a.jsonl", '\ufeff{"a": 1}\r\n\r\n{"a": 2}\r\n', TWO),
+    ("a.jsonl", '{"a": "one\u2028line\x85 "}', [{"a": "one\u2028line\x85 "}]),
+    # as it is written: `datasets` would guess types
+    ("a.jsonl", '{"a": "1", "b": "2026-01-31"}\n{"a": 1.0, "c": {}}',
+     [{"a": "1", "b": "2026-01-31"}, {"a": 1.0, "c": {}}]),
+    ("a.csv", '\ufeffa,b\r\n"x, ""y""\r\nz",007\r\n\r\nNA,\r\n',
+     [{"a": 'x, "y"\r\nz', "b": "007"}, {"a": "NA", "b": None}]),
+    ("a.csv", f"a,b\n{LONG},1\n", [{"a": LONG, "b": "1"}])])
+def test_files_that_are_in_order(tmp_path, name, content, rows):
+    (tmp_path / name).write_bytes(content.encode())
+    found, source = read(f"{tmp_path}/{name}")
+    assert str(found) == str(rows) and source == f"{tmp_path.name}/a"
+
+
+def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+    path = f"{tmp_path}/rows.parquet"
+    table = pa.table({"prompt": [[user("q")]], "map": pa.array([[("k", 1)]], pa.map_(
+        pa.string(), pa.int64()))})
+    pa.parquet.write_table(table, path)
+    (row,), _ = load(path)
+    assert (row.prompt, row.columns["map"]) == (chat("q"), [("k", 1)])
+    pa.parquet.write_table(table[:0], path)
+    assert "has no rows" in sentence(read, path)
 
 
 @pytest.mark.parametrize("row, what", [
     ({"text": "q", "label": "a"},
      "no prompt column in (text, label); it needs prompt, question, problem, nums and target"),
     ({}, "no prompt column in ()"),
-    ({"question": "q", "id": 3},
-     "no answer column in (question, id); a question needs answer, solution"),
     *(({"prompt": prompt}, "the prompt must be text or a list of")
       for prompt in (3, ["q"], [user([{"type": "image"}])])),
     *(({"prompt": "q", name: "\ud800"}, "surrogates not allowed")
@@ -385,20 +331,16 @@ def test_what_is_no_file_is_said_at_once(tmp_path):
 def test_rows_with_mistakes(row, what):
     message = sentence(load_rows, {"prompt": "q"}, row)
     assert what in message and "rows.jsonl, row 1 (counted from 0)" in message
-
-
-@pytest.mark.parametrize("task", ["spell_backwrd", "composite"])
-def test_unknown_reasoning_gym_task(task):
-    assert f"{task} cannot be generated: " in sentence(read, f"reasoning_gym:{task}")
+    finished = {"prompt": chat("q")}
+    assert "finished chat text takes no --system" in sentence(load_row, finished, system="S")
 
 
 # ---- Hugging Face data sets
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder of parquet files with two splits, and a cache of its own."""
+def folder(tmp_path):
+    """A folder of files, a saved DatasetDict and a saved Dataset."""
     import datasets
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = {split: datasets.Dataset.from_list([
         {"question": f"{split}{i}", "answer": str(i)} for i in range(3)])
         for split in ("train", "test")}
@@ -410,25 +352,39 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_folders(folder):
-    for name in ("set", "saved"):
-        assert questions(f"{folder}/{name}") == ["train0", "train1", "train2"]
-        assert questions(f"{folder}/{name}@test") == ["test0", "test1", "test2"]
-        assert read(f"{folder}/{name}@test")[1] == f"{folder.name}/{name}"
-        message = sentence(read, f"{folder}/{name}@dev")
-        assert "cannot be loaded" in message and "dev" in message
-    assert questions(f"{folder}/set@train[1:]")[0] == "train1"
-    assert len(read(f"{folder}/one")[0]) == 3
-    (folder / "set" / "train.parquet").rename(folder / "set" / "validation.parquet")
-    message = sentence(read, f"{folder}/set")
-    assert all(w in message for w in ("cannot be loaded", "validation", "test"))
+@pytest.mark.parametrize("spec, asked", [
+    ("set", "train0 train1 train2"), ("set@test", "test0 test1 test2"),
+    ("set@train[1:]", "train1 train2"), ("saved", "train0 train1 train2"),
+    ("saved@test", "test0 test1 test2"),
+    ("saved@train[:2]", "train0 train1"), ("one", "train0 train1 train2"),
+    ("one@train", "train0 train1 train2"), ("one@train[1:]+train[:1]", "train1 train2 train0")])
+def test_folders_and_saved_data_sets(folder, spec, asked):
+    assert questions(f"{folder}/{spec}") == asked.split()
+    name = spec.split("@")[0]
+    assert read(f"{folder}/{spec}")[1] == f"{folder.name}/{name}"
+    message = sentence(read, f"{folder}/{name}@dev")
+    assert "cannot be loaded: ValueError: " in message and "dev" in message
+
+
+def test_a_folder_is_never_served_from_a_cache_and_needs_none(folder, monkeypatch):
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/nowhere")
+    path = folder / "lines" / "train.jsonl"
+    path.parent.mkdir()
+    for text in "1", "2":
+        path.write_text('{"question": "%s"}\n' % text)
+        os.utime(path, (0, 0))  # as `cp -p` leaves it
+        assert questions(str(path.parent)) == [int(text)] or questions(str(path.parent)) == [text]
+    path.write_text('{"question": \n')
+    assert "cannot be loaded: ArrowInvalid: JSON parse error" in sentence(read, str(path.parent))
 
 
 def test_a_hub_name_says_what_to_load(monkeypatch):
     import datasets
     calls = []
 
-    def load_dataset(name, config, split):
+    def load_dataset(name, config, split, cache_dir, data_files):
+        assert cache_dir is data_files is None  # the cache of the library
         calls.append((config, split))
         return datasets.Dataset.from_list([QA])
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -442,13 +398,12 @@ def test_offline_is_one_sentence(tmp_path):
     command = ("import data\ntry: data.read('gsm8k_main')\n"
                "except data.SettingsError as error: print(error)")
     output = python(command, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=f"{tmp_path}/hf")
-    assert output.startswith("gsm8k_main cannot be loaded as a .jsonl, .json, .parquet, .csv "
-                             "file, a folder or a Hugging Face name: ConnectionError")
-    assert "Hub" in output and output.count("\n") == 1
+    assert output.startswith("gsm8k_main cannot be loaded: ") and output.count("\n") == 1
+    assert "Hub (OfflineModeIsEnabled)" in output
 
 
 def test_importing_does_nothing():
-    heavy = {"datasets", "reasoning_gym", "torch", "transformers", "pyarrow"}
+    heavy = {"datasets", "reasoning_gym", "transformers", "pyarrow"}
     assert python(f"import sys, data; print({heavy} & set(sys.modules))") == "set()\n"
 
 
@@ -458,14 +413,11 @@ def rows_of(n):
     return [Row(i, f"p{i}", [i], i, {}, "s") for i in range(n)]
 
 
-def drawn(stream, sizes):
-    return [(p.position, p.row.index) for size in sizes for p in stream.next(size)]
-
-
-@given(n=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(-2**70, 2**70))
+@given(n=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(-2**70, 2**70),
+       stop=st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
-def test_an_epoch_is_every_row_once(n, batch, seed):
-    stream = Stream(rows_of(n), seed)
+def test_an_epoch_is_every_row_once(n, batch, seed, stop):
+    stream, resumed, drawn = Stream(rows_of(n), seed), Stream(rows_of(n), seed), []
     for epoch in range(3):
         assert stream.epoch == epoch
         batches = [stream.next(batch) for _ in range(-(-n // batch))]
@@ -474,18 +426,9 @@ def test_an_epoch_is_every_row_once(n, batch, seed):
         positions = [prompt.position for prompt in prompts]     # never the same twice
         assert positions == list(range(epoch * n, (epoch + 1) * n))
         assert sorted(prompt.row.index for prompt in prompts) == list(range(n))
-
-
-@given(n=st.integers(1, 30), sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
-       stop=st.integers(0, 20), seed=st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
-def test_resumed_at_any_position_the_rest_is_the_same(n, sizes, stop, seed):
-    whole, resumed = Stream(rows_of(n), seed), Stream(rows_of(n), seed)
-    before = drawn(whole, sizes[:stop])
-    resumed.position = whole.position
-    assert whole.position == len(before)
-    assert drawn(resumed, sizes[stop:]) == drawn(whole, sizes[stop:])
-    assert resumed.epoch == whole.epoch
+        drawn += batches
+    resumed.restore({"position": sum(map(len, drawn[:stop]))})
+    assert [resumed.next(batch) for _ in drawn[stop:]] == drawn[stop:]
 
 
 def test_epochs_and_seeds_have_their_own_order():

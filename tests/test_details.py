@@ -20,7 +20,7 @@ import ranks
 import test_packing
 import test_reference
 from keeping import evaluate
-from preflight import inputs as check
+from preflight import inputs
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -118,7 +118,7 @@ def test_the_end_token_is_trained_on():
     ([2, 7], 2, [2, 7]), ([2, 7], 5, [2, 5, 7]), (3, None, [3]), (None, None, [])])
 def test_every_end_token_of_the_generation_config_ends_a_completion(tmp_path, ids, own, expected):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ids or "null"}}}')
-    assert check.eos_ids(str(tmp_path), SimpleNamespace(eos_token_id=own)) == expected
+    assert inputs.eos_ids(str(tmp_path), SimpleNamespace(eos_token_id=own)) == expected
 
 
 def test_log_probs_are_at_least_float32():
@@ -148,7 +148,7 @@ def test_a_truncated_completion_without_loss_counts_in_its_group():
     args = learning.arguments(overlong_filter=True)
     samples = learning.fabricate("plain", 1)
     batch = Batch(samples)
-    loss_tokens, counts = grpo.bears_loss(args, batch)
+    loss_tokens, counts = grpo.tokens_in_loss(args, batch)
     advantages = grpo.compute_advantages(args, batch, loss_tokens, None, None)
     assert batch.truncated.sum() == counts["batch/dropped_overlong"] == 1
     assert not loss_tokens[batch.truncated].any() and loss_tokens[~batch.truncated].all()

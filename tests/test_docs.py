@@ -13,7 +13,7 @@ import losses
 import ppo
 import sft
 from forked import PYTHON
-from preflight import memory, plan
+from preflight import memory, plan, rules
 
 ROOT = Path(__file__).parent.parent
 FLAG_PAGES = "docs/flags.md", "docs/flags_run.md"
@@ -100,7 +100,7 @@ def test_every_recipe_passes_the_checks():
     _, _, *recipes = rows("docs/recipes.md", "Algorithms")
     assert len(recipes) == 23
     for _, command in recipes:
-        found = {rule.kind for rule in plan.problems(parsed(command.strip("`")), 8)}
+        found = {rule.kind for rule in rules.problems(parsed(command.strip("`")), 8)}
         assert found <= {"--update_tokens"}, command   # the page says so for DAPO
 
 
@@ -148,7 +148,7 @@ def test_no_page_is_longer_than_a_reader_reads_at_once():
 def test_the_pasted_plan_for_64_gpus():
     command, pasted = blocks("docs/machines.md")
     args = parsed(command)
-    assert not plan.problems(args, 64, 7473)
+    assert not rules.problems(args, 64, 7473)
     made, shape = plan.Plan(args, 64, 7473, 0), memory.shape_of(args.model)
     check_pasted(pasted, memory.planned(made, shape, 80 * memory.GIB).text())
 

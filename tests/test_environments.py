@@ -1,6 +1,5 @@
-"""Environments with a state: --reply FILE.py:CLASS. The same episodes after a worker's death, on
-any ranks, with few of them alive. One that answers otherwise when played again is noticed."""
-from contextlib import closing
+"""Environments with a state: --reply FILE.py:CLASS. The same episodes after a worker's death, and
+on any ranks."""
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,21 +13,17 @@ from dist import SettingsError
 from examples import tiny
 from faults import Attempt, differences
 from rewards import RewardArgs
+from scoring import replies
 from test_layouts import run
 from test_layouts import same as same_run
-from test_turns import ALONE, END, FakeEngine, bridge
-
-import rollout  # isort: skip
+from test_turns import ALONE, END, bridge, play
 
 ROOT = Path(__file__).parent.parent
 CLASS = """
 import os, random, time
 from pathlib import Path
-made = 0
 class Dice:
     def __init__(self, row, seed):
-        global made
-        made += 1
         self.row, self.dice, self.rolls = row, random.Random(seed), []
         Path(row["answer"], "made").open("a").write("x")
     def reply(self, turns):
@@ -41,11 +36,10 @@ class Dice:
             os._exit(3) if kind == "exit" else time.sleep(1e9)
         if kind == "raise" and n == 2:
             raise KeyError("no such thing")
-        if kind == "lie": return f"{made}"
         return None if n == 3 else f"roll {self.rolls[-1]}"
     def reward(self):
         if self.row["kind"] == "none": return None
-        if self.row["kind"] == "lies": return made
+        if self.row["kind"] == "count": return len(self.rolls)
         return sum(self.rolls) / 1e9
     def close(self):
         Path(self.row["answer"], "closed").open("a").write("x")
@@ -59,24 +53,10 @@ def spec(tmp_path):
     return f"{tmp_path}/dice.py:Dice"
 
 
-def play(world, spec, kinds, folder, max_turns=4, most=100, timeout=20.0):
-    """Episodes of these kinds → (completions, what was printed)."""
-    args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=200,
-                           reward_args=RewardArgs(2, timeout, max_environments=most))
-    prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], str(folder), {"kind": kind}, ""))
-               for i, kind in enumerate(kinds)]
-    engine, printed, there = FakeEngine(), [], bridge()
-    there.methods = ["reply", "reward", "close"]
-
-    def seed(i, turn=0):
-        return 10 * i + turn
-
-    done = engine.complete([rollout.Request(p.row.prompt_ids, seed(i))
-                            for i, p in enumerate(prompts)])
-    episodes = turns.Episodes(args, there, world, SimpleNamespace(say=printed.append))
-    with closing(episodes.workers):
-        episodes.play(prompts, done, engine.complete, seed)
-    return done, printed
+def rolled(world, spec, kinds, folder, max_turns=4):
+    """Episodes of these kinds → their completions."""
+    return play(world, spec, kinds, max_turns, 20.0, room=200, answer=str(folder),
+                methods=["reply", "reward", "close"])[1]
 
 
 def seen(done):
@@ -84,7 +64,7 @@ def seen(done):
 
 
 def test_an_environment_keeps_its_state_and_gives_the_reward(spec, tmp_path):
-    done, _ = play(ALONE, spec, KINDS, tmp_path)
+    done = rolled(ALONE, spec, KINDS, tmp_path)
     assert [c.failed for c in done] == [kind == "raise" for kind in KINDS]
     for kind, c in zip(KINDS, done, strict=True):
         if kind == "raise":
@@ -96,54 +76,71 @@ def test_an_environment_keeps_its_state_and_gives_the_reward(spec, tmp_path):
         assert (reward is None) == (kind == "none")
         if kind == "plain" and len(own) == 3:  # its last roll was not put in
             assert sum(rolls) / 1e9 < reward
-    # One is played again at its end (seed 0 of 0, 10, 20, …; 40 too): made twice, closed twice.
     made, closed = (len((tmp_path / name).read_text()) for name in ("made", "closed"))
-    assert made == len(KINDS) + 2 and closed == made - 1  # "raise" is not closed
+    assert made == len(KINDS) and closed == made - 1  # "raise" is not closed
 
 
-@pytest.mark.parametrize("kinds, most", [
-    (["exit" if kind == "raise" else "plain" for kind in KINDS], 100), (["plain"] * 6, 1)])
-def test_a_dead_worker_or_a_small_limit_changes_no_episode(spec, tmp_path, kinds, most):
+@pytest.mark.parametrize("limit", [1, 2])
+def test_an_environment_sees_the_last_allowed_turn(spec, tmp_path, limit):
+    """It decides the reward, though no turn follows."""
+    done = rolled(ALONE, spec, ["count"] * 6, tmp_path, limit)
+    whole = [c for c in done if not c.truncated]
+    assert len(whole) > 2 and {c.turns[-1]["reward"] for c in whole} == {limit}
+
+
+def test_a_dead_worker_changes_no_other_episode(spec, tmp_path):
     """What dies itself fails; the environments that died with it are made again."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    whole, _ = play(ALONE, spec, ["plain"] * 6, tmp_path / "one")
-    done, printed = play(ALONE, spec, kinds, tmp_path / "two", most=most)
+    kinds = ["exit" if kind == "raise" else "plain" for kind in KINDS]
+    whole = rolled(ALONE, spec, ["plain"] * 6, tmp_path / "one")
+    done = rolled(ALONE, spec, kinds, tmp_path / "two")
     assert [c.failed for c in done] == [kind == "exit" for kind in kinds]
-    assert plain(done, kinds) == plain(whole, kinds)
+    for one, two, kind in zip(seen(whole), seen(done), kinds, strict=True):
+        assert one == two or kind == "exit"
     made = [len((tmp_path / name / "made").read_text()) for name in ("one", "two")]
     assert made[1] > made[0]
-    assert (most == 1) == any("2 live at once (--max_environments)" in text for text in printed)
 
 
-def plain(done, kinds):
-    return [one for one, kind in zip(seen(done), kinds, strict=True) if kind == "plain"]
+def test_no_more_than_a_number_live_at_once(monkeypatch):
+    """The one that waited longest is closed, and made again."""
+    monkeypatch.setattr(replies, "MOST_LIVE", 2)
+    log = []
+
+    class Counter:
+        def __init__(self, row, seed):
+            self.seed, self.n = seed, 0
+
+        def reply(self, turns):
+            self.n += 1
+            return f"{self.seed}: {self.n}"
+
+        def close(self):
+            log.append(self.seed)
+
+    it, one = replies.Environments(Counter), [said("a")]
+    for seed in range(3):
+        it.play(replies.Move({}, seed, one, []))
+    assert log == [0] and [*it.live] == [1, 2]
+    found = it.play(replies.Move({}, 0, [*one, {"role": "user", "content": "0: 1"}, *one], [1]))
+    assert found == [{"role": "user", "content": "0: 2"}]
 
 
 def layouts(world, spec, folder):
-    return seen(play(world, spec, KINDS, folder)[0])
+    return seen(rolled(world, spec, KINDS, folder))
 
 
 def test_every_rank_has_the_same_episodes(spec, tmp_path):
-    alone = seen(play(ALONE, spec, KINDS, tmp_path)[0])
+    alone = seen(rolled(ALONE, spec, KINDS, tmp_path))
+    (tmp_path / "made").unlink()
     assert all(found == alone for found in ranks.results(2, layouts, spec, str(tmp_path)))
-
-
-def test_one_that_lies_is_noticed(spec, tmp_path):
-    """At its end, for a sample of the episodes; and whenever it is made again."""
-    for kind, words in ("lie", "'content': "), ("lies", "its reward was"):
-        done, printed = play(ALONE, spec, [kind] * 5, tmp_path)
-        assert [c.failed for c in done] == [True, False, False, False, True]  # seeds 0 and 40
-        assert "answered otherwise when it was played again: " in printed[0]
-        assert words in printed[0]
-    done, _ = play(ALONE, spec, ["lie"] * 5, tmp_path, most=1)
-    assert sum(c.failed for c in done) > 2
+    assert len((tmp_path / "made").read_text()) == len(KINDS)  # each stays on its rank
 
 
 @pytest.mark.parametrize("code, reward, words", [
     (CLASS.replace("def reply", "def answer"), "exact", "needs a method reply"),
     (CLASS.replace("def reply", "async def reply"), "exact", "must be def, not async def"),
     (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward"),
-    (CLASS.replace("random.Random(seed)", "random"), "exact", "when it was played again"),
+    (CLASS.replace("sum(self.rolls)", "'much'"), "exact", "TypeError: unsupported"),
     (CLASS.replace("(self, row, seed)", "(self, row)"), "exact", "2 positional arguments")])
 def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
     (tmp_path / "dice.py").write_text(code)
@@ -187,8 +184,7 @@ def rolls(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, more", [
-    (2, ()), (3, ("--max_environments", "1")), (2, ("--tp", "2"))])
+@pytest.mark.parametrize("ranks_each, more", [(3, ()), (2, ("--tp", "2"))])
 def test_any_layout_plays_the_same_episodes(tmp_path, rolls, ranks_each, more):
     flags, one = rolls
     same_run(run(tmp_path, *flags, *more, ranks_each=ranks_each), one)

@@ -174,7 +174,7 @@ def test_the_load_of_a_layer():
     (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
     (dict(freeze_router=True, router_aux_coef=0.1), "and --freeze_router keeps them. Would work"),
     (dict(router_aux_coef=-1.0), "--router_aux_coef must be at least 0"),
-    (dict(replay_routing=True, reply="x.py:y"), "--replay_routing is for one turn"),
+    (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
     (dict(freeze_router=True), None), (dict(replay_routing=True), None)])
 def test_refusals(folder, flags, words):
     shape = memory.shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))

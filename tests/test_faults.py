@@ -95,9 +95,9 @@ def sleepy(completion, answer, **row):
 def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     rows(tmp_path / "rows.jsonl", range(123456, 123464), never=123459)
-    status, text = start(
-        "--name", "x", "--steps", "9", "--data", "rows.jsonl", "--reward", "sleepy.py:sleepy",
-        "--reward_timeout", "2", faults="backward:*:0:nan save:1:3:full update:1:4:raise").end()
+    flags = ("--name", "x", "--steps", "9", "--data", "rows.jsonl", "--reward", "sleepy.py:sleepy",
+             "--reward_timeout", "2")
+    status, text = start(*flags, faults="backward:*:0:nan save:1:3:full").end()
     seen = metrics(tmp_path / "runs/x")
     assert [r["step"] for r in seen] == [1, 2, 3, 4], text
     # A gradient that is not finite is not applied, and the run goes on.
@@ -106,13 +106,19 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     # A reward that hangs costs its own completions: four of one prompt.
     assert sum(r["rollout/unscored"] for r in seen[:2]) == 4
     assert "a completion has no reward" in text
-    # A full disk costs the checkpoint, and the older one stays.
-    assert re.search(r"the checkpoint after 4 steps was not written \(__1_0.distcp: .*; "
-                     r".*GiB are free there; checkpoints there: step_2\)", text), text
-    assert os.listdir(tmp_path / "runs/x/checkpoints") == ["step_2"]
-    # One rank raises: all end, and the cause is the last thing on the screen.
-    assert status == 1, text
-    assert "ValueError: a fault was put into step on rank 1" in tail(text, 12), text
+    # A full disk ends the run in one sentence. The older checkpoint stays.
+    sentence = r"^error: runs/x/checkpoints/step_4.partial/__1_0.distcp cannot be written \(.*\)"
+    assert status == 1 and len(re.findall(sentence, text, re.MULTILINE)) == 1, text
+    assert "exitcode  : 1" in text and "NotWritten: runs/x/checkpoints" in tail(text, 8), text
+    assert sorted(os.listdir(tmp_path / "runs/x/checkpoints")) == ["step_2", "step_4.partial"]
+    # The same command goes on. One rank raises: all end, and torchrun shows the cause.
+    status, text = start(*flags, faults="update:1:4:raise").end()
+    assert "resumed from runs/x/checkpoints/step_2" in text, text
+    assert [r["step"] for r in metrics(tmp_path / "runs/x")] == [1, 2, 3, 4], text
+    assert status == 1 and "failed:" in text and text.count("[rank 0] failed:") == 0, text
+    cause = text.split("Root Cause")[1]
+    assert "ValueError: a fault was put into step on rank 1" in cause, text
+    assert "rank      : 1" in cause, text
 
 
 @pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
@@ -149,10 +155,9 @@ def test_after_a_full_disk_the_same_command_finishes_with_equal_numbers(start, t
              "--samples_every", "2"]
     assert start("--name", "alone", *flags).end()[0] == 0
     status, text = start("--name", "x", *flags, faults=faults).end()
-    assert "not written" in text, text
-    if status:
-        assert not (tmp_path / "runs/x/done.json").exists()
-        status, text = start("--name", "x", *flags).end()
+    assert status == 1 and text.count("cannot be written") >= 1, text
+    assert not (tmp_path / "runs/x/done.json").exists()
+    status, text = start("--name", "x", *flags).end()
     assert status == 0 and (tmp_path / "runs/x/done.json").exists(), text
     assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
 
@@ -173,11 +178,6 @@ def test_other_settings_finished_runs_and_more_steps(start, tmp_path):
     assert "resumed from runs/x/checkpoints/step_2; changed since: steps 4 (was 2)" in text, text
     assert go("y", "4")[0] == 0
     assert differences(tmp_path / "runs/x", tmp_path / "runs/y") == []
-    rows(tmp_path / "rows.jsonl", range(500123, 500139))
-    for steps in "2", "4":  # the end of the first run is evaluated again
-        assert go("e", steps, "--eval_data", "rows.jsonl")[0] == 0
-    found = map(json.loads, (tmp_path / "runs/e/metrics.jsonl").read_text().splitlines())
-    assert [row["step"] for row in found if "eval/rows" in row] == [0, 2, 4]
     assert go("z", "1", "--save_every", "0")[0] == 0
     assert "runs/z is finished and has no checkpoint" in go("z", "2")[1]
 
@@ -216,7 +216,7 @@ def test_one_rank_raises_in_any_phase_and_all_end_in_seconds(start, place):
     attempt.printed("a fault was put into")
     raised = time.monotonic()
     status, text = attempt.end()
-    assert status == 1 and "a fault was put into" in tail(text, 12), text
+    assert status == 1 and "a fault was put into" in text.split("Root Cause")[1], text
     assert time.monotonic() - raised < LONG, text
 
 
@@ -238,7 +238,7 @@ def test_killed_with_9_in_the_middle_of_generation(start, victim):
 @pytest.mark.parametrize("place", ["rollout", "forward"])
 def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
     """The others wait in our own barrier, or inside FSDP's collectives."""
-    attempt = start("--name", "x", "--steps", "9", "--timeout", "20", "--stop_seconds", "3",
+    attempt = start("--name", "x", "--steps", "9", "--timeout", "20",
                     faults=f"{place}:{stuck}:2:hang")
     attempt.printed("step 2/9")
     began = time.monotonic()
@@ -252,7 +252,7 @@ def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["torchrun", "group"])
 def test_sigterm_saves_and_ends(start, tmp_path, whom):
-    """A scheduler may signal torchrun or the whole group: two signals count as one."""
+    """A scheduler may signal torchrun or the whole group."""
     attempt = start("--name", "x", "--steps", "500", "--save_every", "0")
     attempt.printed("  3/500")
     (os.killpg if whom == "group" else os.kill)(attempt.process.pid, signal.SIGTERM)
@@ -268,32 +268,20 @@ def test_without_torchrun_the_status_is_ours(start, tmp_path):
     os.kill(attempt.process.pid, signal.SIGTERM)
     status, text = attempt.end()
     assert status == 75 and "goes on from here" in text, text
-    attempt = start("--name", "x", "--steps", "500", "--stop_seconds", "2", torchrun=False,
-                    faults=f"rollout:0:{progress(tmp_path / 'runs/x') + 1}:hang")
-    attempt.printed("step ")
-    time.sleep(2)
-    os.kill(attempt.process.pid, signal.SIGTERM)
-    status, text = attempt.end()
-    assert status == 143, text
-    assert ("no step ended within --stop_seconds 2; what came after the last checkpoint is lost"
-            in text), text
+    assert last(tmp_path / "runs/x").name == f"step_{progress(tmp_path / 'runs/x')}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, second", [(signal.SIGINT, 0), (signal.SIGTERM, signal.SIGTERM)])
-def test_ctrl_c_and_a_second_sigterm_end_at_once_even_in_generation(start, number, second):
+def test_ctrl_c_ends_at_once_even_in_generation(start):
     attempt = start("--name", "x", "--steps", "9", faults="rollout:0:1:hang")    # rank 1 waits
     attempt.printed("step 1/9")
     time.sleep(1)
     ranks, began = attempt.ranks(), time.monotonic()
-    os.killpg(attempt.process.pid, number)
-    if second:
-        time.sleep(2.5)
-        os.killpg(attempt.process.pid, second)
+    os.killpg(attempt.process.pid, signal.SIGINT)
     status, text = attempt.end()
     assert time.monotonic() - began < LONG
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    assert ("a second SIGTERM" if second else "interrupted") in text, text
+    assert text.count("interrupted") == 1, text
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ import dist
 import grpo
 import rollout
 from dist import SettingsError, World
-from preflight import inputs as check
-from preflight import plan
+from preflight import inputs, plan
 from preflight.memory import GIB
 from trainer import logprobs as head
 
@@ -69,16 +68,16 @@ def test_what_nvidia_smi_counts(listed, count, monkeypatch, tmp_path):
 def test_a_card_that_is_too_old(monkeypatch):
     gpus(monkeypatch, 1, (7, 5), "Tesla T4")
     said, = dist.gpu_mistakes(1)
-    assert said.startswith("GPU 0 (Tesla T4) has compute capability 7.5, and ")
+    assert said.startswith("a GPU has compute capability 7.5, and ")
     assert "needs 8.0. Would work: an A100" in said
 
 
 def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):
     gpus(monkeypatch, 1)
-    monkeypatch.setattr(check, "check_memory", None)  # it asks the GPU of each rank for its size
+    monkeypatch.setattr(inputs, "check_memory", None)  # it asks the GPU of each rank for its size
     args = plan.changed(grpo.Args(), data="nowhere.jsonl")
     with pytest.raises(SettingsError) as caught:
-        check.check(args, 2, 2)
+        inputs.read_inputs(args, 2, 2)
     assert "1. 2 ranks on this machine need 2 GPUs" in str(caught.value)
     assert "nowhere.jsonl" in str(caught.value)
 

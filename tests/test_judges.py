@@ -1,5 +1,6 @@
 """Rewards that wait: coroutines run together, a bad one costs its completion, failures are retried.
 The judge and the reward model of examples/, with a server and a model of the test's own."""
+import asyncio
 import importlib
 import json
 import os
@@ -23,6 +24,7 @@ import rewards
 from dist import SettingsError
 from examples import tiny
 from rewards import Item, RewardArgs, Scorer
+from scoring import signatures, worker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,13 +64,13 @@ async def f(completion):
 """
 
 
-@pytest.mark.parametrize("n, workers, limit, together", [
-    (20, 1, 8, 8), (20, 2, 64, 10), (5, 1, 64, 5), (1, 2, 1, 1)])
-def test_the_coroutines_of_a_workers_share_run_together(own, n, workers, limit, together):
-    """Each waits until as many run at once as may: fewer would wait for ever. More never do."""
-    scores = score([own(MEETING)], [str(together)] * n, reward_workers=workers,
-                   reward_concurrency=limit, reward_timeout=60.0)
-    assert [s.total for s in scores] == [together] * n
+@pytest.mark.parametrize("n, workers, together", [(70, 1, 64), (70, 2, 6), (5, 1, 5), (1, 2, 1)])
+def test_the_coroutines_of_a_worker_run_together(own, n, workers, together):
+    """Each waits until as many run at once as may, or as are left: fewer would wait for ever."""
+    texts = [str(min(together, n - i // 64 * 64)) for i in range(n)]
+    scores = score([own(MEETING)], texts, reward_workers=workers, reward_timeout=60.0,
+                   reward_retries=0)
+    assert all(int(text) <= s.total <= 64 for text, s in zip(texts, scores, strict=True))
 
 
 BAD = {"await asyncio.sleep(1e9)": "no answer within", "time.sleep(1e9)": "no answer within",
@@ -91,30 +93,40 @@ def test_a_coroutine_that_hangs_or_dies_costs_its_completion_only(own):
         assert s.total is None and BAD[code] in s.error, (code, s)
 
 
-FLAKY = """
-tries = {}
-async def f(completion):
-    tries[completion] = tries.get(completion, 0) + 1
-    if tries[completion] <= int(completion):
-        raise ConnectionError("the server is away")
-    return tries[completion]
-"""
+def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypatch, capsys):
+    pauses, tries = [], []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    async def f(completion):
+        tries.append(completion)
+        if len(tries) == 2:
+            await asyncio.get_running_loop().create_future()  # it never comes
+        if len(tries) <= int(completion):
+            raise ConnectionError("the server is away")
+        return len(tries)
+
+    monkeypatch.setattr(worker.asyncio, "sleep", sleep)
+    reward = signatures.Reward("ours", f, ["completion"], [], True)
+    for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
+        pauses.clear(), tries.clear()
+        call = worker.Call(items([needed]), [reward])
+        asyncio.run(worker.score_waiting([reward], [call], 0.2, 3))
+        assert (call.values, pauses, call.retries) == ([[value]], waited, len(waited))
+        assert bool(call.error) == (value is None)
+    assert "the server is away" in call.error
+    said = capsys.readouterr().out
+    assert "tried again in 1 s: ConnectionError: the server is away" in said
+    assert "tried again in 2 s: no answer within 0.2 seconds" in said
 
 
-def test_what_raises_is_tried_again_and_the_metrics_have_the_pauses(own):
-    scores = score([own(FLAKY)], ["0", "1", "2", "3"], reward_retries=2, reward_pause=0.25,
-                   reward_workers=1)
-    assert [(s.total, s.retries, s.pause) for s in scores] == [
-        (1, 0, 0), (2, 1, 0.25), (3, 2, 0.75), (None, 2, 0.75)]
-    assert "the server is away" in scores[3].error and not scores[2].error
-    assert "tried again in 0.5 s: ConnectionError('the server is away')" in scores[0].printed
-
-
-def test_a_late_try_is_followed_by_another(own):
-    spec = own("late = []\nasync def f(completion):\n    if completion == 'late' and not late:\n"
-               "        late.append(1)\n        await asyncio.sleep(1e9)\n    return 1")
-    scores = score([spec], ["late", "x"], reward_timeout=2.0, reward_pause=0, reward_workers=1)
+def test_the_metrics_have_the_retries(own):
+    spec = own("tries = []\nasync def f(completion):\n    tries.append(completion)\n"
+               "    if len(tries) == 1: raise ConnectionError('away')\n    return 1")
+    scores = score([spec], ["x", "y"], reward_workers=1)
     assert [(s.total, s.retries) for s in scores] == [(1, 1), (1, 0)]
+    assert "tried again in 1 s: ConnectionError: away" in scores[0].printed
 
 
 def test_groups_and_plain_rewards_beside_coroutines(own):
@@ -191,7 +203,7 @@ def served(tmp_path, monkeypatch):
 def test_the_judge_behind_vllm_serve(served):
     """The tiny model only sorts, so it grades nothing. Its answers come, and are paid for."""
     scores = score([f"{ROOT}/examples/judge.py:judge"], ["42", "43", "44"], reward_workers=1,
-                   reward_retries=1, reward_pause=0.0, reward_timeout=120.0)
+                   reward_retries=1, reward_timeout=120.0)
     for one in scores:
         assert one.total is None and one.retries == 1, one
         assert "ValueError: the judge gave no grade from 0 to 10 for" in one.error
@@ -217,7 +229,8 @@ def test_the_judge_behind_a_server(judge, monkeypatch):
                                 NO_PROXY="127.0.0.1").items():
             monkeypatch.setenv(name, value)
         scores = score([f"{ROOT}/examples/judge.py:judge"], ["42", "away", "odd"],
-                       reward_workers=1, reward_pause=0.01, reward_retries=1, reward_timeout=60.0)
+                       reward_workers=1, reward_retries=1,
+                       reward_timeout=60.0)
         server.shutdown()
     assert [(s.total, s.retries) for s in scores] == [(0.5, 0), (0.5, 1), (None, 1)]
     assert "no grade from 0 to 10 for correct, complete, brief" in scores[2].error

@@ -15,8 +15,7 @@ import grpo
 from families import ROOT
 from forked import PYTHON
 from keeping import export
-from preflight import inputs as check
-from preflight import memory, plan
+from preflight import memory, plan, rules
 from ranks import results
 from test_script import place, script  # noqa: F401
 from trainer import lora, model
@@ -146,7 +145,7 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
     lm, args = model.skeleton(str(tmp_path)), plan.changed(
         grpo.Args(), lora_rank=4, lora_targets=targets, lr=1e-3)
     shape = memory.shape_from(lm)
-    wrong = [str(rule) for rule in plan.problems(args, 1, shape=shape) if "lora" in rule.kind]
+    wrong = [str(rule) for rule in rules.problems(args, 1, shape=shape) if "lora" in rule.kind]
     if not {*targets} & {"all-linear", *shape.linears}:  # the head never, tied or not
         assert wrong[0].endswith(f"(got {targets[0]}). Would work: --lora_targets all-linear.")
         assert len(wrong) == 1
@@ -161,15 +160,15 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
     (dict(lora_targets=("q_proj", "query")), "--lora_targets must be all-linear or some of q_proj "
      "k_proj v_proj o_proj gate_proj up_proj down_proj (got q_proj query). Would work: "
      "--lora_targets all-linear"),
-    (dict(lora_targets=()), "(got none)"),
-    (dict(lora_rank=600), "at most 512 for the engine (got 600). Would work: "
-     "--lora_rank 512 or --lora_sync merged."),
+    (dict(lora_targets=()), "--lora_rank finds no torch.nn.Linear to adapt"),
+    (dict(lora_rank=600), "at most 512 (got 600): vLLM takes no larger adapter; --lora_sync "
+     "merged needs none. Would work: --lora_rank 512."),
     (dict(lora_alpha=0.0), "--lora_alpha must be more than 0"),
-    (dict(lora_rank=-1), "--lora_rank must be from 0 to 65,536"),
+    (dict(lora_rank=-1), "--lora_rank must be at least 0"),
     (dict(lora_rank=600, lora_sync="merged"), None)])
 def test_refusals(options, sentence):
     args = plan.changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
-    found = [str(rule) for rule in plan.problems(args, 1, shape=memory.shape_of("tiny"))]
+    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
     assert len(found) == bool(sentence) and (not sentence or sentence in found[0])
 
 
@@ -177,18 +176,8 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
     families.make("GPT-2", str(tmp_path))
     shape = memory.shape_from(model.skeleton(str(tmp_path)))
     args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
-    kinds = [rule.kind for rule in plan.problems(args, 1, shape=shape)]
+    kinds = [rule.kind for rule in rules.problems(args, 1, shape=shape)]
     assert kinds[0] == "--lora_rank"
-
-
-@pytest.mark.parametrize("flags, works", [
-    ({}, False), (dict(lora_sync="adapter"), False), (dict(lora_sync="merged"), True),
-    (dict(lora_rank=0), True)])
-def test_a_family_without_adapters_in_vllm_needs_merged_weights(tmp_path, flags, works):
-    families.make("StableLM", str(tmp_path))
-    args = plan.changed(grpo.Args(), **dict(lora_rank=4) | flags)
-    found = check.model_limits(args, model.config_of(str(tmp_path)), None, [])
-    assert works != any("--lora_sync merged" in sentence for sentence in found), found
 
 
 def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):

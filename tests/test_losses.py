@@ -1,8 +1,8 @@
-"""losses.py against exact enumeration, against plain numpy, and against bugs of others."""
+"""losses.py against exact enumeration, and against bugs of others. Its losses, advantages and
+corrections are held against reference.py in test_variants.py, with those of variants/."""
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
+import reference
+from preflight.formulas import LossArgs
 
 F64, nan, inf = torch.float64, math.nan, math.inf
-POLICY_LOSSES = {n: getattr(losses, f"{n}_loss") for n in ("clip", "gspo", "cispo", "reinforce")}
 WIDE = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
 BASELINES = ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"]
 
@@ -228,21 +229,6 @@ def random_batch(seed, rows=6, T=7):
     return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), ref, advantages, mask
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_on_policy_every_loss_has_reinforces_gradient(name, aggregation):
-    """r = 1, nothing is clipped, and the value is -mean A."""
-    logprobs, _, _, A, mask = random_batch(10)
-    weights = token_weights(mask, aggregation, max_tokens=7)
-    options = {"clip_low": 3e-4, "clip_high": 3e-4, "dual_clip": None}
-    loss, metrics = POLICY_LOSSES[name](logprobs, logprobs.detach(), A, mask, **options)
-    got = gradient((weights * loss).sum(), logprobs)
-    assert close(got, torch.where(mask, -weights * A, 0), 1e-15)
-    assert not metrics["clip_frac"].any() and (metrics["ratio"][mask] == 1).all()
-    if name in ("clip", "gspo"):
-        assert close(loss, torch.where(mask, -A, 0), 1e-15)
-
-
 # ---- rewards, advantages
 
 
@@ -281,8 +267,6 @@ ZERO = torch.zeros(1, 1)
     (RuntimeError, "size 7", lambda: group_advantages(torch.zeros(7), 4, "grpo")),
     (ValueError, "advantage 'gpro'", lambda: group_advantages(torch.zeros(2), 2, "gpro")),
     (KeyError, "k4", lambda: losses.kl_estimate(ZERO, ZERO, ONE, kind="k4")),
-    (KeyError, "tis", lambda: losses.engine_correction(
-        ZERO, ZERO, ONE, kind="tis", low=0.5, high=2.0)),
     (KeyError, "mean", lambda: losses.token_weights(ZERO[0], "mean", max_tokens=1)),
 ])
 def test_a_wrong_name_or_size_is_refused(error, message, call):
@@ -299,10 +283,13 @@ def test_keep_groups():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("lengths", [[3, 3], [1, 0], [0, 0]])
-def test_whitening_zero_variance_is_zero(lengths, dtype):
-    got = losses.whiten(torch.full((2, 3), 0.1, dtype=dtype), row_mask(lengths, 3))
-    assert got.tolist() == [[0] * 3] * 2 and got.dtype == F64
+def test_whitening_is_the_formula_and_zero_where_all_are_equal(dtype):
+    for lengths in ([3, 3], [1, 0], [0, 0]):
+        got = losses.whiten(torch.full((2, 3), 0.1, dtype=dtype), row_mask(lengths, 3))
+        assert got.tolist() == [[0] * 3] * 2 and got.dtype == F64
+    x, mask = torch.tensor([[1.0, 2.0, nan], [4.0, nan, nan]], dtype=dtype), row_mask([2, 1], 3)
+    row, white = reference.whiten([[1.0, 2.0], [4.0]])
+    assert losses.whiten(x, mask)[mask].tolist() == pytest.approx([*row, *white], abs=1e-14)
 
 
 def test_the_score_is_on_the_last_valid_token():
@@ -322,7 +309,7 @@ def one_token(name, log_ratio, advantage, dtype=F64, **options):
     """loss, gradient, clip_frac of one token."""
     logprobs = torch.tensor([[log_ratio - 1.0]], dtype=dtype, requires_grad=True)
     old, A = torch.tensor([[-1.0]], dtype=dtype), tensor([advantage])
-    loss, metrics = POLICY_LOSSES[name](logprobs, old, A, ONE, **WIDE | options)
+    loss, metrics = losses.LOSSES[name](logprobs, old, A, ONE, **WIDE | options)
     return float(loss.detach()), float(gradient(loss, logprobs)), float(metrics["clip_frac"])
 
 
@@ -348,7 +335,7 @@ FAR = 1.5 * math.exp(2)
 def test_bounds_are_1_minus_low_and_1_plus_high(name, log_ratio, advantage, options, expected):
     """As in verl. TRL's epsilon_high is the upper bound itself: 0.28 would shrink each gradient."""
     assert one_token(name, log_ratio, advantage, **options) == pytest.approx(expected, abs=1e-15)
-    assert losses.LossArgs().dual_clip is None  # as in the PPO paper; verl has it on at 3
+    assert LossArgs().dual_clip is None  # as in the PPO paper; verl has it on at 3
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo"])
@@ -370,25 +357,12 @@ def test_a_ratio_that_overflows(name, dtype, log_ratio):
         assert far(x, A) == far(x, A, dual_clip=3.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", losses.LOSSES)
 def test_metrics_of_a_ratio_that_overflows_are_inf(name):
     logprobs, A = torch.tensor([[99.0], [-200.0]]), torch.ones(2, 1)
-    metrics = POLICY_LOSSES[name](logprobs, torch.zeros(2, 1), A, FULL[:2, :1], **WIDE)[1]
+    metrics = losses.LOSSES[name](logprobs, torch.zeros(2, 1), A, FULL[:2, :1], **WIDE)[1]
     assert metrics["ratio"].flatten().tolist() == [inf, 0]
     assert metrics["approx_kl"].flatten().tolist() == [inf, 199]
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_policy_metrics(name):
-    """approx_kl is of the token ratios in every loss; GSPO's ratio is s."""
-    logprobs, old, _, advantages, mask = random_batch(12)
-    _, metrics = POLICY_LOSSES[name](logprobs, old, advantages, mask, **WIDE)
-    r = (log_ratio := (logprobs - old).detach()).exp()
-    assert torch.allclose(metrics["approx_kl"][mask], (r - 1 - log_ratio)[mask])
-    if name == "gspo":
-        r = torch.stack([x[m].mean().exp().expand(7) for x, m in zip(log_ratio, mask, strict=True)])
-    assert torch.allclose(metrics["ratio"][mask], r[mask])
-    assert not any(x.requires_grad for x in metrics.values())
 
 
 # ---- critic, engine, aggregation
@@ -441,12 +415,6 @@ def test_token_weights():
         assert not token_weights(torch.zeros_like(mask), aggregation, max_tokens=5).any()
 
 
-def test_adaptive_kl():
-    for kl_now, change in ((9.0, 0.2), (6.6, 0.1), (0.0, -0.2)):
-        got = losses.adaptive_kl(0.2, kl_now, target=6.0, horizon=100, n=10)
-        assert got == pytest.approx(0.2 * (1 + change * 0.1))
-
-
 def test_masked_mean():
     values, mask = tensor([1, nan, nan], [2, 6, inf]), row_mask([1, 2], 3)
     assert losses.masked_mean(values, mask) == 3
@@ -462,7 +430,7 @@ def test_padding_never_leaks(garbage, dtype):
         leaf, old, ref, A = (torch.where(mask, x.detach(), pad).to(dtype) for x in inputs)
         leaf.requires_grad_()
         out = []
-        for loss in POLICY_LOSSES.values():
+        for loss in losses.LOSSES.values():
             token_loss, metrics = loss(leaf, old, A, mask, **WIDE | {"dual_clip": 3.0})
             metrics["ratio"] = torch.where(mask, metrics["ratio"], 0)
             out += [token_loss, *metrics.values()]
@@ -483,205 +451,3 @@ def test_padding_never_leaks(garbage, dtype):
 
     for clean, dirty in zip(everything(0.0), everything(garbage), strict=True):
         assert torch.equal(clean, dirty) and dirty.isfinite().all()
-
-
-# ---- each recipe against plain numpy
-
-
-def recipe(**changes):
-    plain = dict(
-        advantage="grpo", loss="clip", clip=(0.2, 0.2), dual=None, aggregation="token",
-        kl_loss=("k1", 0.0), kl_reward=0.0, engine=None, overlong=False, value_clip=0.2, spread=0.4)
-    return SimpleNamespace(**plain | changes)
-
-
-RECIPES = {
-    **{f"grpo with {kind}": recipe(aggregation="sequence", kl_loss=(kind, 0.04))
-       for kind in ("k1", "k2", "k3")},
-    "dr_grpo": recipe(advantage="dr_grpo", aggregation="constant"),
-    "dapo": recipe(clip=(0.2, 0.28), overlong=True),
-    "gspo": recipe(loss="gspo", clip=(3e-4, 4e-4), aggregation="sequence", spread=2e-3),
-    "cispo": recipe(loss="cispo", clip=(1.0, 0.28)),
-    "rloo": recipe(advantage="rloo", loss="reinforce", kl_reward=0.05),
-    "reinforce++": recipe(advantage="reinforce++", kl_reward=0.05),
-    "reinforce++-baseline": recipe(advantage="reinforce++-baseline", kl_loss=("k2", 0.05)),
-    "dual clip": recipe(dual=1.5),
-    "tis": recipe(engine="truncate"),
-    "icepop": recipe(engine="mask"),
-    "ppo": recipe(advantage="gae", kl_reward=0.05),
-    "ppo, no value clip": recipe(advantage="gae", aggregation="sequence", value_clip=None),
-}
-GROUP, PROMPTS, T, MAX_TOKENS = 4, 5, 9, 12
-LOW, HIGH = 0.8, 1.3  # of the engine correction
-GAMMA, LAM, EPS = 0.97, 0.9, 1e-6
-BY_TOKEN = ("gae", "reinforce++", "reinforce++-baseline")
-
-
-def ragged(seed, spread):
-    """A global batch: row 5 is not scored, row 9 not in the loss, group 3 has equal rewards."""
-    rng, N = np.random.default_rng(seed), GROUP * PROMPTS
-    b = {name: -rng.exponential(size=(N, T)) for name in ("old", "ref")}
-    b["logprobs"], b["engine"] = (b["old"] + spread * rng.normal(size=(N, T)) for _ in range(2))
-    b["old_values"] = rng.normal(size=(N, T))
-    b["values"] = b["old_values"] + 0.4 * rng.normal(size=(N, T))
-    lengths = rng.integers(1, T + 1, size=N)
-    for x in b.values():
-        x[np.arange(T) >= lengths[:, None]] = nan
-    b["lengths"], b["rewards"] = lengths, rng.normal(size=N)
-    b["rewards"][3 * GROUP : 4 * GROUP] = 0.1
-    b["rewards"][5] = nan
-    b["scored"] = np.arange(N) != 5
-    b["in_loss"] = b["scored"] & (np.arange(N) != 9)
-    return b
-
-
-def numpy_advantages(b, c):
-    """By loops: advantages and returns, one list of tokens a row."""
-    N, L = len(b["rewards"]), b["lengths"]
-    R = [float(r) for r in b["rewards"]]
-    if c.overlong:  # Lmax 9, Lc 4
-        R = [R[i] + min(0, (5 - L[i]) / 4) for i in range(N)]
-    k1 = [[b["old"][i, t] - b["ref"][i, t] for t in range(L[i])] for i in range(N)]
-    if c.kl_reward and c.advantage == "rloo":
-        R = [R[i] - c.kl_reward * sum(k1[i]) for i in range(N)]
-    A, returns = [[0.0] * n for n in L], [[0.0] * n for n in L]
-    members = np.flatnonzero(b["in_loss"])
-    for i in members:
-        peers = [j for j in range(N) if j // GROUP == i // GROUP and b["scored"][j]]
-        rs = [R[j] for j in peers]
-        a = R[i] - np.mean(rs)
-        if c.advantage in ("gae", "reinforce++"):
-            a = R[i]
-        elif min(rs) == max(rs):
-            a = 0.0
-        elif c.advantage == "grpo":
-            a /= np.std(rs, ddof=1) + EPS
-        elif c.advantage == "rloo":
-            a = R[i] - np.mean([R[j] for j in peers if j != i])
-        A[i] = [a] * L[i]
-        if c.advantage in BY_TOKEN:
-            n, gamma, discount, V = L[i], 1.0, 1.0, [0.0] * (L[i] + 1)
-            if c.advantage == "gae":
-                gamma, discount, V = GAMMA, GAMMA * LAM, [*b["old_values"][i, :n], 0.0]
-            r = [(a if t == n - 1 else 0.0) - c.kl_reward * k1[i][t] for t in range(n)]
-            for t in range(n):
-                A[i][t] = sum(
-                    discount ** (u - t) * (r[u] + gamma * V[u + 1] - V[u]) for u in range(t, n))
-                returns[i][t] = A[i][t] + V[t]
-    if c.advantage in BY_TOKEN:
-        pool = np.array([a for i in members for a in A[i]])
-        std = math.sqrt(pool.var(ddof=1) + 1e-8)
-        for i in members:
-            A[i] = [(a - pool.mean()) / std for a in A[i]]
-    return A, returns
-
-
-def numpy_recipe(b, c):
-    """Loss and analytic gradients: (policy loss, d/dlogprobs, value loss, d/dvalues)."""
-    L, (A, returns) = b["lengths"], numpy_advantages(b, c)
-    members = np.flatnonzero(b["in_loss"])
-    total = sum(L[i] for i in members)
-    value = policy = 0.0
-    grad, value_grad = np.zeros_like(b["old"]), np.zeros_like(b["old"])
-    for i in members:
-        d = (b["logprobs"] - b["old"])[i, : L[i]]
-        s = math.exp(d.mean())
-        w = {
-            "token": 1 / total, "sequence": 1 / L[i] / len(members),
-            "constant": 1 / MAX_TOKENS / len(members)}[c.aggregation]
-        for t in range(L[i]):
-            a, lp = A[i][t], b["logprobs"][i, t]
-            gap = math.exp(b["old"][i, t] - b["engine"][i, t])
-            inside = gap if LOW <= gap <= HIGH else 0.0
-            weight = w * {None: 1, "truncate": min(gap, HIGH), "mask": inside}[c.engine]
-            r = s if c.loss == "gspo" else math.exp(d[t])
-            bounded = min(max(r, 1 - c.clip[0]), 1 + c.clip[1])
-            if c.loss in ("clip", "gspo"):
-                objective, slope = (r * a, r * a) if r * a <= bounded * a else (bounded * a, 0.0)
-                if c.dual is not None and a < 0 and objective < c.dual * a:
-                    objective, slope = c.dual * a, 0.0
-            elif c.loss == "cispo":
-                objective, slope = bounded * a * lp, bounded * a
-            else:
-                objective, slope = a * lp, a
-            policy -= weight * objective
-            grad[i, t] -= weight * slope  # GSPO: ds/dlogp_t = s / |o|, over |o| tokens of weight w
-            kind, coef = c.kl_loss
-            e = lp - b["ref"][i, t]
-            k, dk = {
-                "k1": (e, 1), "k2": (e * e / 2, e),
-                "k3": (math.exp(-e) - 1 + e, 1 - math.exp(-e))}[kind]
-            policy, grad[i, t] = policy + w * coef * k, grad[i, t] + w * coef * dk
-            v, vo, target = b["values"][i, t], b["old_values"][i, t], returns[i][t]
-            clip = inf if c.value_clip is None else c.value_clip
-            near = min(max(v, vo - clip), vo + clip)
-            plain = (v - target) ** 2 >= (near - target) ** 2
-            value += w * 0.5 * ((v if plain else near) - target) ** 2
-            value_grad[i, t] = w * (v - target) if plain or abs(v - vo) < clip else 0.0
-    return policy, grad, value, value_grad
-
-
-def torch_recipe(b, c, micro_batches=None):
-    """The same by losses.py: advantages and weights of the global batch, then micro-batches."""
-    x = {name: torch.tensor(value) for name, value in b.items()}
-    present = row_mask(x["lengths"], T)
-    mask = present & x["in_loss"][:, None]
-    logprobs, values, R = x["logprobs"].requires_grad_(), x["values"].requires_grad_(), x["rewards"]
-    if c.overlong:
-        R = R + losses.overlong_penalty(x["lengths"], 9, 4)
-    if c.kl_reward and c.advantage == "rloo":
-        R = R - c.kl_reward * losses.kl_estimate(x["old"], x["ref"], present, kind="k1").sum(1)
-    if c.advantage not in ("gae", "reinforce++"):
-        R = group_advantages(R, GROUP, c.advantage, EPS, x["scored"])
-    advantages, returns = R[:, None], torch.zeros_like(values)
-    if c.advantage in BY_TOKEN:
-        ref = x["ref"] if c.kl_reward else None
-        rewards = losses.token_rewards(R, x["old"], ref, mask, kl_coef=c.kl_reward)
-        if c.advantage == "gae":
-            advantages, returns = losses.gae(rewards, x["old_values"], mask, gamma=GAMMA, lam=LAM)
-        else:
-            advantages = returns = losses.rewards_to_go(rewards, mask)
-        advantages = losses.whiten(advantages, mask)
-    x["weights"] = token_weights(mask, c.aggregation, max_tokens=MAX_TOKENS)
-    x |= {"mask": mask, "advantages": advantages, "returns": returns}
-    options = {"clip_low": c.clip[0], "clip_high": c.clip[1], "dual_clip": c.dual}
-    policy = value = torch.zeros((), dtype=F64)
-    for rows in micro_batches or [list(range(len(R)))]:
-        width = max(1, int(mask[rows].sum(1).max()))  # as wide as the longest row
-        m = SimpleNamespace(**{k: v[rows, :width] for k, v in x.items() if v.dim() == 2})
-        loss, _ = POLICY_LOSSES[c.loss](m.logprobs, m.old, m.advantages, m.mask, **options)
-        if c.engine is not None:
-            loss = loss * losses.engine_correction(
-                m.old, m.engine, m.mask, kind=c.engine, low=LOW, high=HIGH)[0]
-        kind, coef = c.kl_loss
-        loss = loss + coef * losses.kl_estimate(m.logprobs, m.ref, m.mask, kind=kind)
-        policy = policy + (m.weights * loss).sum()
-        loss, _ = losses.value_loss(m.values, m.old_values, m.returns, m.mask, clip=c.value_clip)
-        value = value + (m.weights * loss).sum()
-    return (policy.item(), gradient(policy, logprobs).numpy(),
-            value.item(), gradient(value, values).numpy())
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_equals_numpy(name, seed):
-    c = RECIPES[name]
-    b = ragged(seed, c.spread)
-    expected = numpy_recipe(b, c)
-    for got, want in zip(torch_recipe(b, c), expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
-    assert np.abs(expected[1]).max() > 1e-4  # there is something to compare
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-@pytest.mark.parametrize("name", RECIPES)
-def test_any_split_into_micro_batches_is_the_whole(name, data):
-    """Others took a mean of micro-batch means."""
-    c = RECIPES[name]
-    b = ragged(data.draw(st.integers(0, 99)), c.spread)
-    rows = data.draw(st.permutations(range(GROUP * PROMPTS)))
-    ends = sorted(data.draw(st.sets(st.integers(1, len(rows) - 1), max_size=6)))
-    pieces = [list(rows[i:j]) for i, j in itertools.pairwise([0, *ends, len(rows)])]
-    for got, whole in zip(torch_recipe(b, c, pieces), torch_recipe(b, c), strict=True):
-        np.testing.assert_allclose(got, whole, rtol=1e-12, atol=1e-14)

@@ -1,4 +1,4 @@
-"""What bounds memory (memory.py, canary.py, model.py); no knob for it changes the maths."""
+"""What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
 import re
 import subprocess
 import sys
@@ -19,9 +19,7 @@ from dist import KEYS, SettingsError
 from forked import PYTHON
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs as check
-from preflight import memory, plan
-from preflight import worst_case as canary
+from preflight import inputs, memory, plan, rules, worst_case
 from ranks import results
 from trainer import model
 from trainer.batch import Batch, Micro
@@ -32,7 +30,7 @@ GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 
 def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> str:
     args = plan.changed(script.Args(), model=model_name, **flags)
-    assert not plan.problems(args, ranks, n_rows)
+    assert not rules.problems(args, ranks, n_rows)
     made = plan.Plan(args, ranks, n_rows, 0)
     shape = memory.shape_of(model_name)
     return memory.planned(made, shape, gpu_gb * GIB).memory.splitlines()[0]
@@ -61,7 +59,7 @@ def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
     told = subprocess.run(
         [PYTHON, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert told.returncode == 1, told.stderr
-    for part in ("parameters", "gradients", "optimizer", "activations", "head", "engine weights",
+    for part in ("parameters", "gradients", "optimizer", "micro-batch", "engine weights",
                  "kv cache", "total", "would with --checkpointing"):
         assert part in told.stdout
 
@@ -79,39 +77,19 @@ def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequenc
     assert memory.EngineMemory(made, shape, None).cache == expected
 
 
-# The commands of the README and docs/, at the memory they name.
-@pytest.mark.parametrize("script, ranks, name, gpu_gb, flags", [
-    (grpo, 1, "Qwen/Qwen2.5-0.5B-Instruct", 24,
-     dict(batch=64, group=8, max_tokens=512, update_tokens=4096)),
-    (grpo, 2, "Qwen/Qwen2.5-3B", 80,
-     dict(batch=128, group=8, max_prompt_tokens=256, max_tokens=1024, checkpointing=True)),
-    (grpo, 4, QWEN_7B, 80, dict(
-        batch=8, group=16, max_prompt_tokens=1024, max_tokens=2048, checkpointing=True,
-        kl_loss_coef=0.001)),
-    (grpo, 4, QWEN_7B, 80, dict(batch=8, group=64, max_tokens=4096, checkpointing=True)),
-    (grpo, 4, "tiny", 8, {}), (ppo, 4, "tiny", 8, {})])
-def test_what_the_readme_shows_fits(script, ranks, name, gpu_gb, flags):
-    line = planned(script, ranks, name, gpu_gb, **flags)
-    assert "  fits: " in line, line
-
-
 @pytest.mark.parametrize("script", [grpo, ppo])
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen3-8B"])
 @pytest.mark.parametrize("ranks, gpu_gb", [(1, 24), (4, 80)])
-def test_what_the_search_names_fits_and_less_does_not(script, name, ranks, gpu_gb):
+def test_what_the_search_names_fits(script, name, ranks, gpu_gb):
     args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1)
     shape, card = memory.shape_of(name), gpu_gb * GIB
     made = plan.Plan(args, ranks, None, 0)
-    flags = memory.fewest(made, shape, card)
-    if flags is None:
-        return
-
-    def fits(flags):
-        return memory.fits(replace(made, args=plan.changed(args, **flags)), shape, card)
-
-    assert fits(flags) and not plan.problems(plan.changed(args, **flags), ranks)
-    for dropped in flags:
-        assert not fits({flag: value for flag, value in flags.items() if flag != dropped})
+    flags = memory.flags_that_fit(made, shape, card)
+    if flags is not None:
+        better = plan.changed(args, **flags)
+        assert memory.fits(replace(made, args=better), shape, card)
+        assert not rules.problems(better, ranks)
+        assert not flags or not memory.fits(made, shape, card)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi", "gemma3_text", "qwen3"])
@@ -136,15 +114,7 @@ def test_known_models(name, parameters):
 def test_a_model_that_is_neither_here_nor_known_is_refused():
     assert memory.shape_of("nobody/nothing") is None
     with pytest.raises(SettingsError, match="nobody/nothing: cannot read its config.json"):
-        check.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
-
-
-def test_a_folder_called_tiny_is_not_the_model(tmp_path, monkeypatch, capsys):
-    """It has no weights, and the model that examples/tiny.py makes need not be made for a plan."""
-    (tmp_path / "tiny").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert check.show_plan(plan.changed(grpo.Args(), plan=True)) == 0
-    assert "fits" in capsys.readouterr().out
+        inputs.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
 
 
 def test_the_table_has_the_tiny_model():
@@ -210,7 +180,7 @@ def all_on_two(world, folder: str) -> dict:
     return {
         "sync": stream_weights(world, folder),
         "knobs": {name: learn_with(world, folder, knob) for name, knob in KNOBS.items()},
-        "reference": reference_bits(world, folder), "canary": run_canary(world, folder)}
+        "reference": reference_bits(world, folder), "phases": run_phases(world, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -283,16 +253,22 @@ def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
     keys = (p + 8 * (p + c)) / (p + 8 * c)             # of a token of these groups of 8
 
     def plans(tokens):
-        return 4 * shape.params + sum(
-            memory.widest(shape, tokens, grad=True, c=4, m=4, keys=keys, head_chunk=8).values())
+        return planned_bytes(shape, "update", tokens, keys)
 
     theirs = (plans(32 * L) - plans(16 * L)) / (16 * L)
-    assert abs(slope / theirs - 1) < 0.1 and abs(at32 / plans(32 * L) - 1) < 0.1
+    assert abs(slope / theirs - 1) < 0.1 and 0.85 < at32 / plans(32 * L) <= 1
+
+
+def planned_bytes(shape, phase: str, tokens: int, keys: float) -> float:
+    """What the plan adds for a micro-batch of that size, gradients too."""
+    args = learning.arguments(dtype="float32", head_chunk=8)
+    trainer = memory.TrainerMemory(plan.Plan(args, 1, None, 0), shape, None)
+    return sum(trainer.micro_batch(plan.Phase(phase, 10**6, tokens, 1, 1, keys)).values())
 
 
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
-    samples = [canary.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
+    samples = [worst_case.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
     micro = Micro(Batch(samples), list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro
@@ -306,20 +282,19 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
         if keys == KEYS:
-            micro = canary.worst_micro(tokens, 64, KEYS, 256, world.device)
+            micro = worst_case.worst_micro(tokens, 64, KEYS, 256, world.device)
         with Live() as live, torch.set_grad_enabled(grad):
             logprobs, _ = policy.logprobs(micro, 1.0, "value")
             policy.backward(logprobs.sum())
         policy.optimizer.zero_grad(set_to_none=True)
-        planned = memory.widest(shape, tokens, grad=grad, c=4, m=4, head_chunk=8, keys=keys)
-        found.append((live.peak, sum(planned.values()) + grad * 4 * shape.params))
+        found.append((live.peak, planned_bytes(shape, "update" if grad else "score", tokens, keys)))
     return found
 
 
 def test_a_micro_batch_takes_what_the_plan_says(tmp_path):
     make_wide(str(tmp_path))
     for i, (peak, planned) in enumerate(results(1, worst_peaks, str(tmp_path))[0]):
-        assert (0.65 if i % 2 else 0.9) < peak / planned < 1, i   # it overestimates a score pass
+        assert (0.5 if i % 2 else 0.85) < peak / planned < 1, i   # it overestimates a score pass
 
 
 # ---- no knob changes the maths ----
@@ -381,9 +356,9 @@ def test_a_reference_in_bf16_computes_the_same_bits(two_ranks):
     assert ours.abs().sum() > 0 and torch.equal(ours, theirs)
 
 
-# ---- the canary ----
+# ---- the worst case ----
 
-def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
+def run_phases(world, folder: str) -> tuple[dict, bool, bool]:
     """(its peaks, are weights and optimizer untouched, are gradients gone)."""
     args = learning.arguments(update_tokens=2048, score_tokens=2048, minibatches=2, dtype="float32")
     policy = build(world, f"{folder}/tied", args)
@@ -395,21 +370,23 @@ def run_canary(world, folder: str) -> tuple[dict, bool, bool]:
                 for t in [*policy.module.parameters(), *moments]]
     before = state()
     made = plan.Plan(args, world.size, 64, 0)
-    peaks = canary.canary(made, world, learning.VOCAB, policy)
+    peaks = worst_case.measure_phases(made, world, learning.VOCAB, policy)
     same = all(map(torch.equal, before, state()))
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
 
 
-def test_the_canary_leaves_everything_as_it_was(two_ranks):
-    for peaks, same, clean in (found["canary"] for found in two_ranks[1]):
+def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
+    found = [found["phases"] for found in two_ranks[1]]
+    for peaks, same, clean in found:
         assert set(peaks) == {"update", "score"} and all(p > 0 for p in peaks.values())
         assert same and clean
+    assert found[0][0] == found[1][0]  # of the rank that needs most
 
 
 @pytest.mark.parametrize("keys", [2, 3, KEYS])
 @pytest.mark.parametrize("tokens", [1024, 1000, 33, 32, 16, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
-    micro = canary.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
+    micro = worst_case.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
     lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]     # prompt and completion
     assert max(lengths) <= 32
@@ -417,17 +394,17 @@ def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, k
         assert 0.9 * keys * tokens <= sum(lengths) <= keys * tokens
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("rank, call", [("1", 2), *(
-    pytest.param(*case, marks=pytest.mark.slow) for case in (("0", 1), ("0,1", 2)))])
+@pytest.mark.parametrize("where, rank, call", [
+    ("forward", "1", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("backward", "0", 1), ("backward", "0,1", 2)))])
 def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, where, rank, call):
     # The other rank is in a collective that the first will never join.
     learning.make_models(None, str(tmp_path))
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     told = subprocess.run(
-        [torchrun, "--nproc_per_node", "2", str(ROOT / "tests/canary_worker.py"), str(tmp_path),
+        [torchrun, "--nproc_per_node", "2", str(ROOT / "tests/worst_case_worker.py"), str(tmp_path),
          where, rank, str(call)], capture_output=True, text=True, timeout=300)  # a hang: 600 s
-    assert told.returncode != 0 and "the canary lives" not in told.stdout
+    assert told.returncode != 0 and "the worst case fits" not in told.stdout
     sentences = re.findall(r"^error: .*$", told.stderr, re.M)
     assert len(sentences) == 1, told.stderr
     assert "--update_tokens 1024 needs too much memory" in sentences[0]
@@ -439,7 +416,7 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, whe
 
 def test_a_peak_is_of_its_own_phase():
     def rise(mebibytes: int) -> float:
-        with memory.peak_memory(torch.device("cpu")) as peak:
+        with worst_case.peak_memory(torch.device("cpu")) as peak:
             torch.ones(mebibytes * 2**18)                      # gone again at the end
         return peak["gb"]
     rise(512)
@@ -449,25 +426,23 @@ def test_a_peak_is_of_its_own_phase():
 # ---- without a GPU ----
 
 @pytest.mark.parametrize("flags, said", [
-    ({}, None), (dict(checkpointing=True), None),
-    (dict(kv_cache_gb=64.0), "would with --kv_cache_gb 0.0: "),
+    ({}, None), (dict(kv_cache_gb=64.0), "would with --kv_cache_gb 0.0: "),
     (dict(kv_cache_gb=1e-4), "would with --kv_cache_gb 0.0: "),         # not one sequence
-    (dict(update_tokens=2**20), "would with --update_tokens "),
-    (dict(update_tokens=2**20, offload=("params",), cpu_offload=True), "would with --update_to")])
+    (dict(update_tokens=2**20), "would with --update_tokens 4096: ")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
     """27.1 GiB on a machine of 24 ran until the kernel killed it."""
     from examples import tiny
-    monkeypatch.setattr(check, "free_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
     args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
     if not said:
-        assert "fits: " in check.check(args, 2, 2).plan.memory
+        assert "fits: " in inputs.read_inputs(args, 2, 2).plan.memory
         return
     with pytest.raises(SettingsError, match="^this run does not fit; ") as caught:
-        check.check(args, 2, 2)
+        inputs.read_inputs(args, 2, 2)
     assert said in str(caught.value) and "of 3 GiB free per rank at most" in str(caught.value)
     works = {name: type(flags[name])(*words) for name, words in flags_in(str(caught.value)).items()}
-    assert check.check(plan.changed(args, **works), 2, 2)
+    assert inputs.read_inputs(plan.changed(args, **works), 2, 2)
 
 
 def test_what_is_free_here():
-    assert 0.1 * GIB < check.free_bytes() < 2**50
+    assert 0.1 * GIB < inputs.free_bytes() < 2**50

@@ -13,8 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+import grpo
+import ppo
 from dist import KEYS
-from preflight import memory
+from preflight import memory, plan
 from trainer import lora, model, packing
 
 LENGTH = 1024
@@ -50,7 +52,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
              group: int = 8):
     """(bytes at the peak by the tracker, by the plan) of a second micro-batch.
 
-    They count parameters, gradients, activations and what FSDP gathers.
+    They count a model's parameters, gradients, activations and what FSDP gathers.
     """
     config = config_of(name, layers)
     ids, positions, packed, keys = packed_rows(tokens, group)
@@ -88,15 +90,24 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                         (out if critic else out[0]).sum().backward()
                     del out
             ours = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-            held = sum(p.nbytes + grad * p.requires_grad * p.nbytes for p in root.parameters())
+            held = sum(p.nbytes for p in root.parameters()) / ranks
     finally:
         td.destroy_process_group()
     with torch.device("meta"):
         shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
-    plan = memory.widest(
-        shape, ids.numel(), grad=grad, c=c, m=4, keys=most, checkpointing=checkpointing,
-        head_chunk=head_chunk, critic=critic, frozen=bool(rank), ranks=ranks)
-    return ours, sum(plan.values()) + held / ranks
+    args = plan.changed(
+        (ppo if critic else grpo).Args(), dtype={2: "bfloat16", 4: "float32"}[c], lora_rank=rank,
+        head_chunk=head_chunk, checkpointing=checkpointing)
+    name = ("critic " if critic else "") + ("update" if grad else "score")
+    phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
+    trainer = memory.TrainerMemory(plan.Plan(args, ranks, None, 0), shape, 80 * memory.GIB)
+    return ours, held + sum(trainer.micro_batch(phase).values())
+
+
+def close(ours: float, theirs: float) -> bool:
+    """Never below the tracker, and at most 15 % above."""
+    print(f"tracker {ours:,.0f}, plan {theirs:,.0f} bytes: {theirs / ours - 1:+.1%}")
+    return -1e-4 < theirs / ours - 1 < 0.15
 
 
 @pytest.fixture(autouse=True)
@@ -106,54 +117,35 @@ def no_packing(monkeypatch):
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
 
 
-FEW = [("Qwen2.5-0.5B", True, 8), ("Qwen3-0.6B", False, 1), ("Llama-3.2-1B", False, 8)]
+SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
+        ("Qwen3-0.6B", 4, dict(grad=True, checkpointing=False, layers=3, group=1)),
+        ("Llama-3.2-1B", 4, dict(grad=True, checkpointing=False, layers=3)),
+        ("Qwen3-0.6B", 4, dict(grad=False, checkpointing=False, layers=3)),
+        ("Qwen2.5-0.5B", 2, dict(grad=False, checkpointing=False, critic=True, layers=3)),
+        ("Qwen2.5-0.5B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
+        # On one rank the root's gradient is whole.
+        ("Qwen2.5-7B", 1, dict(grad=True, checkpointing=True, layers=2))]
 
 
-@pytest.mark.parametrize("name, checkpointing, group", FEW)
-def test_a_few_layers(name, checkpointing, group):
-    ours, plan = measured(name, 4, 8 * LENGTH, grad=True, c=2, checkpointing=checkpointing,
-                          layers=3, group=group)
-    assert abs(plan / ours - 1) < 0.1, (ours, plan)
-
-
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B"])
-def test_a_few_layers_on_one_rank(name):
-    """FSDP divided the root's whole gradient into one more float32 copy: 7B took 6 GiB more than
-    its plan. On one rank there is no factor, so no copy."""
-    ours, plan = measured(name, 1, 8 * LENGTH, grad=True, c=2, checkpointing=True, layers=2)
-    assert abs(plan / ours - 1) < 0.02, (ours, plan)
+@pytest.mark.parametrize("name, ranks, case", SOME)
+def test_a_few_layers(name, ranks, case):
+    assert close(*measured(name, ranks, 8 * LENGTH, c=2, **case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B"])
-@pytest.mark.parametrize("tokens", [8 * LENGTH, 16 * LENGTH])
-def test_whole_models_on_one_rank(name, tokens):
-    ours, plan = measured(name, 1, tokens, grad=True, c=2, checkpointing=True)
-    print(f"\n{name} on 1 rank, {tokens} tokens: tracker {ours / 2**30:.2f} GiB, "
-          f"plan {plan / 2**30:.2f} GiB, {plan / ours - 1:+.1%}")
-    assert abs(plan / ours - 1) < 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("case", [
-    dict(grad=True, checkpointing=False), dict(grad=True, checkpointing=True),
-    dict(grad=False, checkpointing=False), dict(grad=True, checkpointing=True, critic=True),
-    dict(grad=False, checkpointing=False, critic=True), dict(
-        grad=True, checkpointing=False, rank=16), dict(grad=True, checkpointing=True, rank=16),
-    dict(grad=True, checkpointing=True, rank=16, critic=True)])
-@pytest.mark.parametrize("tokens", [4 * LENGTH, 16 * LENGTH])
-def test_whole_models(name, ranks, case, tokens):
-    ours, plan = measured(name, ranks, tokens, c=2, **case)
-    print(f"\n{name} on {ranks} ranks, {tokens} tokens, {case}: tracker {ours / 2**30:.2f} GiB, "
-          f"plan {plan / 2**30:.2f} GiB, {plan / ours - 1:+.1%}")
-    assert abs(plan / ours - 1) < 0.1
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
+@pytest.mark.parametrize("ranks, tokens", [(1, 8 * LENGTH), (2, 4 * LENGTH), (8, 16 * LENGTH)])
+@pytest.mark.parametrize("checkpointing, more", [
+    (False, dict(grad=True)), (True, dict(grad=True)), (False, dict(grad=False)),
+    (True, dict(grad=True, critic=True)), (False, dict(grad=False, critic=True)),
+    (False, dict(grad=True, rank=16)), (True, dict(grad=True, rank=16)),
+    (True, dict(grad=True, rank=16, critic=True))])
+def test_whole_models(name, ranks, tokens, checkpointing, more):
+    assert close(*measured(name, ranks, tokens, c=2, checkpointing=checkpointing, **more))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_in_float32(checkpointing):
-    ours, plan = measured("Qwen2.5-1.5B", 2, 8 * LENGTH, grad=True, c=4,
-                          checkpointing=checkpointing)
-    assert abs(plan / ours - 1) < 0.1, (ours, plan)
+    assert close(*measured("Qwen2.5-1.5B", 2, 8 * LENGTH, grad=True, c=4,
+                           checkpointing=checkpointing))

@@ -7,13 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import families
 import grpo
 from dist import SettingsError
 from examples import tiny
 from keeping.export import export_model
-from preflight import inputs as check
-from preflight import plan
+from preflight import inputs, plan
 from ranks import results
 from trainer import model
 from trainer.packing import pack
@@ -113,7 +111,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path
     tiny.make_tokenizer().save_pretrained(tmp_path)            # 320 ids, for a model of 50
     spoil(tmp_path, flaw)
     args = plan.changed(grpo.Args(), model=str(tmp_path))
-    for look in (lambda: check.check(args, 1, 1)), (lambda: check.show_plan(args)):
+    for look in (lambda: inputs.read_inputs(args, 1, 1)), (lambda: inputs.show_plan(args)):
         with pytest.raises(SettingsError) as caught:
             look()
         assert said in str(caught.value)
@@ -124,18 +122,3 @@ def test_a_weight_that_is_not_finite_is_named_on_every_rank(tmp_path):
     spoil(tmp_path, "nan")
     for sentence in results(2, refusal, folder):
         assert f"{UP} has values that are not finite" in sentence
-
-
-def test_a_model_without_an_end_of_sequence_is_noted(tmp_path):
-    families.make("Llama", tmp_path)
-    args = plan.changed(grpo.Args(), model=str(tmp_path), max_tokens=64, max_prompt_tokens=64)
-
-    def told():
-        return [note for note in check.check(args, 1, 1).notes if "end-of-sequence" in note]
-
-    assert not told()
-    (tmp_path / "generation_config.json").unlink()
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path)
-    assert told()

@@ -25,7 +25,7 @@ import learning
 import ranks
 from dist import SettingsError
 from learning import Case, difference, learn_all, whole
-from preflight import worst_case as canary
+from preflight import same_policy, worst_case
 from trainer import model, packing
 from trainer.batch import Batch, Micro
 
@@ -57,7 +57,7 @@ def samples_of(groups, seed: int = 0) -> list:
 
     for prompt, completions in groups:
         prompt = ids(prompt)
-        samples += [canary.sample(prompt, np.array(ids(c))) for c in completions]
+        samples += [worst_case.sample(prompt, np.array(ids(c))) for c in completions]
     return samples
 
 
@@ -138,13 +138,13 @@ def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, 
     return out
 
 
-def test_the_gpu_kernel_gets_the_same_attention(monkeypatch):
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
     samples = samples_of(GROUPS)
-    micro = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu"))
-    q, k, v = (torch.randn(micro.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    ours, theirs = (way(q, k, v, micro.inputs["packed"], 0.3)
-                    for way in (packing.blocks, packing.varlen))
+    packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
+    q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    ours, theirs = (way(q, k, v, packed, 0.3, window) for way in (packing.blocks, packing.varlen))
     assert difference(ours, theirs) < 1e-14
 
 
@@ -207,17 +207,8 @@ def test_windows_and_soft_caps_are_packed(kind):
     assert difference(ours, theirs) < 1e-6          # transformers' softmax is float32
 
 
-def test_the_gpu_kernel_gets_the_same_window(monkeypatch):
-    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
-    samples = samples_of(GROUPS)
-    packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
-    q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    ours, theirs = (way(q, k, v, packed, 0.3, 5) for way in (packing.blocks, packing.varlen))
-    assert difference(ours, theirs) < 1e-14
-
-
 def guarded(world, folder: str) -> list[str]:
-    """What canary.compare finds in a good model, and in one whose attention mixes the rows."""
+    """compare_policies on a good model, and on one whose attention mixes the rows."""
     args = learning.arguments(dtype="float32")
     policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.model_args),
                           world, args.model_args, args.optimizer_args)
@@ -229,7 +220,7 @@ def guarded(world, folder: str) -> list[str]:
     for attention in packing.attention, mixed:
         AttentionInterface.register("packed", attention)
         try:
-            canary.compare(run, samples)
+            same_policy.compare_policies(run, samples)
             found.append("")
         except SettingsError as error:
             found.append(str(error))

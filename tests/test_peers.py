@@ -9,6 +9,7 @@ out of the wheel and runs that. Without PEERS the tests are skipped.
 import ast
 import math
 import os
+import sys
 import typing
 import zipfile
 from collections import defaultdict
@@ -21,13 +22,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import grpo
 import losses
+from preflight import formulas
 from test_losses import F64, close, gradient
-from test_variants import BOUNDS, ragged
+from test_variants import advantages, ragged, variant
+from test_variants import loss as ours_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     "PEERS" not in os.environ, reason="PEERS names no folder with the wheels of trl and verl")]
+PPO = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 GRPO_TRAINER, CORE = "trl/trainer/grpo_trainer.py", "verl/trainer/ppo/core_algos.py"
 CORRECTION, FUNCTIONAL = "verl/trainer/ppo/rollout_corr_helper.py", "verl/utils/torch_functional.py"
 
@@ -124,6 +127,16 @@ def ours(loss, mask, kind: str = "sequence"):
     return torch.where(mask, weights * loss, 0).sum()
 
 
+@pytest.fixture
+def edited(monkeypatch):
+    """Constants of variants/ that act more on these numbers."""
+    def edit(name: str, **values):
+        module = sys.modules[formulas.own("loss", variant(name)).function.__module__]
+        for constant, value in values.items():
+            monkeypatch.setattr(module, constant, value)
+    return edit
+
+
 def check(mine, theirs, logprobs):
     """Values and gradients."""
     assert abs(float((mine - theirs).detach())) < 1e-12
@@ -132,32 +145,22 @@ def check(mine, theirs, logprobs):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_trls_sapo(seed):
-    logprobs, old, _, A, mask = batch(seed)
-    theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, loss_type="sapo")
-    mine, _ = losses.sapo_loss(logprobs, old, A, mask, taus=(1.0, 1.5))
-    check(ours(mine, mask), theirs, logprobs)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_trls_gmpo(seed):
-    logprobs, old, _, A, mask = batch(seed)
-    theirs = trl_loss("trl/experimental/gmpo/gmpo_trainer.py", logprobs, old, A, mask,
-                      epsilon_low=0.1, epsilon_high=0.15)
-    mine, _ = losses.gmpo_loss(logprobs, old, A, mask, clip_low=0.1, clip_high=0.15)
-    check(ours(mine, mask), theirs, logprobs)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_trls_off_policy_mask(seed):
+@pytest.mark.parametrize("name", ["sapo", "gmpo", "opsm"])
+def test_trls_losses(name, seed, edited):
     logprobs, old, engine, A, mask = batch(seed)
-    theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, {"sampling_per_token_logps": engine},
-                      loss_type="grpo", off_policy_mask_threshold=0.02)
-    args = losses.LossArgs(opsm_delta=0.02)
-    mine, _ = losses.clip_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2, dual_clip=None)
-    factors, _ = losses.loss_factors(args, logprobs, old, engine, A, mask)
-    check(ours(mine * factors, mask), theirs, logprobs)
-    assert seed or not factors[mask].all()
+    path, inputs, given = {
+        "sapo": (GRPO_TRAINER, None, {"loss_type": "sapo"}),
+        "gmpo": ("trl/experimental/gmpo/gmpo_trainer.py", None,
+                 {"epsilon_low": 0.1, "epsilon_high": 0.15}),
+        "opsm": (GRPO_TRAINER, {"sampling_per_token_logps": engine},
+                 {"loss_type": "grpo", "off_policy_mask_threshold": 0.02})}[name]
+    theirs = trl_loss(path, logprobs, old, A, mask, inputs, **given)
+    edited("sapo", TAU_OTHER=1.5)
+    edited("opsm", DELTA=0.02)
+    bounds = {"clip_low": 0.1, "clip_high": 0.15} if name == "gmpo" else PPO
+    mine, metrics = ours_of(name, logprobs, old, A, mask, engine, **bounds)
+    check(ours(mine, mask), theirs, logprobs)
+    assert seed or name != "opsm" or metrics["opsm_cut"].any()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -165,7 +168,7 @@ def test_trls_kl_times_the_ratio(seed):
     logprobs, old, ref, A, mask = batch(seed)
     theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, {"ref_per_token_logps": ref}, beta=0.3,
                       loss_type="grpo", args={"use_bias_correction_kl": True})
-    mine, _ = losses.clip_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    mine, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)
     kl = losses.kl_estimate(logprobs, ref, mask, kind="k3_ratio", old_logprobs=old)
     check(ours(mine + 0.3 * kl, mask), theirs, logprobs)
 
@@ -186,7 +189,7 @@ def test_trls_corrections(kind, mode, low, seed):
     weights = found["vllm_importance_sampling_ratio"]  # (5, 9) or (5, 1)
     mine, _ = losses.engine_correction(old, engine, mask, kind=kind, low=low or 0.0, high=1.3)
     assert close(mine[mask], weights.expand(mask.shape)[mask], 1e-12)
-    loss, _ = losses.clip_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    loss, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)
     theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, {"importance_sampling_ratio": weights},
                       loss_type="grpo", use_vllm=True, vllm_importance_sampling_correction=True)
     check(ours(loss * mine, mask), theirs, logprobs)
@@ -217,18 +220,17 @@ def test_trls_std_of_the_batch(scale, kind, seed):
     parts = rewards_of(seed)
     theirs, rewards = trl_advantages(parts, [1.0, 0.5], scale_rewards=scale,
                                      multi_objective_aggregation="sum_then_normalize")
-    mine = losses.group_advantages(rewards, 4, kind=kind, eps=1e-4, scored=~rewards.isnan())
+    mine = advantages(kind, rewards, 4, eps=1e-4)
     assert close(mine, theirs, 1e-12) and mine.any()
 
 
-def our_gdpo(parts, eps: float, weights=("exact:1.0", "short:0.5")):
-    """(N, K) → (N,): the lines of grpo.py."""
+def our_gdpo(parts, eps: float):
+    """(N, 2), with weights 1 and 0.5 → (N,)"""
     scored = ~parts.isnan().any(1)
-    names = [spec.partition(":")[0] for spec in weights]
-    given = SimpleNamespace(scored=scored,
-                            part=lambda name: torch.nan_to_num(parts)[:, names.index(name)])
-    args = SimpleNamespace(reward=weights, group=4, advantage_eps=eps)
-    return grpo.each_reward_normalized(args, given, parts[:, 0], scored.long())
+    exact, short = torch.nan_to_num(parts).T
+    return formulas.own("advantage", variant("gdpo")).function(
+        exact, 4, scored=scored, eps=eps, trained=scored,
+        parts={"exact": (1.0, exact), "short": (0.5, short)})
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -272,14 +274,15 @@ def verl_loss(name: str, logprobs, old, A, mask, **config):
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_verls_dppo_and_sapo(seed, per_token):
+def test_verls_dppo_and_sapo(seed, per_token, edited):
     logprobs, old, _, A, mask = batch(seed, per_token)
     theirs = verl_loss("dppo_tv", logprobs, old, A, mask, clip_ratio_low=0.05, clip_ratio_high=0.08)
-    mine, metrics = losses.dppo_loss(logprobs, old, A, mask, **BOUNDS["dppo"])
+    mine, metrics = ours_of("dppo", logprobs, old, A, mask)
     check(ours(mine, mask, "token"), theirs, logprobs)
     assert metrics["clip_frac"].any()
     theirs = verl_loss("sapo", logprobs, old, A, mask, tau_pos=1.0, tau_neg=1.5)
-    mine, _ = losses.sapo_loss(logprobs, old, A, mask, taus=(1.0, 1.5))
+    edited("sapo", TAU_OTHER=1.5)
+    mine, _ = ours_of("sapo", logprobs, old, A, mask)
     error = 1e-7  # of their 1e-8 in a row's length
     assert abs(float((ours(mine, mask) - theirs).detach())) < error
 
@@ -292,7 +295,7 @@ def test_verls_dppo_far_from_pi_old():
     for sign in (1.0, -1.0):
         A = torch.tensor([[sign]], dtype=F64)
         theirs = verl_loss("dppo_tv", logprobs, old, A, mask)
-        mine, _ = losses.dppo_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2)
+        mine, _ = ours_of("dppo", logprobs, old, A, mask, **PPO)
         check(ours(mine, mask, "token"), theirs, logprobs)
 
 
@@ -301,7 +304,7 @@ def test_verls_gmpo(seed):
     """Up to their 1e-8 in a row's length."""
     logprobs, old, _, A, mask = batch(seed)
     theirs = verl_loss("geo_mean", logprobs, old, A, mask, clip_ratio_low=0.1, clip_ratio_high=0.15)
-    mine, _ = losses.gmpo_loss(logprobs, old, A, mask, clip_low=0.1, clip_high=0.15)
+    mine, _ = ours_of("gmpo", logprobs, old, A, mask)
     assert abs(float((ours(mine, mask) - theirs).detach())) < 1e-7
     assert close(gradient(ours(mine, mask), logprobs), gradient(theirs, logprobs), 1e-7)
 
@@ -322,9 +325,9 @@ def test_verls_corrections(kind, level, threshold, seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_verls_geometric_rejection(seed):
+def test_verls_geometric_rejection(seed, edited):
     """Theirs is about engine / trainer: their bounds are 1 / ours."""
-    _, old, engine, _, mask = batch(seed)
+    logprobs, old, engine, A, mask = batch(seed)
     names = {"verl_F": verl_functions(), "SAFETY_BOUND": 20.0, "compute_rs_metrics":
              lambda **options: {}, "SUPPORTED_ROLLOUT_RS_OPTIONS": {"seq_mean_k1"},
              "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": set()}
@@ -332,8 +335,11 @@ def test_verls_geometric_rejection(seed):
         "seq_mean_k1": {"lower": 1 / 1.05, "upper": 1 / 0.95}}
     theirs, _ = function(CORRECTION, "compute_rollout_rejection_mask", **names)(
         old - engine, mask.to(F64), "seq_mean_k1", "given above")
-    mine, _ = losses.engine_correction(old, engine, mask, kind="geometric", low=0.95, high=1.05)
-    assert torch.equal(mine, theirs)
+    edited("geometric", LOW=0.95, HIGH=1.05)
+    mine, metrics = ours_of("geometric", logprobs, old, A, mask, engine, **PPO)
+    assert torch.equal(metrics["engine_cut"], mask & (theirs == 0))
+    clipped, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)
+    assert torch.equal(mine, torch.where(theirs > 0, clipped, 0))
 
 
 @pytest.mark.parametrize("seed", range(5))

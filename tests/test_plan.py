@@ -1,4 +1,5 @@
-"""preflight/plan.py: what is refused and how, what is printed, and that what is accepted runs.
+"""preflight/plan.py and rules.py: what is printed, what is refused and how, and that what is
+accepted runs.
 
 The last is a property over random settings: an epoch is simulated with the shipped Stream, share,
 minibatches and balance, all that a step's sizes depend on.
@@ -18,11 +19,11 @@ import pytest
 
 import grpo
 import ppo
+import sft
 from data import Row, Stream
 from dist import Mistakes, SettingsError, balance, share
 from examples import tiny
-from preflight import inputs as check
-from preflight import plan
+from preflight import inputs, plan, rules
 from preflight.memory import shape_of
 from rewards import Score
 from trainer.batch import Batch, Completion, Sample
@@ -37,12 +38,7 @@ def Args(script=grpo, **flags):
 
 
 def problems(ranks: int = 1, n_rows: int | None = 1000, **flags):
-    return plan.problems(Args(**flags), ranks, n_rows)
-
-
-def one(*where, **flags) -> plan.Rule:
-    found, = problems(*where, **flags)
-    return found
+    return rules.problems(Args(**flags), ranks, n_rows)
 
 
 def command(*flags: str) -> subprocess.CompletedProcess:
@@ -76,7 +72,7 @@ def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
 
 
 def test_every_range_is_of_a_flag():
-    assert set(plan.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
+    assert set(rules.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
 
 
 # ---- what is printed ----
@@ -97,12 +93,6 @@ def test_printed_plan():
     said(few, f"update     2 completions, 0 or 1 a rank, {of_21} 2 rows (50%)")
 
 
-def test_printed_plan_of_a_small_data_set_and_of_an_unknown_one():
-    small = plan.Plan(Args(batch=8), 2, 5, 0).text()
-    assert "5 prompts, 1 steps an epoch, 5 prompts in the last" in small
-    assert "data" not in plan.Plan(Args(batch=8), 2, None, 0).text()
-
-
 def test_plan_command_needs_no_torchrun_no_engine_and_no_weights(tmp_path):
     """The README's command. It writes nothing, not even the tiny model."""
 
@@ -118,21 +108,11 @@ def test_plan_command_needs_no_torchrun_no_engine_and_no_weights(tmp_path):
 
 
 def test_plan_command_tells_all_problems_in_one_message():
-    done = command(*("--plan --ranks 3 --batch 0 --tp 3 --top_p 0.9 --data nowhere.jsonl "
+    done = command(*("--plan --ranks 3 --batch 0 --tp 3 --data nowhere.jsonl "
                      "--reward nonsense").split())
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    said(done.stderr, "--batch must be at least 1 (got 0). Would work: --batch 1.",
-         "--top_p must be 1 in training (got 0.9)", "--tp must divide the 4 att",
-         "nowhere.jsonl", "nonsense", "5 problems")
-
-
-def test_512_prompts_on_6_ranks():
-    """EasyR1 dies at the first rollout."""
-    assert not problems(6, n_rows=7473, batch=512, group=8)
-    said(plan.Plan(Args(batch=512, group=8), 6, 7473, 7).text(),
-         "6 engines of 1 rank, 682 or 683 requests each",
-         "7,473 prompts, 15 steps an epoch, 305 prompts in the last",
-         "evaluation 7 rows x 1 = 7 requests, 1 or 2 an engine")
+    said(done.stderr, "--batch must be at least 1 (got 0). Would work: --batch 64.",
+         "--tp must divide the 4 att", "nowhere.jsonl", "nonsense", "4 problems")
 
 
 def test_a_terminal_in_ascii_shows_the_help():
@@ -144,97 +124,76 @@ def test_a_terminal_in_ascii_shows_the_help():
 
 # ---- what is refused ----
 
-@pytest.mark.parametrize("script, names", [(grpo, plan.BUDGETS[:2]), (ppo, plan.BUDGETS)])
-def test_a_budget_below_the_longest_sequence(script, names):
-    def of(**budget):
-        return plan.problems(
-            Args(script, max_prompt_tokens=100, max_tokens=50, batch=64, **budget), 1, 1000)
+# One row for each kind of rule: (flags, the sentence, what would work).
+REFUSED = [
+    (dict(lr=NAN), "--lr must be more than 0 (got nan).", [("lr", None)]),
+    (dict(seed=2**63), "--seed must be at least 0 and below 2^63 (got 9223372036854775808).",
+     [("seed", 0)]),
+    (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2).", [("warmup_steps", 0)]),
+    (dict(keep=0), "--keep must be at least 1 (got 0).", [("keep", 2)]),
+    (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000).",
+     [("reward_workers", 2)]),
+    (dict(eval_temperature=0.005), "--eval_temperature must be 0, or from 0.01 to 2 (got 0.005).",
+     [("eval_temperature", 0.0)]),
+    (dict(timeout=1e15), "--timeout must be from 1 to 1e6 (got 1000000000000000.0).",
+     [("timeout", 600.0)]),
+    (dict(difficulty=(0.5, 0.2)), "--difficulty must be LOW and HIGH with 0 <= LOW <= HIGH <= 1 "
+     "(got (0.5, 0.2)).", [("difficulty", None)]),
+    (dict(data=""), "--data must be some text (got ).", [("data", "tiny")]),
+    (dict(betas=(0.9, 1.0)), "--betas must be two numbers in [0, 1) (got (0.9, 1.0)).",
+     [("betas", (0.9, 0.999))]),
+    (dict(tp=3), "--tp must divide the 4 ranks (got 3).", [("tp", 2)]),
+    (dict(shard_size=3), "--shard_size must divide the 4 ranks (got 3).", [("shard_size", 0)]),
+    (dict(update_tokens=149, max_prompt_tokens=100, max_tokens=50), "--update_tokens must be at "
+     "least 150 (got 149): --max_prompt_tokens 100 + --max_tokens 50.", [("update_tokens", 150)]),
+    (dict(critic_score_tokens=149, max_prompt_tokens=100, max_tokens=50), "--critic_score_tokens "
+     "must be at least 150 (got 149): --max_prompt_tokens 100 + --max_tokens 50.",
+     [("critic_score_tokens", 150)]),
+    (dict(batch=64, minibatches=400), "--minibatches must be at most 320 (got 400): the smallest "
+     "batch has 40 prompts x --group 8.", [("minibatches", 320)]),
+    (dict(overlong_buffer=300), "--overlong_buffer must be at most 256 (got 300): --max_tokens.",
+     [("overlong_buffer", 256)]),
+    (dict(engine_correction="mask", correction_low=3.0), "--correction_low must be at most 2.0 "
+     "(got 3.0): --correction_high.", [("correction_low", 2.0)]),
+    (dict(eval_samples=4, eval_data="x"), "--eval_samples must be at most 1 (got 4): "
+     "--eval_temperature is 0.", [("eval_samples", 1)]),
+    (dict(target_reward=(0.2, 0.9), steps=5), "--steps must be at least 13 (got 5): for "
+     "--target_reward.", [("steps", 13)]),
+    (dict(strict=True, plan=True, batch=1, group=2), "--strict allows no padding: update has 2 "
+     "completions for 4 ranks x 1 rounds.", [("batch", 2), ("group", 4), ("ranks", 2)]),
+    (dict(strict=True, dynamic_sampling=True), "--strict cannot hold with --dynamic_sampling: any "
+     "number of groups may stay.", [("strict", False), ("dynamic_sampling", False)]),
+    (dict(eval_pass=0.5), "--eval_pass needs --eval_data or --difficulty.", [("eval_pass", 1.0)]),
+    (dict(ranks=3), "--ranks needs --plan.", [("ranks", 1)]),
+    (dict(stop=("a", "")), "--stop must not have an empty string.", [("stop", ("a",))]),
+    (dict(group=1), "--advantage dr_grpo compares the completions of a prompt, so --group must be "
+     "at least 2 (got 1).", [("group", 2), ("advantage", "reinforce++")]),
+    (dict(kl_loss_coef=0.1, kl_reward_coef=0.1), "--kl_loss_coef and --kl_reward_coef must not "
+     "both be on.", [("kl_loss_coef", 0.0), ("kl_reward_coef", 0.0)]),
+    (dict(kl_target=0.1), "--kl_target 0.1 adapts --kl_reward_coef, which must not be 0.",
+     [("kl_reward_coef", 0.05)]),
+    (dict(critic_warmup_steps=60), "--critic_warmup_steps must be below --steps: else the policy "
+     "never learns.", [("critic_warmup_steps", 0)])]
 
-    for name in names:
-        assert not of(**{name: 150})
-        problem, = of(**{name: 149})
-        assert problem.fixes == ((name, 150),)
-        assert str(problem) == (
-            f"--{name} must be at least 150 (got 149): --max_prompt_tokens 100 + --max_tokens 50. "
-            f"Would work: --{name} 150.")
 
-
-def test_strict_names_the_nearest_batch_group_and_ranks():
-    problem = one(4, strict=True, batch=1, group=2, n_rows=None)
-    assert problem.sentence == (
-        "--strict allows no padding: update has 2 completions for 4 ranks x 1 rounds.")
-    assert problem.fixes == (("batch", 2), ("group", 4), ("ranks", 2))
-    assert str(problem).endswith("Would work: --batch 2 or --group 4 or --ranks 2.")
-    assert not problems(4, strict=True, batch=64, n_rows=None)
-    assert "--strict" in str(one(8, strict=True, batch=64, group=4, n_rows=65)), "the last batch"
-
-
-def test_more_minibatches_than_completions_in_the_last_batch():
-    problem = one(n_rows=65, batch=64, minibatches=16)
-    assert problem.sentence == (
-        "--minibatches must be at most 8 (got 16): the smallest batch has 1 prompts x --group 8.")
-    assert problem.fixes == (("minibatches", 8),)
-
-
-@pytest.mark.parametrize("flags, words", [
-    (dict(tp=3), "--tp must divide the 4 ranks (got 3)"),
-    (dict(shard_size=3), "--shard_size must divide the 4 ranks (got 3)"),
-    (dict(lr=NAN), "--lr must be more than 0 (got nan)"),
-    (dict(group=1), "--advantage dr_grpo compares"),
-    (dict(group=1, advantage="reinforce++", dynamic_sampling=True), "--dynamic_sampling keeps"),
-    (dict(kl_loss_coef=0.1, kl_reward_coef=0.1), "must not both be on"),
-    (dict(loss="reinforce", epochs=2), "--loss reinforce has no ratio"),
-    (dict(loss="cispo", dual_clip=3.0), "--dual_clip bounds a clipped loss"),
-    (dict(overlong_buffer=300), "--overlong_buffer must be at most 256 (got 300)"),
-    (dict(target_reward=(0.2, 0.9), steps=5), "--steps must be at least 13 (got 5): for --t"),
-    (dict(stop=("a", "")), "--stop must not have an empty string"),
-    (dict(gpu_memory_utilization=1.2), "--gpu_memory_utilization must be more than 0 and"),
-    (dict(betas=(0.9, 1.0)), "--betas must be two numbers in [0, 1) (got (0.9, 1.0))"),
-    (dict(seed=2**63), "--seed must be at least 0 and below 2^63"),
-    (dict(eval_every=5), "--eval_every needs --eval_data"),
-    (dict(eval_only=True), "--eval_only needs --eval_data"),
-    (dict(eval_pass=0.5), "--eval_pass needs --eval_data or --difficulty."),
-    (dict(difficulty=(0.5, 0.2)), "--difficulty must be LOW and HIGH with 0 <= LOW <= HIGH <= 1"),
-    (dict(eval_samples=4, eval_data="x"), "--eval_samples must be at most 1 (got 4): --eval_temp"),
-    (dict(dual_clip=1.0), "--dual_clip must be more than 1 (got 1.0)"),
-    (dict(engine_correction="mask", correction_low=3.0), "be at most 2.0 (got 3.0): --corr"),
-    (dict(seed=-1), "--seed must be at least 0 and below 2^63 (got -1)"),
-    (dict(top_p=0.9), "--top_p must be 1 in training (got 0.9)"),
-    (dict(top_p=2.0), "--top_p must be 1 in training (got 2.0)"),
-    (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2)"),
-    (dict(temperature=0.005), "--temperature must be from 0.01 to 2 (got 0.005)"),
-    (dict(temperature=2.1), "--temperature must be from 0.01 to 2 (got 2.1)"),
-    (dict(eval_temperature=0.005), "--eval_temperature must be 0, or from 0.01 to 2 (got 0.005)"),
-    (dict(timeout=1e15), "--timeout must be from 1 to 1e6 (got 1"),
-    (dict(reward_timeout=1e300), "--reward_timeout must be from 1 to 1e6 (got 1e+300)"),
-    (dict(max_num_seqs=10**9), "--max_num_seqs must be from 0 to 4,096 (got 1000000000)"),
-    (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000)"),
-    (dict(target_reward=(0.2, 0.9), eval_data="x", eval_only=True),
-     "--target_reward grades training, and --eval_only has none."),
-    (dict(target_eval=(0.2, 0.9), eval_data="x", eval_only=True), "--target_eval grades training"),
-    (dict(target_reward=(0.2, -INF)), "--target_reward must be two numbers (got (0.2, -inf))"),
-    (dict(ranks=3), "--ranks 3 needs --plan: a run has the ranks of torchrun"),
-    *(({name: ""}, f"--{name} must be some text (got )") for name in (
-        "model", "data", "eval_data", "name", "wandb")),
-    *((dict(name=name), "--name must be at most 200 bytes of letters") for name in (
-        ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd")),
-    # of ppo.py
-    (dict(gamma=1.5), "--gamma"), (dict(lam=-0.1), "--lam"), (dict(kl_target=0.1), "--kl_target"),
-    (dict(kl_target=0.1, kl_reward_coef=0.1, kl_horizon=102, batch=512),
-     "--kl_horizon must be more than a fifth of --batch x --group (got 102): else one step may"),
-    (dict(kl_horizon=0), "--kl_horizon must be more than 0 (got 0)"),
-    (dict(kl_horizon=-1), "--kl_horizon must be more than 0 (got -1)"),
-    (dict(kl_target=0.0, kl_reward_coef=0.1), "--kl_target must be more than 0 (got 0.0)"),
-    (dict(critic_lr=0.0), "--critic_lr must be more than 0 (got 0.0)"),
-    (dict(value_clip=-1.0), "--value_clip must be at least 0"),
-    (dict(critic_warmup_steps=60), "--critic_warmup_steps must be below --steps: else the"),
-    (dict(critic_warmup_steps=-1), "--critic_warmup_steps must be at least 0")])
-def test_each_combination_that_makes_no_sense(flags, words):
+@pytest.mark.parametrize("flags, sentence, fixes", REFUSED)
+def test_a_kind_of_rule(flags, sentence, fixes):
     args = Args(grpo if set(flags) <= set(plan.flags(grpo.Args())) else ppo, **flags)
-    problem, = plan.problems(args, 4, 1000)
-    assert words in problem.sentence
-    assert problem.fixes, "names no value that works"
-    check_fixes(args, 4, 1000, [problem])
+    n_rows = None if "strict" in flags else 1000
+    problem, = rules.problems(args, 4, n_rows)
+    assert (problem.sentence, list(problem.fixes)) == (sentence, fixes)
+    check_fixes(args, 4, n_rows, [problem])
+
+
+def test_save_every_may_be_0_where_keep_may_not():
+    assert not problems(save_every=0, keep=1)
+
+
+@pytest.mark.parametrize("name", [
+    ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd"])
+def test_a_name_that_is_no_folder_of_its_own(name):
+    problem, = problems(name=name)
+    assert problem.kind == "--name" and problem.fixes == (("name", "my-run"),)
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])
@@ -243,7 +202,7 @@ def test_nan_is_refused_wherever_it_is_given(script):
     assert {"lr", "temperature", "eval_pass", "target_reward", "timeout", "dual_clip"} <= {*names}
     for name in names:
         nan = (NAN, NAN) if "tuple" in str(flag_types(script)[name]) else NAN
-        found = plan.problems(Args(script, **{name: nan}), 1, 1000)
+        found = rules.problems(Args(script, **{name: nan}), 1, 1000)
         assert f"--{name}" in {p.kind for p in found}, name
 
 
@@ -270,24 +229,16 @@ QWEN_05B, QWEN_15B, TINY = map(shape_of, ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"
     (None, 2, 8, 8, "--tp must divide the 2 ranks of a machine (got 8)", [2])])
 def test_an_engine_the_model_or_machines_do_not_allow(shape, machine, ranks, tp, words, fixes):
     """vLLM says so after minutes; an engine over two machines it starts."""
-    found = plan.problems(Args(tp=tp), ranks, 1000, shape=shape, local_size=machine)
+    found = rules.problems(Args(tp=tp), ranks, 1000, shape=shape, local_size=machine)
     assert any(words in p.sentence for p in found), [str(p) for p in found]
     assert {p.kind for p in found} == {"--tp"}
     assert all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
     for value in fixes:
-        assert not plan.problems(Args(tp=value), ranks, 1000, shape=shape, local_size=machine)
-
-
-def test_engines_that_are_allowed():
-    three = shape_of("Qwen2.5-3B")                           # 2 key-value heads for 8 ranks: copies
-    for tp, shape in ((2, QWEN_05B), (4, TINY), (4, shape_of("Qwen2.5-7B")), (8, three)):
-        assert not plan.problems(Args(tp=tp), 8, 1000, shape=shape, local_size=8)
-    text = str(plan.problems(Args(tp=2), 3, 1000, shape=TINY, local_size=3)[0])
-    assert text.endswith("Would work: --tp 1.")
+        assert not rules.problems(Args(tp=value), ranks, 1000, shape=shape, local_size=machine)
 
 
 def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
-    flags = dict(batch=64, group=4, minibatches=200, update_tokens=10, tp=4, top_p=0.5, strict=True,
+    flags = dict(batch=64, group=4, minibatches=200, update_tokens=10, tp=4, lr=-1.0, strict=True,
                  shard_size=4)
     found = problems(6, n_rows=100, **flags)
     assert {p.kind for p in found} == {f"--{name}" for name in flags} - {"--batch", "--group"}
@@ -297,13 +248,12 @@ def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
     assert str(caught.value).startswith("6 problems:") and "\n  6. " in str(caught.value)
 
 
-def check_fixes(args, ranks: int, n_rows: int | None, found: list[plan.Rule]) -> None:
+def check_fixes(args, ranks: int, n_rows: int | None, found: list[rules.Rule]) -> None:
     """Each suggested change ends its problem and makes no new one."""
     for problem in found:
         for flag, value in problem.fixes:
-            there = args if flag == "ranks" else plan.changed(args, **{flag: value})
-            left = {p.kind for p in plan.broken(
-                there, value if flag == "ranks" else ranks, n_rows, 0)}
+            left = {p.kind for p in rules.broken(plan.changed(args, **{flag: value}),
+                                                 value if flag == "ranks" else ranks, n_rows, 0)}
             assert left <= {p.kind for p in found} - {problem.kind}, (flag, value, problem, left)
 
 
@@ -333,16 +283,29 @@ def place(tmp_path, monkeypatch) -> Path:
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
     args = Args(plan=planning, **flags)
     with pytest.raises(SettingsError, match=words):
-        check.show_plan(args) if planning else check.check(args, 1, 1)
+        inputs.show_plan(args) if planning else inputs.read_inputs(args, 1, 1)
     assert not Path("runs").exists()
 
 
 def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, capsys):
-    check.show_plan(Args(plan=True, gpu_gb=80.0))
+    inputs.show_plan(Args(plan=True, gpu_gb=80.0))
     assert "plan for grpo.py on 1 rank" in capsys.readouterr().out and not Path("runs").exists()
     Path("runs").write_text("")
     with pytest.raises(SettingsError, match=r"runs/ cannot be written \(File exists"):
-        check.check(Args(), 1, 1)
+        inputs.read_inputs(Args(), 1, 1)
+
+
+def prompts(script, seed: int) -> list[list[str]]:
+    """Of the rows to train on, and of the held-out ones."""
+    flags = dict(seed=seed, eval_data="tiny@test", lr=1e-3)
+    found = inputs.read_files(Args(script, **flags), 1)
+    return [[row.prompt for row in rows] for rows in (found.rows, found.eval_rows)]
+
+
+@pytest.mark.parametrize("script", [grpo, sft])
+def test_held_out_rows_do_not_depend_on_the_seed(script):
+    (data, held), (others, same) = (prompts(script, seed) for seed in (0, 1))
+    assert held == same and len(held) > 0 and data != others
 
 
 # ---- what is accepted runs: a property over random settings ----
@@ -374,10 +337,10 @@ def draw(rng: random.Random):
         for _ in range(rng.choice([1, 1, 2, 5])):
             name = rng.choice((
                 "batch group minibatches epochs max_prompt_tokens max_tokens update_tokens "
-                "score_tokens tp shard_size top_p temperature steps eval_samples overlong_buffer "
+                "score_tokens tp shard_size temperature steps eval_samples overlong_buffer "
                 "eval_every lr seed").split())
             numbers = [0, -1, 1, 3, 5, 7, 1000]
-            if name in ("top_p", "temperature", "lr"):
+            if name in ("temperature", "lr"):
                 numbers = [0.0, -1.0, 0.5, float("nan"), float("inf")]
             flags[name] = rng.choice(numbers)
     return (Args(**flags), rng.choice([ranks] * 9 + [0]),
@@ -438,7 +401,7 @@ def settle(count: int, seed: int) -> Counter:
     for _ in range(count):
         args, ranks, n_rows, n_eval = draw(rng)
         try:
-            if found := plan.problems(args, ranks, n_rows, n_eval):
+            if found := rules.problems(args, ranks, n_rows, n_eval):
                 outcomes["refused"] += 1
                 outcomes["suggestions"] += sum(len(p.fixes) for p in found)
                 check_fixes(args, ranks, n_rows, found)

@@ -139,7 +139,7 @@ def test_the_two_scripts_have_the_same_flags_but_for_their_own():
     ours, theirs = plan.flags(grpo.Args()), plan.flags(ppo.Args())
     assert ours.keys() - theirs.keys() == {
         "advantage", "advantage_eps", "dynamic_sampling", "refills", "overlong_filter", "loss",
-        "kl_loss_coef", "kl_estimator", "sapo_taus", "log_ratio_coef"}
+        "kl_loss_coef", "kl_estimator"}
     assert theirs.keys() - ours.keys() == {
         "gamma", "lam", "value_clip", "kl_target", "kl_horizon", "critic_lr",
         "critic_warmup_steps", "critic_update_tokens", "critic_score_tokens"}

@@ -83,6 +83,10 @@ def on_distill(group: int = 3, steps: int = 2, **flags) -> Setting:
     return Setting("distill", tuple(flags.items()), group, steps)
 
 
+def variant(name: str) -> str:
+    return f"variants/{name}.py:{name}"
+
+
 MANY = dict(steps=1, minibatches=2, epochs=2)  # the ratio leaves 1 within a step
 TIGHT = dict(clip_low=0.03, clip_high=0.05)
 BOUNDS = dict(correction_low=0.7, correction_high=1.2)
@@ -96,18 +100,22 @@ SETTINGS = [
     *(on_grpo(advantage=kind, overlong_buffer=8, **TIGHT, **MANY) for kind in (
         "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline")),
     on_grpo(group=1, advantage="reinforce++", steps=2),
-    on_grpo(advantage="lite_ppo", overlong_buffer=8, advantage_eps=0.1), on_grpo(advantage="maxrl"),
-    on_grpo(advantage="gdpo", reward=("exact", "short:0.5"), overlong_filter=True, **MANY),
+    on_grpo(advantage=variant("lite_ppo"), overlong_buffer=8, advantage_eps=0.1),
+    on_grpo(advantage=variant("maxrl")),
+    on_grpo(advantage=variant("gdpo"), reward=("exact", "short:0.5"), overlong_filter=True, **MANY),
     # Losses, with each aggregation.
     *(on_grpo(loss=loss, aggregation=aggregation, **TIGHT, **MANY)
       for loss in ("clip", "gspo", "cispo") for aggregation in AGGREGATIONS),
     *(on_grpo(loss="reinforce", aggregation=aggregation) for aggregation in AGGREGATIONS),
-    on_grpo(loss="sapo", sapo_taus=(1.0, 1.5), aggregation="sequence", **MANY),
-    *(on_grpo(loss="gmpo", aggregation=aggregation, **TIGHT, **MANY)
+    on_grpo(loss=variant("sapo"), aggregation="sequence", **MANY),
+    *(on_grpo(loss=variant("gmpo"), aggregation=aggregation, **TIGHT, **MANY)
       for aggregation in ("token", "sequence")),
-    on_grpo(loss="gmpo", advantage="reinforce++", **TIGHT, **MANY),
-    on_grpo(loss="dppo", clip_low=0.01, clip_high=0.02, **MANY),
-    on_grpo(loss="ipo", clip_low=0.01, clip_high=0.02, log_ratio_coef=0.1, **MANY),
+    on_grpo(loss=variant("gmpo"), advantage="reinforce++", **TIGHT, **MANY),
+    on_grpo(loss=variant("dppo"), clip_low=0.01, clip_high=0.02, **MANY),
+    on_grpo(loss=variant("ipo"), clip_low=0.01, clip_high=0.02, **MANY),
+    on_grpo(loss=variant("ipo"), engine_correction="mask", **BOUNDS, **MANY),
+    on_grpo(loss=variant("opsm"), entropy_coef=0.2, **MANY),
+    on_grpo(loss=variant("opsm"), engine_correction="truncate", dual_clip=1.1, **BOUNDS, **MANY),
     on_grpo(dual_clip=1.1, epochs=3), on_grpo(loss="gspo", dual_clip=1.02, **MANY),
     on_grpo(clip_low=1.0, clip_high=0.1, loss="cispo", **MANY),
     # A KL term in the loss, in the reward.
@@ -123,9 +131,8 @@ SETTINGS = [
     on_grpo(engine_correction="truncate", loss="cispo", temperature=0.7, **BOUNDS, **MANY),
     on_grpo(engine_correction="mask", loss="reinforce", aggregation="constant", **BOUNDS),
     *(on_grpo(engine_correction=kind, kl_loss_coef=0.3, **BOUNDS, **MANY)
-      for kind in ("sequence_truncate", "sequence_mask", "geometric")),
-    on_grpo(engine_correction="sequence_mask", loss="gmpo", opsm_delta=0.1, **BOUNDS, **MANY),
-    on_grpo(opsm_delta=0.1, entropy_coef=0.2, **MANY), on_grpo(opsm_delta=0.0),
+      for kind in ("sequence_truncate", "sequence_mask")),
+    on_grpo(engine_correction="sequence_mask", loss=variant("gmpo"), **BOUNDS, **MANY),
     # Entropy, temperature, length, optimizer.
     on_grpo(entropy_coef=0.3), on_grpo(entropy_coef=0.3, temperature=1.7, **MANY),
     on_grpo(temperature=0.5, **MANY), on_grpo(overlong_filter=True, **MANY),
@@ -148,7 +155,7 @@ SETTINGS = [
     on_ppo(overlong_buffer=8, temperature=1.4, kl_reward_coef=0.3),
     on_ppo(kl_reward_coef=0.3, kl_target=0.01, kl_horizon=20, steps=3),
     *(on_ppo(engine_correction=kind, entropy_coef=0.2, **BOUNDS) for kind in ("truncate", "mask")),
-    on_ppo(engine_correction="geometric", opsm_delta=0.1, group=2, **BOUNDS),
+    on_ppo(engine_correction="sequence_mask", group=2, **BOUNDS),
     on_ppo(critic_warmup_steps=1), on_ppo(minibatches=20, steps=1),
     on_ppo(max_grad_norm=0.01, weight_decay=0.1, betas=(0.8, 0.95)),
     on_ppo(lora_rank=2, kl_reward_coef=0.2, **MANY),
@@ -166,8 +173,7 @@ SETTINGS = [
     *(on_distill(divergence=kind, lora_rank=2, aggregation="prompt", **HINT, **MANY)
       for kind in ("none", "forward_kl")),
     on_distill(teacher="x", engine_correction="truncate", **REWARDED, **BOUNDS),
-    on_distill(teacher="x", engine_correction="mask", divergence="jsd", opsm_delta=0.1, **BOUNDS,
-               **REWARDED),
+    on_distill(teacher="x", engine_correction="mask", divergence="jsd", **BOUNDS, **REWARDED),
 ]
 
 
@@ -558,7 +564,7 @@ def test_the_settings_reach_what_they_are_for(shipped):
 def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock]:
     """What the shipped `train` gives to `learn` in each step, and the run. There is no engine."""
     run, given = MagicMock(start=0, end=steps, evaluations=(), saves=()), []
-    run.log.times, run.kl_coef = {"time/rollout": 1.0}, args.kl_reward_coef
+    run.log.times, run.kl_coef = {"time/rollout": 1.0}, getattr(args, "kl_reward_coef", 0.0)
     run.engine.sample.side_effect = [hostile(args.group, seed) for seed in range(20)]
     run.stop.agreed.return_value = False
 
@@ -568,9 +574,33 @@ def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock
 
     for name, fake in dict(set_up=lambda args: run, learn=learn, compare=MagicMock(),
                            score_samples=MagicMock(), look=MagicMock()).items():
-        monkeypatch.setattr(script, name, fake)
+        monkeypatch.setattr(script, name, fake, raising=False)
     script.train(args)
     return given, run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_step_is_logged_and_watched(script, monkeypatch):
+    """What `learn` returned goes to metrics.jsonl, and to the watch that ends a broken run."""
+    rate = {"lr": 0.5, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.5}
+    args = plan.changed(SCRIPTS[script].Args(), group=1, **rate)
+    _, run = around(SCRIPTS[script], monkeypatch, args, 3)
+    logged = [call.args for call in run.log.step.call_args_list]
+    assert [step for step, _ in logged] == [1, 2, 3]
+    assert [call.args[0] for call in run.log.watch.call_args_list] == [m for _, m in logged]
+    assert [m["policy/kl"] for _, m in logged] == [0.01, 0.02, 0.03]
+
+
+@pytest.mark.parametrize("schedule, warmup, rates", [
+    ("constant", 2, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+    ("cosine", 2, [0.5, 1.0, 1.0, 0.85355339, 0.5, 0.14644661]),
+    ("linear", 0, [1.0, 0.8, 0.6, 0.4, 0.2]),
+    ("cosine", 1, [1.0, 1.0, 0.85355339, 0.5, 0.14644661])])
+def test_the_rates_of_a_schedule(schedule, warmup, rates):
+    args = model.OptimizerArgs(warmup_steps=warmup, lr_schedule=schedule)
+    found = [model.learning_rate(step, len(rates), 2.0, args) for step in range(len(rates))]
+    assert found == pytest.approx([2.0 * rate for rate in rates], abs=1e-8)
 
 
 def test_ppo_passes_rates_and_the_adapted_coefficient(monkeypatch):
@@ -605,6 +635,9 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     assert run.engine.sample.call_count == refills == 2 and len(kept) > batch
     theirs = [s.completion.ids.tolist() for s in given[0]["samples"]]
     assert theirs == [s.completion.ids.tolist() for members in kept[:batch] for s in members]
+    noted, = run.stream.note.call_args.args  # every group has a difficulty, the refused ones too
+    assert [s.completion.ids.tolist() for s in noted] == [
+        s.completion.ids.tolist() for s in samples_of_all]
     (_, metrics), _ = run.log.step.call_args
     scores = [s.score.total for s in samples_of_all if s.score.total is not None]
     assert metrics["reward/mean"] == pytest.approx(np.mean(scores))  # not of the kept ones

@@ -1,4 +1,5 @@
-"""Rewards: real rows (not in the repository), hostile rewards, hostile completions."""
+"""Rewards: verifiers by hand, signatures, hostile rewards, hostile completions. Real rows are not
+in the repository."""
 import json
 import os
 import re
@@ -6,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -28,7 +28,7 @@ from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("REAL_ROWS", "real_rows")).resolve()
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="REAL_ROWS names no folder of rows")
+F = "def f(completion, answer):\n    "
 
 
 def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
@@ -40,29 +40,21 @@ def as_items(texts):
 
 
 def score(specs, items, group=1, workers=2, timeout=10.0):
-    """(scores, how many were lost how, first error) of one batch in a fresh pool."""
+    """The scores of one batch in a fresh pool."""
     with closing(Scorer(specs, RewardArgs(workers, timeout))) as scorer:
         scorer.wait()
-        scores = scorer.score(as_items(items), group if scorer.groups else 1)
-        return scores, lost(scores), next((s.error for s in scores if s.error), None)
-
-
-def lost(scores):
-    """How many completions were lost to what."""
-    kinds = {"no answer within": "timeout", "the worker ": "death", "no worker ": "death"}
-    return Counter(next((kind for text, kind in kinds.items() if s.error.startswith(text)),
-                        "exception") for s in scores if s.error)
-
-
-def jsonl(name):
-    return [json.loads(line) for line in open(DATA / f"{name}.jsonl")]
+        return scorer.score(as_items(items), group if scorer.groups else 1)
 
 
 def totals(scores):
     return [s.total for s in scores]
 
 
-F = "def f(completion, answer):\n    "
+def lost(scores):
+    """How many completions were lost to what."""
+    kinds = {"no answer within": "timeout", "the worker ": "death", "--reward cannot load": "death"}
+    return Counter(next((kind for text, kind in kinds.items() if s.error.startswith(text)),
+                        "exception") for s in scores if s.error)
 
 
 @pytest.fixture
@@ -76,95 +68,56 @@ def own(tmp_path, monkeypatch):
     return write
 
 
-# ---- real rows
-
-@needs_data
-def test_every_gsm8k_row_scores_its_own_solution_1():
-    answers = [row["answer"] for name in ("train", "test") for row in jsonl(f"gsm8k/{name}")]
-    assert len(answers) == 7473 + 1319
-    golds = [int(text.rpartition("#### ")[2].replace(",", "")) for text in answers]
-    right, failures, _ = score(["gsm8k"], [item(text, text) for text in answers])
-    assert {*totals(right)} == {1.0} and not failures
-    wrong = [item(f"#### {gold + 1:,}", text) for gold, text in zip(golds, answers, strict=True)]
-    assert {*totals(score(["gsm8k"], wrong)[0])} == {0.0}
-
-
-@needs_data
-def test_every_kk_row_scores_its_own_solution_3():
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [row for path in sorted(DATA.glob("kk/*.parquet"))
-            for row in parquet.read_table(path).to_pylist()]
-    assert len(rows) == 5000
-
-    def scored(specs, texts):
-        return score(specs, [
-            item(f"so</think>\n<answer>{text}</answer>", row["reward_model"]["ground_truth"],
-                 row["prompt"][0]["content"]) for row, text in zip(rows, texts, strict=True)])
-
-    solutions = [row["solution_text_format"] for row in rows]
-    scores, failures, _ = scored(["kk", "kk01"], solutions)
-    assert {tuple(s.parts.values()) for s in scores} == {(3.0, 1.0)} and not failures
-    other = {"knight": "knave", "knave": "knight"}
-    flipped = [re.sub("knight|knave", lambda role: other[role[0]], text) for text in solutions]
-    assert {*totals(scored(["kk"], flipped)[0])} == {-0.5}
-
-
-@needs_data
-def test_math500_answers_equal_themselves_only():
-    def scored(golds, texts):
-        return score(["math"], [item(rf"So it is \boxed{{{text}}}.", gold)
-                                for gold, text in zip(golds, texts, strict=True)], timeout=30)
-
-    answers = [row["answer"] for row in jsonl("math500/test")]
-    scores, failures, _ = scored(answers, answers)
-    assert {*totals(scores)} == {1.0} and not failures
-    pairs = [(answers[i], answers[i - 1]) for i in range(200)]
-    wrong, _, _ = scored(*zip(*pairs, strict=True))
-    equal = [pair for pair, total in zip(pairs, totals(wrong), strict=True) if total]
-    assert equal == [("x=5", "5"), ("7", "7")]   # an assignment counts as its value
-
-
-@needs_data
-def test_math_in_the_workers_is_math_in_a_plain_main_thread():
-    """math-verify's timers need the main thread: elsewhere, each score was silently 0."""
-    from math_verify import parse, verify
-    rows = jsonl("math500/test")
-    answers = [row["answer"] for row in rows]
-    pairs = [(rows[i]["solution"] if i % 3 else f"I think the answer is ${answers[i - 1]}$",
-              answers[i]) for i in range(500)]
-    plain = [float(verify(parse(rf"\boxed{{{gold}}}"), parse(text))) for text, gold in pairs]
-    ours, failures, _ = score(["math"], [item(*pair) for pair in pairs], timeout=30)
-    assert totals(ours) == plain and 300 < sum(plain) < 400 and not failures
-
-
 # ---- the verifiers, by hand
 
-@pytest.mark.parametrize("completion, answer, expected", [
-    ("#### 18", "#### 18", 1), ("#### 18", 18, 1), ("#### 18.0", "18", 1), ("18.", "18", 1),
-    ("#### $1,234.50", "#### 1234.5", 1), ("The answer is 1,234 dollars.", "1234", 1),
-    ("#### 17\n\nNext question: 18", "#### 18", 0), ("#### 18 apples of 20", "18", 1),
-    (r"\boxed{18} of 20", "18", 1), (r"\boxed{\text{\$18}} of 20", "18", 1),
-    (r"\boxed{18", "18", 1), ("first 18, then 20", "18", 0), ("", "18", 0),
-    ("#### none, but 18", "18", 1), ("#### none\n18", "18", 0), ("#### 18.01", "18", 0),
-    ("10-5", "5", 1), ("x = -5", "-5", 1), ("$-5", "-5", 1), ("-$5", "-5", 1),
-    (".5", "0.5", 1), ("1,2345", "2345", 1), ("#### 0.30", "0.3", 1)])
-def test_gsm8k(completion, answer, expected):
-    assert gsm8k.gsm8k(completion, answer) == expected
+KK = "(1) Zoey is a knight\n(2) Ben is a knave"
 
 
-def test_a_row_without_a_number_is_not_a_zero():
-    scores, failures, trace = score(["gsm8k"], [item("18", "no number here"), item("18", "18")])
-    assert totals(scores) == [None, 1.0] and failures == {"exception": 1}
-    assert "needs a number" in trace
+def tagged(said):
+    return f"<think>x</think><answer>{said}</answer>"
 
 
-@pytest.mark.parametrize("completion, answer, expected", [
-    (r"\boxed{\frac{14}{3}}", r"\frac{14}{3}", 1), ("It is $14/3$.", r"\frac{14}{3}", 1),
-    (r"\boxed{72}", "48+24=72\n#### 72", 1),
-    (r"\boxed{x+1}", r"hence \boxed{1 + x}", 1), (r"\boxed{0.5}", r"\frac12", 1),
-    (r"\boxed{71}", "#### 72", 0), ("no idea", "72", 0)])
-def test_math(completion, answer, expected):
-    assert verifiers.math_reward(completion, answer) == expected
+@pytest.mark.parametrize("function, cases", [
+    (gsm8k.gsm8k, [
+        ("#### 18", "#### 18", 1), ("#### 18", 18, 1), ("#### 18.0", "18", 1), ("18.", "18", 1),
+        ("#### $1,234.50", "#### 1234.5", 1), ("The answer is 1,234 dollars.", "1234", 1),
+        ("#### 17\n\nNext question: 18", "#### 18", 0), ("#### 18 apples of 20", "18", 1),
+        (r"\boxed{18} of 20", "18", 1), (r"\boxed{\text{\$18}} of 20", "18", 1),
+        (r"\boxed{18", "18", 1), ("first 18, then 20", "18", 0), ("", "18", 0),
+        ("#### none, but 18", "18", 1), ("#### none\n18", "18", 0), ("#### 18.01", "18", 0),
+        ("10-5", "5", 1), ("x = -5", "-5", 1), ("$-5", "-5", 1), ("-$5", "-5", 1),
+        (".5", "0.5", 1), ("1,2345", "2345", 1), ("#### 0.30", "0.3", 1)]),
+    (verifiers.math_reward, [
+        (r"\boxed{\frac{14}{3}}", r"\frac{14}{3}", 1), ("It is $14/3$.", r"\frac{14}{3}", 1),
+        (r"\boxed{72}", "48+24=72\n#### 72", 1), (r"\boxed{x+1}", r"hence \boxed{1 + x}", 1),
+        (r"\boxed{0.5}", r"\frac12", 1), (r"\boxed{71}", "#### 72", 0), ("no idea", "72", 0)]),
+    (kk.kk, [
+        (tagged(KK), KK, 3), (tagged(KK), {"solution_text_format": KK}, 3),
+        (tagged("ben IS a Knave. Zoey is a knight").replace("<a", " <a") + " bye", KK, 3),
+        (tagged("Zoey is a knave, Ben is a knave"), KK, -0.5),
+        *((tagged(said), KK, -1) for said in (
+            "", "knight knave", "Zoey is a knight", "Zoey is a knight, Zoey is a knave",
+            "Zoey is a knight, Ben is a knave or a knight")),
+        *((wrong, KK, -3) for wrong in (
+            KK, f"<answer>{KK}</answer>", "<think>" + tagged(KK),
+            tagged(KK) + f"<answer>{KK}</answer>", f"<answer>{KK}</answer><think>x</think>",
+            f"<think>x<answer>{KK}</answer></think>", f"x</think><answer>{KK}</answer>",
+            f"<think>x</think><answer>{KK}"))])])
+def test_verifiers(function, cases):
+    for completion, answer, expected in cases:
+        assert function(completion, answer) == expected, completion
+        if function is kk.kk:
+            assert kk.kk01(completion, answer) == (expected == 3)
+            assert verifiers.format_tags(completion) == (expected != -3)
+
+
+@pytest.mark.parametrize("begin, prompt, expected", [
+    ("", "...<|im_start|>assistant\n<think>", 3),
+    ("<think>", "...assistant\n<think>\n", 3),   # opened again at once: the same text
+    ("y<think>", "...assistant\n<think>", -3), ("", "...assistant\n", -3)])
+def test_a_prompt_that_opens_the_thinking(begin, prompt, expected):
+    completion = f"{begin}x</think><answer>{KK}</answer>"
+    assert kk.kk(completion, KK, prompt=prompt) == expected
 
 
 RIGHT = ["(25 - 5) * 4 / 2", "(25 - 5) * (4 - 2)", "-(5 - 25) * 4 / 2"]
@@ -205,83 +158,50 @@ def test_arithmetic_agrees_with_python(text):
     assert value == expected and numbers == [int(n) for n in re.findall(r"\d+", text)]
 
 
-KK = "(1) Zoey is a knight\n(2) Ben is a knave"
-
-
-def tagged(said):
-    return f"<think>x</think><answer>{said}</answer>"
-
-
-@pytest.mark.parametrize("completion, expected", [
-    (tagged(KK), 3), (tagged("ben IS a Knave. Zoey is a knight").replace("<a", " <a") + " bye", 3),
-    (tagged("Zoey is a knave, Ben is a knave"), -0.5),
-    *((tagged(said), -1) for said in (
-        "", "knight knave", "Zoey is a knight", "Zoey is a knight, Zoey is a knave",
-        "Zoey is a knight, Ben is a knave or a knight")),
-    *((wrong, -3) for wrong in (
-        KK, f"<answer>{KK}</answer>", "<think>" + tagged(KK), tagged(KK) + f"<answer>{KK}</answer>",
-        f"<answer>{KK}</answer><think>x</think>", f"<think>x<answer>{KK}</answer></think>",
-        f"x</think><answer>{KK}</answer>", f"<think>x</think><answer>{KK}"))])
-def test_knights_and_knaves(completion, expected):
-    assert kk.kk(completion, KK) == expected
-    assert kk.kk(completion, {"solution_text_format": KK}) == expected
-    assert kk.kk01(completion, KK) == (expected == 3)
-    assert verifiers.format_tags(completion) == (expected != -3)
-
-
-@pytest.mark.parametrize("begin, prompt, expected", [
-    ("", "...<|im_start|>assistant\n<think>", 3),
-    ("<think>", "...assistant\n<think>\n", 3),   # opened again at once: the same text
-    ("y<think>", "...assistant\n<think>", -3), ("", "...assistant\n", -3)])
-def test_a_prompt_that_opens_the_thinking(begin, prompt, expected):
-    completion = f"{begin}x</think><answer>{KK}</answer>"
-    assert kk.kk(completion, KK, prompt=prompt) == expected
-
-
 def test_exact_format_short_and_sums():
-    scores, _, _ = score(["exact:2", "short:0.1", "format"],
-                         [item(" yes\n", "yes", tokens=2000), item("no", "yes", tokens=10)])
+    scores = score(["exact:2", "short:0.1", "format"],
+                   [item(" yes\n", "yes", tokens=2000), item("no", "yes", tokens=10)])
     assert scores[0] == Score(2.0 - 0.2, {"exact": 1.0, "short": -2.0, "format": 0.0}, None)
     assert scores[1].total == pytest.approx(-0.001)
 
 
-# ---- reasoning-gym
+# ---- real rows
 
-def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
-    """Nine of its scorers ran `__import__('os')`."""
-    gym = pytest.importorskip("reasoning_gym")
-    tasks = """countdown puzzle24 simple_integration intermediate_integration n_queens
-        polynomial_multiplication string_insertion spiral_matrix binary_matrix bitwise_arithmetic
-        knights_knaves chain_sum prime_factorization""".split()
-    entries = {task: gym.create_dataset(task, size=1, seed=3)[0] for task in tasks}
-    code = f"__import__('pathlib').Path('{tmp_path}/executed').touch()"
-    hostile = [code, f"sin({code})", f'sin("{code}")', f"[{code}]", f"(lambda: {code})()",
-               "().__class__.__base__.__subclasses__()"]
-    texts = [(task, f"so <answer>{entries[task]['answer']}</answer>") for task in tasks]
-    texts += [(task, text) for task in tasks for text in hostile]
-    scores, failures, trace = score(["reasoning_gym"], [
-        item(text, **entries[task])
-        for task, text in texts])
-    assert totals(scores[:len(tasks)]) == [1.0] * len(tasks)
-    assert max(totals(scores[len(tasks):])) < 0.1 and not failures, trace
-    assert not list(tmp_path.iterdir())
+def jsonl(name):
+    return [json.loads(line) for line in open(DATA / f"{name}.jsonl")]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="REAL_ROWS names no folder of rows")
+def test_real_rows_score_their_own_solutions():
+    """gsm8k, and math500: what math-verify says in a plain main thread. (Its timers need it:
+    elsewhere, each score was silently 0.)"""
+    from math_verify import parse, verify
+    answers = [row["answer"] for name in ("train", "test") for row in jsonl(f"gsm8k/{name}")]
+    assert {*totals(score(["gsm8k"], [item(text, text) for text in answers]))} == {1.0}
+    golds = [int(text.rpartition("#### ")[2].replace(",", "")) + 1 for text in answers]
+    wrong = [item(f"#### {gold:,}", text) for gold, text in zip(golds, answers, strict=True)]
+    assert {*totals(score(["gsm8k"], wrong))} == {0.0}
+    rows = jsonl("math500/test")
+    golds = [row["answer"] for row in rows]
+    pairs = [(row["solution"] if i % 3 else f"I think the answer is ${golds[i - 1]}$", golds[i])
+             for i, row in enumerate(rows)]
+    plain = [float(verify(parse(rf"\boxed{{{gold}}}"), parse(text))) for text, gold in pairs]
+    scores = score(["math"], [item(*pair) for pair in pairs], timeout=30)
+    assert totals(scores) == plain and 300 < sum(plain) < 400
 
 
 # ---- settings
 
 @pytest.mark.parametrize("specs, sentence", [
-    (["maths"], "no such reward"), (["math:x"], "finite"), (["math:nan"], "finite"),
+    (["maths", "nope:2"], "(?s)maths.*no such reward.*nope"), (["math:nan"], "finite"),
     (["math", "math:2"], "twice"), ([], "empty"), (["nowhere.py:f"], "no such file"),
     (["own.py"], "FILE.py:FUNCTION"), (["own.py:missing"], "own.py has no missing"),
-    (["own.py:odd"], "['text', 'gold']"), (["own.py:good", "own.py:good:2"], "twice"),
-    (["own.py:std", "own.py:mean:2"], "reward/mean is"),
-    (["own.py:stars"], "(it has [])"), (["own.py:batch"], "(it has ['data_sources'"),
+    (["own.py:std"], "reward/std is"), (["own.py:batch"], r"it has \['data_sources'"),
     (["broken.py:f"], "ZeroDivisionError"), (["exit.py:f"], "ended with code 7")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
-    own("def good(completion, answer): return 1\ndef odd(text, gold): return 1\n"
-        "def stars(*completions, **answer): return 1\ndef batch(data_sources): return 1\n")
+    own("def batch(data_sources): return 1\n")
     own("1 / 0\n", "broken.py"), own("os._exit(7)\n", "exit.py")
-    with pytest.raises(SettingsError, match=re.escape(sentence)):
+    with pytest.raises(SettingsError, match=sentence):
         rewards.check(specs)
 
 
@@ -289,101 +209,38 @@ def test_weights_and_names(own):
     spec = own(F + "return 1")
     assert rewards.parse(["math:1", "format:0.2", "exact", f"{spec}:-0.5"]) == [
         ("math", 1, None), ("format", 0.2, None), ("exact", 1, None), ("f", -0.5, "own.py")]
-    rewards.check(["gsm8k", spec])
-    with pytest.raises(SettingsError, match="(?s)maths.*nope"):   # all of them at once
-        rewards.parse(["maths", "nope:2"])
 
 
-def test_importing_loads_nothing_heavy():
-    heavy = {"torch", "math_verify", "sympy", "numpy", "reasoning_gym"}
-    code = f"import sys, rewards; print({heavy} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"
+@pytest.mark.parametrize("kind, spec", [
+    ("tools", "nope"), ("tools", "own.py:f:2"), ("reply", "nope"), ("reply", "gone.py:f")])
+def test_a_mistake_names_its_own_flag(own, kind, spec):
+    """`--tools nope` spoke of a reward."""
+    own(F + "return 1")
+    with pytest.raises(SettingsError) as error:
+        rewards.parse([spec], kind)
+    assert f"--{kind} {spec}" in str(error.value) and "reward" not in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kk", "countdown", "own.py:f"])
-def test_a_worker_loads_nothing_heavy(own, spec):
-    """In another folder than the project's."""
+@pytest.mark.parametrize("spec", ["exact", "kk", "countdown", "own.py:f", "math", "reasoning_gym"])
+def test_a_worker_loads_no_torch(own, spec):
+    """In another folder than the project's. What a reward does not need is not loaded either."""
     own("def f(completion): return None")
-    heavy = {"torch", "transformers", "math_verify", "sympy", "numpy", "reasoning_gym"}
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import reward_worker, rewards\n"
-            f"reward_worker.load(rewards.parse([{spec!r}])[0], 'reward')\n"
+    heavy = {"torch", "transformers"}
+    if spec not in ("math", "reasoning_gym"):
+        heavy |= {"math_verify", "sympy", "numpy", "reasoning_gym"}
+    path, _, name = spec.rpartition(":")
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scoring import worker\n"
+            f"from scoring.signatures import Part\n"
+            f"worker.load('reward', [Part({name!r}, 1, {path or None!r})])\n"
             f"print({heavy} & set(sys.modules))")
     assert subprocess.check_output([sys.executable, "-c", code]) == b"set()\n"
-
-# ---- signatures
-
-SIGNATURES = """
-def ours(completion, answer, **row):
-    return len(completion) + 10 * row["level"] + 100 * row["tokens"]
-def few(completion, level): return level
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    right = solution_str == ground_truth and data_source == "here" and extra_info["i"] == 1
-    return {"score": float(right), "acc": 1}
-def best(prompts, completions, level, **columns):
-    assert len(set(prompts)) == 1 and isinstance(completions[0], str)
-    assert columns["answer"] == ["b"] * 3 and level == [2] * 3
-    return [float(len(c) == max(map(len, completions))) for c in completions]
-"""
-
-
-def test_three_signatures(own):
-    own(SIGNATURES)
-    row = dict(level=2, data_source="here", extra_info={"i": 1}, reward_model={"ground_truth": "b"},
-               prompt="q")
-    texts = ["a", "b", "ccc", "b", "bb", "a"]
-    items = [Item(f"p{i // 3}", text, "b", row, 1, False) for i, text in enumerate(texts)]
-    specs = [f"own.py:{name}" for name in ("ours", "few", "compute_score", "best")]
-    scores, failures, _ = score(specs, items, group=3)
-    assert not failures and scores[0].total == 123
-    assert [tuple(s.parts.values()) for s in scores] == [
-        (121, 2, 0, 0), (121, 2, 1, 0), (123, 2, 0, 1),
-        (121, 2, 1, 0), (122, 2, 0, 1), (121, 2, 0, 0)]
-
-
-OTHERS = """
-import asyncio, torch
-async def trl(completions, prompts, level, log_extra=None, log_metric=None, **columns):
-    await asyncio.sleep(0)
-    assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [7, 7]
-    assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
-    log_metric("seen", len(completions))
-    return [len(message["content"]) for (message,) in completions]
-def openrlhf(queries, prompts, labels, **kwargs):
-    print("judging", queries)
-    rewards = torch.tensor([float(q == p + a) for q, p, a in zip(queries, prompts, labels)])
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
-class Verl:
-    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
-        return {"score": len(solution_str)}
-verl = Verl()
-client = []
-async def alone(completion):   # a client that lives longer than one call
-    client.append(asyncio.get_running_loop())
-    return client[0] is client[-1] and not client[0].is_closed()
-"""
-
-
-def test_rewards_of_others_unchanged(own):
-    own(OTHERS)
-    row = dict(level=7, prompt=[{"role": "user", "content": "q"}])
-    items = [Item("<q>", text, "aa", row, 1, False) for text in ("a", "aa", "aa", "b")]
-    specs = [f"own.py:{name}" for name in ("trl", "openrlhf", "verl", "alone")]
-    assert rewards.check(specs) == [["trl", "level"]]
-    with closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
-        scorer.wait()
-        assert scorer.groups
-        scores = scorer.score(items, 2)
-    assert [tuple(s.parts.values()) for s in scores] == [
-        (1, 0, 1, 1), (2, 1, 2, 1), (2, 1, 2, 1), (1, 0, 1, 1)], scores[0].error
-    printed = report(scores)   # what a reward prints is seen
-    assert "judging ['<q>b']" in printed and "seen 2" in printed
 
 
 @pytest.mark.parametrize("spec, answer, sentence", [
     ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
-    ("math", "", "needs 'answer'"), ("countdown", 3, "needs 'target'"),
-    ("reasoning_gym", 3, "needs 'metadata'"), ("own.py:f", 3, "needs 'trainer_state'"),
-    ("own.py:g", None, "needs 'level'"), ("own.py:h", None, None), ("format", None, None)])
+    ("math", "", "needs 'answer'"), ("reasoning_gym", 3, "needs 'metadata'"),
+    ("own.py:f", 3, "needs 'trainer_state'"), ("own.py:g", None, "needs 'level'"),
+    ("own.py:h", None, None)])
 def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
     own("def f(completions, trainer_state): pass\ndef g(completion, level): pass\n"
         "def h(completion, answer): pass")
@@ -395,25 +252,82 @@ def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sente
         rewards.check_rows(rewards.check([spec]), rows)
 
 
+# ---- signatures
+
+SIGNATURES = """
+import asyncio, torch
+def ours(completion, answer, **row):
+    return len(completion) + 10 * row["level"] + 100 * row["tokens"]
+def few(completion, level): return level
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    right = solution_str == ground_truth and data_source == "here" and extra_info["i"] == 1
+    return {"score": float(right), "acc": 1}
+class Verl:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return {"score": len(solution_str)}
+waiting_verl = Verl()
+def openrlhf(queries, prompts, labels, **kwargs):
+    print("judging", queries)
+    rewards = torch.tensor([float(q == p + a) for q, p, a in zip(queries, prompts, labels)])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
+async def trl(completions, prompts, level, log_metric=None, **columns):
+    await asyncio.sleep(0)
+    assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [2, 2]
+    assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
+    log_metric("seen", len(completions))
+    return [len(message["content"]) for (message,) in completions]
+client = []
+async def alone(completion):   # a client that lives longer than one call
+    client.append(asyncio.get_running_loop())
+    return client[0] is client[-1] and not client[0].is_closed()
+def texts(completions, prompts, **columns):
+    assert len(set(prompts)) == 1 and columns["answer"] == ["b"] * len(completions)
+    return [float(c == max(completions)) for c in completions]
+"""
+
+
+def test_rewards_of_others_unchanged(own):
+    own(SIGNATURES)
+    row = dict(level=2, data_source="here", extra_info={"i": 1}, reward_model={"ground_truth": "b"},
+               prompt=[{"role": "user", "content": "q"}])
+    items = [Item("<q>", text, "b", row, 1, False) for text in ("a", "b", "bb", "b")]
+    names = ["ours", "few", "verl", "waiting_verl", "openrlhf", "trl", "alone"]
+    specs = [f"own.py:{name}" for name in names]
+    assert rewards.check(specs) == [["few", "level"], ["trl", "level"]]
+    with closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
+        scorer.wait()
+        assert scorer.groups
+        scores = scorer.score(items, 2)
+    assert [tuple(s.parts.values()) for s in scores] == [
+        (121, 2, 0, 1, 0, 1, 1), (121, 2, 1, 1, 1, 1, 1), (122, 2, 0, 2, 0, 2, 1),
+        (121, 2, 1, 1, 1, 1, 1)], scores[0].error
+    printed = report(scores)   # what a reward prints is seen
+    assert "judging ['<q>bb']" in printed and "seen 2" in printed
+    plain = [i._replace(row={}) for i in items]  # prompts that are texts
+    assert totals(score(["own.py:texts"], plain, group=2)) == [0, 1, 1, 0]
+
+
 def test_none_is_unscorable_and_no_failure(own):
     spec = own(F + "return None if completion == 'x' else 1.5")
-    scores, failures, trace = score([spec, "exact"], [item("x", "x"), item("y", "y")])
-    assert scores == [Score(None, {"f": None, "exact": 1.0}, None),
-                      Score(2.5, {"f": 1.5, "exact": 1.0}, None)]
-    assert not failures and trace is None
+    assert score([spec, "exact"], [item("x", "x"), item("y", "y")]) == [
+        Score(None, {"f": None, "exact": 1.0}, None), Score(2.5, {"f": 1.5, "exact": 1.0}, None)]
 
 
 @pytest.mark.parametrize("fault, kind", [
     ("raise ValueError('no')", "exception"), ("os._exit(1)", "death"),
-    ("time.sleep(1e9)", "timeout"),
-    ("return [1.0, float('nan')]", "exception"), ("return [1.0]", "exception")])
+    ("time.sleep(1e9)", "timeout"), ("return [1.0]", "exception")])
 def test_a_failure_of_a_group_reward_costs_the_group(own, fault, kind):
     spec = own(f"def f(prompts, completions, **columns):\n    if 'bad' in completions: {fault}\n"
                "    return [1.0] * len(completions)")
-    items = ["a", "b", "c", "bad", "e", "f"]
-    scores, failures, trace = score([spec], items, group=2, timeout=3.0)
-    assert totals(scores) == [1, 1, None, None, 1, 1]
-    assert failures == {kind: 2} and trace
+    scores = score([spec], ["a", "b", "c", "bad", "e", "f"], group=2, timeout=2.0)
+    assert totals(scores) == [1, 1, None, None, 1, 1] and lost(scores) == {kind: 2}
+
+
+@pytest.mark.parametrize("define", ["def", "async def"])
+def test_a_group_has_the_time_of_all_its_completions(own, define):
+    """Three completions of at most a second each, in one call of 1.6 s."""
+    spec = own(f"{define} f(completions, **columns):\n    time.sleep(1.6)\n    return [1.0] * 3")
+    assert totals(score([spec], ["a", "b", "c"], group=3, timeout=1.0)) == [1, 1, 1]
 
 
 # ---- hostile rewards
@@ -423,12 +337,11 @@ HOSTILE = {   # how a completion is lost: what the reward does
         "raise RuntimeError('on purpose')", "return float('nan')", "return float('inf')",
         "return '1.0'", r"raise RuntimeError('\ud800')"],
     "exception, death or timeout": ["return 9**9**9**9"],
-    "timeout": ["time.sleep(1e9)", "os.kill(os.getppid(), 19); time.sleep(1e9)", "while True: pass",
+    "timeout": ["time.sleep(1e9)", "os.kill(os.getpid(), 19)", "while True: pass",
                 "while True: print('x' * 100_000, file=sys.stderr)"],
     "death": ["os._exit(3)", "sys.exit(0)", "os.kill(os.getpid(), 11)", "os.closerange(3, 99)",
               "while True: hoard.append(bytearray(1 << 26))",
-              "time.sleep(1e9) if os.fork() == 0 else os._exit(0)",
-              "os.killpg(0, 9)"],
+              "time.sleep(1e9) if os.fork() == 0 else os._exit(0)", "os.killpg(0, 9)"],
     "": ["os.fork()", "if os.fork() == 0: time.sleep(1e9)", "return True",
          "print('x' * 30_000_000)", r"print('\ud800')", "os.close(1), os.close(2)"]}
 
@@ -440,40 +353,24 @@ def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
     faults = "".join(f"    if completion == {code!r}:\n        {code}\n" for code in kinds)
     spec = own(f"hoard = []\n{F}pass\n{faults}    return len(bytearray(1 << 26)) >> 26")
     texts = [text for code in kinds for text in (code, "fine", "fine")]
-    scores, _, trace = score([spec], texts, timeout=4.0)
-    assert trace
+    scores = score([spec], texts, timeout=4.0)
     for text, one in zip(texts, scores, strict=True):
         how, kind = "".join(lost([one])), kinds.get(text, "")
-        assert how in kind and bool(how) == bool(kind), text
+        assert how in kind and bool(how) == bool(kind), (text, one)
         assert one.total == (None if how else 1.0), text
     json.dumps([s.error for s in scores], ensure_ascii=False).encode()   # any file can hold it
 
 
-def test_a_killed_worker_takes_its_forks_along(own):
-    spec = own(F + "pid = os.fork()\n    if pid: return pid\n    time.sleep(1e9)")
-    assert gone(int(score([spec], ["x"])[0][0].total))
-
-
-def test_what_a_reward_started_dies_with_its_worker(own):
-    """In a session of its own, a judge server outlived the run and kept its GPU."""
-    spec = own(F + """import subprocess
-    if completion == "crash": os._exit(3)
-    own = subprocess.Popen("sleep 99 & echo $!; exec sleep 98", start_new_session=True, shell=True,
-                           stdout=subprocess.PIPE, env={})
-    print(own.pid, int(own.stdout.readline()), flush=True)
-    return 1""")
-    for texts in (["x"], ["x", "crash"]):   # closed, or it crashed
-        with closing(Scorer([spec], RewardArgs(1))) as scorer:
-            pids = [int(pid) for pid in scorer.score(as_items(texts))[0].printed.split()]
-            assert len(pids) == 2 and ("crash" in texts or all(map(running, pids)))
-        assert all(map(gone, pids))
-
-
-def wait_until(true, seconds=120):
-    deadline = time.time() + seconds
-    while time.time() < deadline and not true():
-        time.sleep(0.05)
-    return true()
+def test_a_worker_that_stopped_reading_costs_a_completion(own):
+    """It stops between calls, and the next completion is larger than any pipe."""
+    spec = own("import threading\n" + F + "if completion == 'stop':\n"
+               "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
+    with closing(Scorer([spec], RewardArgs(1, 2.0))) as scorer:
+        assert totals(scorer.score([item("stop")])) == [1]
+        time.sleep(0.5)
+        began = time.monotonic()
+        assert totals(scorer.score(as_items(["1" * 30_000_000, "x"]))) == [None, 1]
+        assert time.monotonic() - began < 30
 
 
 def running(pid):
@@ -483,12 +380,33 @@ def running(pid):
         return False
 
 
+def wait_until(true, seconds=60):
+    deadline = time.time() + seconds
+    while time.time() < deadline and not true():
+        time.sleep(0.05)
+    return true()
+
+
 def gone(pid):
     return wait_until(lambda: not running(pid))
 
 
-def test_workers_die_with_their_parent(own, tmp_path):
-    """Even a worker that hangs."""
+@pytest.mark.parametrize("end", ["", "time.sleep(1e9)", "os._exit(3)"])
+def test_what_a_reward_forks_dies_with_its_worker(own, end):
+    """Closed, late, or crashed."""
+    spec = own("import subprocess\n" + F + "pid = os.fork()\n    if not pid: time.sleep(1e9)\n"
+               "    shell = subprocess.Popen(['sleep', '99'])\n"
+               f"    print(pid, shell.pid, os.getpid(), flush=True)\n    {end}\n    return 1")
+    with closing(Scorer([spec], RewardArgs(1, 2.0))) as scorer:
+        one, = scorer.score([item("x")])
+        said = one.printed or one.error.partition("printed: ")[2]
+        pids = [int(pid) for pid in said.split("\n")[0].split()]
+        assert len(pids) == 3 and (end or all(map(running, pids)))
+    assert all(map(gone, pids))
+
+
+def test_workers_die_with_the_trainer(own, tmp_path):
+    """Killed while they hang."""
     spec = own(F + "open(f'pid{os.getpid()}', 'w'), time.sleep(1e9)")
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -506,9 +424,50 @@ Scorer([{spec!r}], RewardArgs()).score([Item("", "x", "", {{}}, 1, False)] * 4)
 
 def test_a_worker_that_stops_starting_ends_the_batch(own):
     start = "if os.path.exists('started'): raise SystemExit\nopen('started', 'w')\n"
-    scores, failures, _ = score([own(start + F + "os._exit(1)")], ["x"] * 20, workers=1)
-    assert totals(scores) == [None] * 20 and failures == {"death": 20}
+    scores = score([own(start + F + "os._exit(1)")], ["x"] * 20, workers=1)
+    assert totals(scores) == [None] * 20 and lost(scores) == {"death": 20}
 
+
+def test_a_worker_that_died_between_calls_costs_nothing(own):
+    spec = own("import threading\n" + F + "threading.Timer(0.1, os._exit, (3,)).start()\n"
+               "    return 1")
+    with closing(Scorer([spec], RewardArgs(1))) as scorer:
+        for _ in range(2):
+            assert totals(scorer.score([item("x")])) == [1]
+            time.sleep(0.5)
+
+
+def test_an_answer_that_is_none_is_not_believed(own):
+    """A wrong number of scores or lines, or a value that is no number."""
+    spec = own(F + """if completion:
+        for fd in range(3, 99):
+            try: os.write(fd, completion.encode())
+            except OSError: pass
+    return 1""")
+    answers = ["[[[[9.0], [9.0]], null, 0]]", '[[[["9"]], null, 0]]', "[[[[NaN]], null, 0]]",
+               "[[[[9.0, 9.0]], null, 0]]", "[[null, null, 0]]", "[]"]
+    wrong = ["x\n", "3\n", *(f"0\n{answer}\n" for answer in answers)]
+    scores = score([spec], [t for text in wrong for t in (text, "")])
+    assert totals(scores) == [None, 1] * len(wrong)
+
+
+def test_order_and_reuse(own):
+    with closing(Scorer([own(F + "return float(completion)")], RewardArgs())) as scorer:
+        for size in (1000, 0, 3, 1):
+            assert totals(scorer.score(as_items(map(str, range(size))))) == list(range(size))
+        one, = scorer.score([item("x")])
+        assert lost([one]) == {"exception": 1} and "ValueError" in one.error
+        big = "1" + " " * 3_000_000   # larger than any pipe's buffer
+        assert totals(scorer.score([item(big)] * 5)) == [1.0] * 5
+
+
+def test_what_a_dead_worker_printed_is_in_the_error(own):
+    one, = score([own(F + "print('no space left'), os._exit(3)")], ["x"])
+    assert one.error == ("the worker ended with code 3; it printed: no space left\n"
+                         "The completion: 'x'")
+
+
+# ---- a batch
 
 def scored_on(world, specs, groups, group):
     """(text and score of each sample, how often this rank decoded)"""
@@ -541,97 +500,57 @@ def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
     groups = [f"{tmp_path}/own.py:f"]
     found = ranks.results(3, all_scored_on, [(["exact"], 5, 2), (groups, 5, 2), (groups, 2, 2)])
     shares = [[4, 3, 3], [4, 4, 2], [2, 2, 0]]   # texts of each rank
-    totals = [[0.0, 1.0] * 5, [2.0] * 10, [2.0] * 4]
-    for case, (counts, expected) in enumerate(zip(shares, totals, strict=True)):
+    expected = [[0.0, 1.0] * 5, [2.0] * 10, [2.0] * 4]
+    for case, (counts, values) in enumerate(zip(shares, expected, strict=True)):
         assert [theirs[case][1] for theirs in found] == counts
         for theirs in found:
-            assert theirs[case][0] == [("12", total) for total in expected]
-
-
-def test_a_batch_that_fails_as_a_whole_stops(own):
-    scores, _, _ = score([own(F + "return 1 / len(completion)")], [""] * 4)
-    said = report([*scores, Score(0.0, {}, None)], 8)   # one is enough
-    assert "ZeroDivisionError" in said
-    with pytest.raises(SettingsError, match="(?s)4 completions.*own.py.*ZeroDivisionError"):
-        report(scores, 8)
-    with pytest.raises(SettingsError, match="every reward returned None"):
-        report([Score(None, {"f": None}, None)], 8)
+            assert theirs[case][0] == [("12", total) for total in values]
 
 
 def report(scores, calls=1, scorer=None):
     """What the log gets."""
     said = []
-    rewards.report(scorer or counter(), SimpleNamespace(say=said.append), scores, calls)
+    scorer = scorer or SimpleNamespace(kind="reward", unscored=0, warned=False)
+    rewards.report(scorer, SimpleNamespace(say=said.append), scores, calls)
     return "".join(said)
 
 
-def counter():
-    return SimpleNamespace(kind="reward", unscored=0, warned=False)
-
-
-def test_a_small_batch_that_fails_is_an_accident():
-    """One evaluation row that could not be scored ended the run."""
-    scorer, lost_one, fine = counter(), Score(None, {}, None), Score(0, {}, None)
-    for _ in range(2):
-        for _ in range(7):
-            scorer.warned = False
-            assert "every reward returned None" in report([lost_one], scorer=scorer)
-        assert not report([fine, fine], scorer=scorer)
-    with pytest.raises(SettingsError):
-        for _ in range(8):
-            report([lost_one], scorer=scorer)
-
-
-def test_order_counters_and_reuse(own):
-    with closing(Scorer([own(F + "return float(completion)")], RewardArgs())) as scorer:
-        for size in (1000, 0, 3, 1):
-            scores = scorer.score(as_items(map(str, range(size))))
-            assert totals(scores) == list(range(size))
-            assert not lost(scores)
-        (one,) = scorer.score([item("x")])
-        assert lost([one]) == {"exception": 1} and "ValueError" in one.error
-        assert not lost(scorer.score([item("1")]))
-        big = "1" + " " * 3_000_000   # larger than any pipe's buffer
-        assert totals(scorer.score([item(big)] * 5)) == [1.0] * 5
-
-
-def test_what_a_dead_worker_printed_is_in_the_error(own):
-    (one,), _, _ = score([own(F + "print('no space left'), os._exit(3)")], ["x"])
-    assert one.error == ("the worker ended with code 3; it printed: no space left\n"
-                         "The completion: 'x'")
-
-
-def test_a_forged_answer_is_not_believed(own):
-    """A wrong start, a wrong number of scores, or a value that is no number."""
-    spec = own(F + """import json
-    fields = {"start": 0, "parts": [[9.0]], "errors": [None]}
-    if completion:
-        forged = json.dumps([*(fields | json.loads(completion)).values()]).encode() + b"\\n"
-        for fd in range(3, 99):
-            try: os.write(fd, forged)
-            except OSError: pass
-    return 1""")
-    wrong = [{"start": 99}, {"parts": [[9.0], [9.0]]}, {"parts": [["9"]]}, {"parts": None},
-             {"parts": [[float("nan")]]}, {"parts": [[9.0, 9.0]]}, {"errors": []}]
-    forged = [json.dumps({"start": 2 * i} | fields) for i, fields in enumerate(wrong)]
-    scores, _, _ = score([spec], [t for text in forged for t in (text, "")])
-    assert totals(scores) == [None, 1] * len(forged)
-    assert all(s.error.startswith("no valid answer") for s in scores[::2])
-
-
-def test_workers_outlive_the_scorers_thread(own):
-    """Linux sends PDEATHSIG when the *thread* that started a process ends."""
-    spec = own(F + "return os.getpid()")
-    with ThreadPoolExecutor(1) as thread:
-        scorer = thread.submit(Scorer, [spec], RewardArgs(reward_workers=1)).result()
-        pids = totals(thread.submit(scorer.score, [item("")]).result())
-    time.sleep(0.5)
-    with closing(scorer):
-        assert totals(scorer.score([item("")])) == pids
-    assert gone(int(pids[0]))
+def test_a_batch_that_fails_as_a_whole_stops(own):
+    """After eight calls in a row. Fewer are an accident: one row of an evaluation ended the run."""
+    scores = score([own(F + "return 1 / len(completion)")], [""] * 4)
+    fine, lost_one = Score(0.0, {}, None), Score(None, {}, None)
+    assert "ZeroDivisionError" in report([*scores, fine], 8)   # one is enough
+    with pytest.raises(SettingsError, match="(?s)4 completions.*own.py.*ZeroDivisionError"):
+        report(scores, 8)
+    scorer = SimpleNamespace(kind="reward", unscored=0, warned=False)
+    said = [report([lost_one], scorer=scorer) for _ in range(7)]
+    assert "every reward returned None" in said[0] and not any(said[1:])  # printed once
+    assert not report([fine, fine], scorer=scorer)
+    for _ in range(7):
+        report([lost_one], scorer=scorer)
+    with pytest.raises(SettingsError, match="every reward returned None"):
+        report([lost_one], scorer=scorer)
 
 
 # ---- hostile completions
+
+def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
+    """Nine of its scorers ran `__import__('os')`."""
+    gym = pytest.importorskip("reasoning_gym")
+    tasks = """countdown puzzle24 simple_integration intermediate_integration n_queens
+        polynomial_multiplication string_insertion spiral_matrix binary_matrix bitwise_arithmetic
+        knights_knaves chain_sum prime_factorization""".split()
+    entries = {task: gym.create_dataset(task, size=1, seed=3)[0] for task in tasks}
+    code = f"__import__('pathlib').Path('{tmp_path}/executed').touch()"
+    hostile = [code, f"sin({code})", f'sin("{code}")', f"[{code}]", f"(lambda: {code})()",
+               "().__class__.__base__.__subclasses__()"]
+    texts = [(task, f"so <answer>{entries[task]['answer']}</answer>") for task in tasks]
+    texts += [(task, text) for task in tasks for text in hostile]
+    scores = score(["reasoning_gym"], [item(text, **entries[task]) for task, text in texts])
+    assert totals(scores[:len(tasks)]) == [1.0] * len(tasks)
+    assert max(totals(scores[len(tasks):])) < 0.1 and not lost(scores)
+    assert not list(tmp_path.iterdir())
+
 
 TOUCH = "__import__('os').system('touch executed')"
 BOXED = ["9^{9^{9}}", "((9!)!)!", "9^{" * 200 + "9" + "}" * 200, "(" * 100_000 + ")" * 100_000,
@@ -648,8 +567,8 @@ def test_hostile_completions_never_run(spec, tmp_path, monkeypatch):
     items = [item(text, answer, nums=[9, 9], target=72) for text in BOMBS]
     slow = "<think></think><answer>" + " is a knight" * 50_000 + "</answer>"   # has good tags
     items += [item(text, answer, nums=[9, 8], target=72) for text in (slow, "#### 72")]
-    scores, failures, _ = score([spec], items, timeout=2.0 if spec == "math" else 30.0)
-    assert scores[-1].total is not None and not failures["death"]
+    scores = score([spec], items, timeout=2.0 if spec == "math" else 30.0)
+    assert scores[-1].total is not None and not lost(scores)["death"]
     for text, total in zip(BOMBS, totals(scores), strict=False):
         assert spec == "math" if total is None else total <= 0, text[:40]
     assert not list(tmp_path.iterdir())

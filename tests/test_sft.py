@@ -22,53 +22,59 @@ from chats import targets as chats
 from data import Prompt
 from dist import SettingsError
 from examples import tiny
-from preflight import plan
+from preflight import plan, rules
 from tools.trial import Trial, run_trials
 from trainer import model
 from trainer.batch import given
 
-# The formats of the families' own templates, with the roles that they name. The text in «» is what
-# the assistant says: transformers' {% generation %} in the reference, nothing in what is tested.
+# The families' published templates, with the roles that they name. The text in «» is what the
+# assistant says: transformers' {% generation %} in the reference, nothing in what is tested.
 TURN = ("{% for m in messages %}{% if m['role'] == 'assistant' %}ASSISTANT{% else %}OTHER{% endif "
-        "%}{% endfor %}{% if add_generation_prompt %}HEADER{% endif %}")
+        "%}{% endfor %}{% if add_generation_prompt %}HEADER{% else %}TAIL{% endif %}")
 
 
-def template(other: str, assistant: str, header: str, before: str = "") -> str:
+def template(other: str, assistant: str, header: str, before: str = "", tail: str = "") -> str:
     return before + TURN.replace("OTHER", other).replace("ASSISTANT", assistant).replace(
-        "HEADER", header)
+        "HEADER", header).replace("TAIL", tail)
 
 
-ROLE, SAID = "{{ m['role'] }}", "{{ m['content'] }}"
-TEMPLATES = {  # name: (control tokens, the last ends a turn; template)
-    "qwen2": (["<|im_start|>", "<|im_end|>"], template(
-        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n",
-        f"<|im_start|>assistant\n«{SAID}<|im_end|>»\n", "<|im_start|>assistant\n")),
-    "llama": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-              template(
-        f"<|start_header_id|>{ROLE}<|end_header_id|>\n\n{SAID}<|eot_id|>",
-        f"<|start_header_id|>assistant<|end_header_id|>\n\n«{SAID}<|eot_id|>»",
+ROLE, SAID, TRIMMED = "{{ m['role'] }}", "{{ m['content'] }}", "{{ m['content'] | trim }}"
+NOT_LAST = "{% if not loop.last %}{{ '\\n' }}{% endif %}"
+DEFAULT = ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen, a helpful "
+           "assistant.<|im_end|>\n{% endif %}")
+TEMPLATES = {  # name: (control tokens, the last is eos_token; what ends a turn; template)
+    "qwen2.5": ("<|im_start|> <|im_end|>", "<|im_end|>", template(
+        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", f"<|im_start|>assistant\n«{SAID}<|im_end|>»\n",
+        "<|im_start|>assistant\n", DEFAULT)),
+    "llama 3": ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>", "<|eot_id|>",
+                template(
+        f"<|start_header_id|>{ROLE}<|end_header_id|>\n\n{TRIMMED}<|eot_id|>",
+        f"<|start_header_id|>assistant<|end_header_id|>\n\n«{TRIMMED}<|eot_id|>»",
         "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|begin_of_text|>")),
-    "mistral": (["<s>", "[INST]", "[/INST]", "</s>"], template(
+    "mistral": ("<s> [INST] [/INST] </s>", "</s>", template(
         f"[INST] {SAID} [/INST]", f"« {SAID}</s>»", "", "<s>")),
-    "gemma": (["<bos>", "<start_of_turn>", "<end_of_turn>"], template(
-        f"<start_of_turn>{ROLE}\n{SAID}<end_of_turn>\n",
-        f"<start_of_turn>model\n«{SAID}<end_of_turn>»\n", "<start_of_turn>model\n", "<bos>")),
-    "phi3": (["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"], template(
-        f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n", "<|assistant|>\n")),
-    "stablelm": (["<|user|>", "<|assistant|>", "<|endoftext|>"], template(
-        f"<|{ROLE}|>\n{SAID}<|endoftext|>\n", f"<|assistant|>\n«{SAID}<|endoftext|>»\n",
-        "<|assistant|>\n")),
-    "olmo2": (["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"], template(
-        f"<|{ROLE}|>\n{SAID}\n", f"<|assistant|>\n«{SAID}<|end|>»\n", "<|assistant|>\n",
-        "<|endoftext|>")),
-    "granite": (["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"], template(
+    "gemma 2": ("<bos> <start_of_turn> <end_of_turn> <eos>", "<end_of_turn>", template(
+        f"<start_of_turn>{ROLE}\n{TRIMMED}<end_of_turn>\n",
+        f"<start_of_turn>model\n«{TRIMMED}<end_of_turn>»\n", "<start_of_turn>model\n", "<bos>")),
+    "phi 3": ("<|user|> <|assistant|> <|system|> <|end|> <|endoftext|>", "<|end|>", template(
+        f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n", "<|assistant|>\n",
+        tail="<|endoftext|>")),
+    "phi 4": ("<|im_start|> <|im_sep|> <|endoftext|> <|im_end|>", "<|im_end|>", template(
+        f"<|im_start|>{ROLE}<|im_sep|>{SAID}<|im_end|><|im_start|>assistant<|im_sep|>",
+        f"«{SAID}<|im_end|>»", "")),
+    "zephyr": ("<|user|> <|assistant|> </s>", "</s>", template(
+        f"<|{ROLE}|>\n{SAID}</s>\n", f"<|assistant|>\n«{SAID}</s>»\n", "<|assistant|>\n")),
+    "olmo 2": ("<|user|> <|assistant|> <|endoftext|>", "<|endoftext|>", template(
+        f"<|{ROLE}|>\n{SAID}\n", f"<|assistant|>\n«{SAID}<|endoftext|>»{NOT_LAST}",
+        "<|assistant|>\n", "<|endoftext|>")),
+    "granite": ("<|start_of_role|> <|end_of_role|> <|end_of_text|>", "<|end_of_text|>", template(
         f"<|start_of_role|>{ROLE}<|end_of_role|>{SAID}<|end_of_text|>\n",
         f"<|start_of_role|>assistant<|end_of_role|>«{SAID}<|end_of_text|>»\n",
         "<|start_of_role|>assistant<|end_of_role|>")),
-    "cohere": (["<BOS>", "<|START|>", "<|USER|>", "<|CHATBOT|>", "<|END|>"], template(
+    "cohere": ("<BOS> <|START|> <|USER|> <|CHATBOT|> <|END|>", "<|END|>", template(
         f"<|START|><|USER|>{SAID}<|END|>", f"<|START|><|CHATBOT|>«{SAID}<|END|>»",
         "<|START|><|CHATBOT|>", "<BOS>")),
-    "plain text": (["</s>"], template(
+    "plain text": ("</s>", "</s>", template(
         f"### {ROLE}:\n{SAID}\n\n", f"### assistant:\n«{SAID}</s>»\n\n", "### assistant:\n"))}
 CHAT = [{"role": "user", "content": "Sort 31"}, {"role": "assistant", "content": "13"},
         {"role": "user", "content": " what\n\nelse? "},
@@ -76,8 +82,8 @@ CHAT = [{"role": "user", "content": "Sort 31"}, {"role": "assistant", "content":
         {"role": "user", "content": "no"}, {"role": "assistant", "content": "é 99"}]
 
 
-def tokenizer_of(controls: list[str], text: str):
-    made = tiny.make_tokenizer()
+def tokenizer_of(controls: str, text: str):
+    made, controls = tiny.make_tokenizer(), controls.split()
     made.add_special_tokens({"additional_special_tokens": controls, "eos_token": controls[-1]})
     made.chat_template = text.replace("«", "").replace("»", "")
     return made
@@ -92,9 +98,10 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_learned_is_what_the_template_says(tmp_path, name):
-    controls, text = TEMPLATES[name]
+    controls, turn_ends, text = TEMPLATES[name]
     tokenizer = tokenizer_of(controls, text)
-    (row,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer)
+    ends = tokenizer.convert_tokens_to_ids([*{turn_ends, tokenizer.eos_token}])
+    (row,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer, ends)
     end = "{% endgeneration %}"
     # Jinja takes away a newline after a block.
     marked = text.replace("«", "{% generation %}").replace("»\n", end + "{{ '\\n' }}")
@@ -106,12 +113,12 @@ def test_what_is_learned_is_what_the_template_says(tmp_path, name):
     assert row.prompt_ids + ids == theirs["input_ids"][:n]
     assert [0] * len(row.prompt_ids) + learned == theirs["assistant_masks"][:n]
     assert not any(theirs["assistant_masks"][n:]) and sum(learned) > 6
-    assert learned[-1] and ids[-1] == tokenizer.eos_token_id
+    assert learned[-1] and ids[-1] == tokenizer.convert_tokens_to_ids(turn_ends)
 
 
 def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tmp_path):
     """GLM's: its end-of-sequence ids have <|user|>."""
-    tokenizer = tokenizer_of(["<|user|>", "<|assistant|>", "<|endoftext|>"], template(
+    tokenizer = tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|{ROLE}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n", "<sop>"))
     user, assistant, end = tokenizer.convert_tokens_to_ids(
         ["<|user|>", "<|assistant|>", "<|endoftext|>"])
@@ -127,7 +134,7 @@ def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tm
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_in_one_sentence(tmp_path):
     """Qwen3's drops the thoughts of earlier turns. One turn is no trouble."""
-    controls, text = TEMPLATES["qwen2"]
+    controls, _, text = TEMPLATES["qwen2.5"]
     thoughts = text.replace(f"«{SAID}", "{% if not loop.last %}{{ m['content'].split('</think>')"
                             "[-1] }}{% else %}{{ m['content'] }}{% endif %}")
     tokenizer = tokenizer_of(controls, thoughts)
@@ -164,7 +171,8 @@ def test_a_template_makes_the_prompt_of_any_columns(tmp_path):
 
 
 def test_a_system_message_stands_before_the_chat(tmp_path):
-    tokenizer = tokenizer_of(*TEMPLATES["qwen2"])
+    controls, _, text = TEMPLATES["qwen2.5"]
+    tokenizer = tokenizer_of(controls, text.replace(DEFAULT, ""))
     (plain,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer)
     (row,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer, system="no")
     assert "no" in row.prompt and len(row.prompt_ids) > len(plain.prompt_ids)
@@ -181,10 +189,11 @@ def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path):
 
 
 @pytest.mark.parametrize("row, words", [
-    ({"messages": CHAT[:1]}, "must have one of the role assistant"),
+    ({"messages": CHAT[:1]}, "needs a message of the role assistant"),
+    ({"prompt": "Sort", "completion": CHAT[:1]}, "needs a message of the role assistant"),
     ({"messages": "Sort"}, "messages must be a list of"),
     ({"prompt": "Sort 31"}, "a row to learn needs messages, or a prompt and a text in one of"),
-    ({"question": "Sort 31", "answer": 13}, "a row to learn needs messages"),
+    ({"question": "Sort 31", "answer": 13}, "answer must be a list of"),
     ({"prompt": "x", "answer": "\ud800"}, "row 0 .* surrogates not allowed"),
     ({"x": "Sort 31", "answer": "13"}, "no prompt column in"),
     ({"prompt": "x", "answer": "1" * 300}, "--max_tokens 301 keeps it")])
@@ -195,8 +204,11 @@ def test_rows_that_teach_nothing_are_refused(tmp_path, row, words):
 
 def test_longer_chats_are_left_out_and_counted(tmp_path):
     rows = [{"messages": CHAT[:2]}, {"messages": CHAT}]
-    kept, note = load(tmp_path, rows, tiny.make_tokenizer(), max_tokens=20)
-    assert len(kept) == 1 and "left out: 1 longer than 20" in note
+    (_, row), _ = load(tmp_path, rows, tiny.make_tokenizer())
+    longest = len(row.target[0])
+    for limit, kept in (longest, 2), (longest - 1, 1):  # a row of exactly --max_tokens is kept
+        found, note = load(tmp_path, rows, tiny.make_tokenizer(), max_tokens=limit)
+        assert len(found) == kept and f"left out: {2 - kept} longer than {limit}" in note
 
 
 # ---- the update ----
@@ -257,15 +269,15 @@ def test_the_gradient_is_that_of_transformers_on_1_to_4_ranks(tmp_path):
 
 # ---- the run ----
 
-def rules(**flags) -> str:
-    return "\n".join(map(str, plan.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1)))
+def broken(**flags) -> str:
+    return "\n".join(map(str, rules.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1)))
 
 
 def test_flags_without_use_are_refused():
-    assert not rules() and not rules(eval_data="tiny", reward=("exact",), eval_samples=1)
-    assert "--group must be 1" in rules(group=4)
-    assert "--reward needs --eval_data" in rules(reward=("exact",))
-    assert "--target_reward grades rollouts" in rules(target_reward=(0.0, 1.0))
+    assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
+    assert "--group must be 1" in broken(group=4)
+    assert "--reward needs --eval_data" in broken(reward=("exact",))
+    assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
 
 
 def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
@@ -279,7 +291,7 @@ def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
         found[name] = [load.phase for load in memory.loads(made, shape, 80 * memory.GIB)]
         assert "rollout " not in made.text()
     assert found == {"alone": ["update"], "held out": ["update", "score"],
-                     "sampled": ["rollout", "update", "score", "sync"]}
+                     "sampled": ["rollout", "update", "score"]}
 
 
 def run(tmp_path, name: str, kills=(), steps: int = 6):

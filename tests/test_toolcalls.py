@@ -20,7 +20,7 @@ import rollout
 from chats import toolcalls, turns
 from dist import SettingsError
 from examples import calculator, tiny
-from preflight import plan
+from preflight import plan, rules
 from rewards import RewardArgs, Scorer
 from test_layouts import run
 from test_sft import tokenizer_of
@@ -360,7 +360,7 @@ def test_a_function_that_is_no_tool_is_refused(own, monkeypatch, spec, words):
     (dict(tools=("own.py:add",), reply="own.py:reply"), "--tools and --reply both answer"),
     (dict(max_turns=3), "--max_turns needs --reply or --tools")])
 def test_settings_that_make_no_sense(flags, words):
-    problem, = plan.problems(plan.changed(grpo.Args(), **flags), 1)
+    problem, = rules.problems(plan.changed(grpo.Args(), **flags), 1)
     assert words in str(problem)
 
 

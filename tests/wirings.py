@@ -37,25 +37,27 @@ VALUE_CLIP = "ppo group=1 steps=1 value_clip=0.02 epochs=3 clip_low=0.03 clip_hi
 PPO_TRUNCATE = f"ppo group=1 steps=2 engine_correction=truncate {BOUNDS}"
 PPO_MASK = PPO_TRUNCATE.replace("truncate", "mask")
 PPO_PROMPT = PPO_MANY.replace("sequence", "prompt")
-PPO_OPSM = ("ppo group=2 steps=2 engine_correction=geometric opsm_delta=0.1 correction_low=0.7 "
-            "correction_high=1.2")
+PPO_SEQUENCES = ("ppo group=2 steps=2 engine_correction=sequence_mask correction_low=0.7 "
+                 "correction_high=1.2")
 EPOCHS_2 = "minibatches=2 epochs=2"
-SAPO = f"grpo group=3 steps=1 loss=sapo sapo_taus=(1.0, 1.5) aggregation=sequence {EPOCHS_2}"
-GMPO = f"grpo group=3 steps=1 loss=gmpo aggregation=sequence {TIGHT}"
-GMPO_TOKENS = f"grpo group=3 steps=1 loss=gmpo advantage=reinforce++ {TIGHT}"
-DPPO = f"grpo group=3 steps=1 loss=dppo clip_low=0.01 clip_high=0.02 {EPOCHS_2}"
-IPO = ("grpo group=3 steps=1 loss=ipo clip_low=0.01 clip_high=0.02 log_ratio_coef=0.1 "
-       f"{EPOCHS_2}")
+SAPO = f"grpo group=3 steps=1 loss=variants/sapo.py:sapo aggregation=sequence {EPOCHS_2}"
+GMPO = f"grpo group=3 steps=1 loss=variants/gmpo.py:gmpo aggregation=sequence {TIGHT}"
+GMPO_TOKENS = f"grpo group=3 steps=1 loss=variants/gmpo.py:gmpo advantage=reinforce++ {TIGHT}"
+DPPO = ("grpo group=3 steps=1 loss=variants/dppo.py:dppo clip_low=0.01 clip_high=0.02 "
+        f"{EPOCHS_2}")
+IPO = DPPO.replace("dppo", "ipo")
+IPO_MASK = ("grpo group=3 steps=1 loss=variants/ipo.py:ipo engine_correction=mask "
+            f"correction_low=0.7 correction_high=1.2 {EPOCHS_2}")
 KL_RATIO = KL.replace("k1", "k3_ratio")
 PROMPT = f"grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}"
-GDPO = ("grpo group=3 steps=1 advantage=gdpo reward=('exact', 'short:0.5') overlong_filter=True "
-        f"{EPOCHS_2}")
-LITE = "grpo group=3 steps=2 advantage=lite_ppo overlong_buffer=8 advantage_eps=0.1"
-MAXRL = "grpo group=3 steps=2 advantage=maxrl"
-OPSM = f"grpo group=3 steps=1 opsm_delta=0.1 entropy_coef=0.2 {EPOCHS_2}"
+GDPO = ("grpo group=3 steps=1 advantage=variants/gdpo.py:gdpo reward=('exact', 'short:0.5') "
+        f"overlong_filter=True {EPOCHS_2}")
+LITE = ("grpo group=3 steps=2 advantage=variants/lite_ppo.py:lite_ppo overlong_buffer=8 "
+        "advantage_eps=0.1")
+MAXRL = "grpo group=3 steps=2 advantage=variants/maxrl.py:maxrl"
+OPSM = f"grpo group=3 steps=1 loss=variants/opsm.py:opsm entropy_coef=0.2 {EPOCHS_2}"
 SEQUENCES = ("grpo group=3 steps=1 engine_correction=sequence_mask kl_loss_coef=0.3 "
              f"correction_low=0.7 correction_high=1.2 {EPOCHS_2}")
-GEOMETRIC = SEQUENCES.replace("sequence_mask", "geometric")
 SFT, SFT_MANY = "sft group=1 steps=2", "sft group=1 steps=2 minibatches=7 epochs=2 temperature=0.7"
 DISTILL = "distill group=3 steps=2 teacher=x"
 DISTILL_COEF = ("distill group=3 steps=1 teacher=x distill_coef=0.3 temperature=0.7 "
@@ -73,16 +75,17 @@ CORRECTED = ("distill group=3 steps=2 teacher=x engine_correction=truncate rewar
              "reward_coef=2.0 correction_low=0.7 correction_high=1.2")
 DIVERGENCE = "distill.py::test_a_divergence_is_its_definition_and_its_gradient_autograds"
 CHUNKS = "distill.py::test_chunks_give_the_same[jsd]"
-LEARNED = "sft.py::test_what_is_learned_is_what_the_template_says[qwen2]"
+LEARNED = "sft.py::test_what_is_learned_is_what_the_template_says[qwen2.5]"
 NO_END = "sft.py::test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows"
 TWO_MESSAGES = "sft.py::test_prompt_and_answer_are_a_chat_of_two_messages"
 
 REFILL = "reference.py::test_dynamic_sampling_trains_on_groups_whose_rewards_differ"
+WATCHED = "reference.py::test_each_step_is_logged_and_watched[sft]"
 RATES = "reference.py::test_ppo_passes_rates_and_the_adapted_coefficient"
 PACKED = "packing.py::test_a_packed_input_is_its_rows[qwen2]"
 APART = "packing.py::test_a_completion_sees_no_other"
-KERNEL = "packing.py::test_the_gpu_kernel_gets_the_same_attention"
-KERNEL_WINDOW = "packing.py::test_the_gpu_kernel_gets_the_same_window"
+KERNEL = "packing.py::test_the_gpu_kernel_gets_the_same_attention[None]"
+KERNEL_WINDOW = "packing.py::test_the_gpu_kernel_gets_the_same_attention[5]"
 WINDOW = "packing.py::test_windows_and_soft_caps_are_packed"
 START = "lora.py::test_adapters_start_alike_on_any_layout"
 SAMPLED = "turns.py::test_the_mask_is_true_for_exactly_the_ids_of_the_engine"
@@ -127,22 +130,23 @@ WIRINGS = [
     ("grpo.py", "loss - args.entropy_coef * entropy", "loss + args.entropy_coef * entropy",
      TRUNCATE),
     ("grpo.py", "\"grad\" if args.entropy_coef else \"value\"", "\"value\"", TRUNCATE),
-    ("grpo.py", "args.kl_loss_coef or args.entropy_coef or", "args.kl_loss_coef or", ENTROPY),
+    ("grpo.py", "args.kl_loss_coef or args.entropy_coef)", "args.kl_loss_coef)", ENTROPY),
     ("grpo.py", " > 0) | acts", " > 0)", TRUNCATE),
     # ---- grpo.py: the update
-    ("grpo.py", "{\"clip_low\": self.clip_low, \"clip_high\": self.clip_high}",
-     "{\"clip_low\": self.clip_high, \"clip_high\": self.clip_low}", GRPO),
-    ("grpo.py", "{\"dual_clip\": self.dual_clip}", "{\"dual_clip\": None}", EPOCHS),
-    ("grpo.py", "\"taus\": self.sapo_taus", "\"taus\": self.sapo_taus[::-1]", SAPO),
-    ("grpo.py", "{\"log_ratio_coef\": self.log_ratio_coef}", "{\"log_ratio_coef\": 0.0}", IPO),
-    ("grpo.py", " or args.log_ratio_coef)", ")", IPO),
-    ("grpo.py", "\"gmpo\": losses.gmpo_loss", "\"gmpo\": losses.gspo_loss", GMPO),
+    ("preflight/formulas.py", "\"clip_low\": self.clip_low, \"clip_high\": self.clip_high,",
+     "\"clip_low\": self.clip_high, \"clip_high\": self.clip_low,", GRPO),
+    ("preflight/formulas.py", "\"dual_clip\": self.dual_clip}", "\"dual_clip\": None}", EPOCHS),
+    ("grpo.py", " or args.loss not in losses.LOSSES", "", IPO),
+    ("grpo.py", "policy_loss = formulas.loss_of(args.loss)",
+     "policy_loss = losses.clip_loss", GMPO),
+    ("grpo.py", "engine_logprobs=engine,", "engine_logprobs=old,", OPSM),
     ("grpo.py", "loss, details = loss * factors, details | found", "details |= found", TRUNCATE),
     ("grpo.py", "old_logprobs=old)", "old_logprobs=logprobs.detach())", KL_RATIO),
     ("grpo.py", "prompts=prompts[rows]", "prompts=None", PROMPT),
-    ("grpo.py", "part.weight * losses", "losses", GDPO),
-    ("grpo.py", "losses.whiten(total, loss_tokens > 0)", "total", GDPO),
-    ("grpo.py", "whiten(total, loss_tokens > 0)", "whiten(total, batch.scored)", GDPO),
+    ("grpo.py", "(part.weight, batch.part(part.name))", "(1.0, batch.part(part.name))", GDPO),
+    ("grpo.py", "trained=loss_tokens > 0)", "trained=batch.scored)", GDPO),
+    ("grpo.py", "scored=batch.scored, eps=args.advantage_eps, parts",
+     "scored=batch.scored, eps=1e-6, parts", LITE),
     ("grpo.py", "loss_tokens[rows], args.aggregation", "loss_tokens.max() * (loss_tokens[rows] > 0)"
      ", args.aggregation", TOKEN),
     ("grpo.py", "batch.minibatches(args.minibatches, args.epochs)",
@@ -150,8 +154,7 @@ WIRINGS = [
     ("grpo.py", "batch.minibatches(args.minibatches, args.epochs)",
      "batch.minibatches(args.minibatches, 1)", EPOCHS),
     ("grpo.py", "if not rows:", "if False:", ONE_ROW),
-    ("grpo.py", "(old - micro.engine_logprobs).abs()", "(logprobs - micro.engine_logprobs).abs()",
-     UPDATES),
+    ("grpo.py", "GAP: (old - engine).abs()", "GAP: (logprobs - engine).abs()", UPDATES),
     # ---- grpo.py: --dynamic_sampling
     ("grpo.py", "kept, refused = refill(run, args, samples)",
      "_, refused = refill(run, args, samples)", REFILL),
@@ -160,6 +163,8 @@ WIRINGS = [
     ("grpo.py", "torch.nonzero(differs).flatten().tolist()", "range(len(differs))", REFILL),
     ("grpo.py", "metrics = sample_metrics(samples, run", "metrics = sample_metrics(kept, run",
      REFILL),
+    ("grpo.py", "run.stream.note(samples)", "run.stream.note(kept)", REFILL),
+    ("sft.py", "        run.log.watch(metrics)  # gradients that are not finite\n", "", WATCHED),
     # ---- ppo.py: log-probs, rewards, advantages
     ("ppo.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
      "lambda m: reference.logprobs(m, 1.0)[0]", PPO_WARM),
@@ -181,7 +186,7 @@ WIRINGS = [
      "micro.slice(returns), micro.slice(values)", "ppo group=1 steps=2 lam=0.0 value_clip=None"),
     ("ppo.py", "clip=args.value_clip", "clip=None", VALUE_CLIP),
     ("ppo.py", "clip=args.value_clip", "clip=0.2", VALUE_CLIP),
-    ("ppo.py", "dual_clip=args.dual_clip", "dual_clip=None",
+    ("ppo.py", "**args.bounds)", "clip_low=0.2, clip_high=0.2, dual_clip=None)",
      "ppo group=1 steps=1 dual_clip=1.1 epochs=3"),
     ("ppo.py", "critic.step(critic_lr)", "critic.step(lr)", PPO),
     ("ppo.py", "loss_tokens[rows], args.aggregation", "loss_tokens[rows], \"token\"", PPO_MANY),
@@ -199,59 +204,58 @@ WIRINGS = [
     ("ppo.py", "step >= args.critic_args.critic_warmup_steps",
      "step > args.critic_args.critic_warmup_steps", RATES),
     ("ppo.py", "n=len(samples)", "n=args.batch", RATES),
-    # ---- losses.py: the losses, advantages, factors and weights since 2025
-    ("losses.py", "taus[1]).masked_fill(A > 0, taus[0])", "taus[0])", SAPO),
-    ("losses.py", "log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low)",
+    # ---- variants/
+    ("variants/sapo.py", "TAU_OTHER).masked_fill(A > 0, TAU_POSITIVE)", "TAU_POSITIVE)", SAPO),
+    ("variants/gmpo.py", "log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low)",
      "log_r.clamp(min=-clip_low), log_r.clamp(max=clip_high)", GMPO),
-    ("losses.py", "s = row_mean(clipped, mask)", "s = row_mean(log_r, mask)", GMPO_TOKENS),
-    ("losses.py", "(A < 0) & (moved < -clip_low)", "(A < 0) & (moved < -clip_high)", DPPO),
-    ("losses.py", "moved, r = logp.exp() - old.exp(), _ratio(logp, old).detach()",
-     "moved, r = logp - old, _ratio(logp, old).detach()", DPPO),
-    ("losses.py", "drop = (moved > clip_high) | (moved < -clip_low)",
+    ("variants/gmpo.py", "losses.row_mean(clipped, mask)", "losses.row_mean(log_r, mask)",
+     GMPO_TOKENS),
+    ("variants/dppo.py", "(A < 0) & (moved < -clip_low)", "(A < 0) & (moved < -clip_high)", DPPO),
+    ("variants/dppo.py", "moved, r = logp.exp() - old.exp()", "moved, r = logp - old", DPPO),
+    ("variants/ipo.py", "drop = (moved > clip_high) | (moved < -clip_low)",
      "drop = ((moved > clip_high) & (A > 0)) | ((moved < -clip_low) & (A < 0))", IPO),
-    ("losses.py", "torch.where(drop, 0, -r * A) + log_ratio_coef * (logp - old).square()",
-     "torch.where(drop, 0, -r * A + log_ratio_coef * (logp - old).square())", IPO),
-    ("losses.py", "_ratio(logp, old) * (d - 1)", "_ratio(logp, old).detach() * (d - 1)", KL_RATIO),
-    ("losses.py", "A = A / (batch_std(R, S) + eps)", "A = A / (R.std() + eps)", LITE),
-    ("losses.py", "A = A * n / total", "A = A * n.clamp(min=3) / total", MAXRL),
+    ("variants/ipo.py", "torch.where(drop, 0, -r * A) + COEF * (logp - old).square()",
+     "torch.where(drop, 0, -r * A + COEF * (logp - old).square())", IPO),
+    ("variants/opsm.py", "row_mean(engine - logp, mask)", "row_mean(logp - engine, mask)", OPSM),
+    ("variants/opsm.py", "keep = (A >= 0) | (losses", "keep = (losses", OPSM),
+    ("variants/opsm.py", "return loss * keep,", "return loss,", OPSM),
+    ("variants/opsm.py", "mask, logprobs.detach()", "mask, logprobs.detach() * 0.9", OPSM),
+    ("variants/lite_ppo.py", "batch_std(rewards, scored)", "batch_std(rewards, scored | True)",
+     LITE),
+    ("variants/maxrl.py", "n.clamp(min=1)", "n.clamp(min=3)", MAXRL),
+    ("variants/gdpo.py", "total += weight * losses", "total += losses", GDPO),
+    ("variants/gdpo.py", "losses.whiten(total, trained)", "total", GDPO),
+    # ---- losses.py: the factors and weights since 2025
+    ("losses.py", "capped_ratio(logp, old) * (d - 1)",
+     "capped_ratio(logp, old).detach() * (d - 1)", KL_RATIO),
     ("losses.py", "log_ratio = log_ratio.sum(1, keepdim=True)",
      "log_ratio = row_mean(log_ratio, mask)", SEQUENCES),
-    ("losses.py", "log_ratio = row_mean(log_ratio, mask)", "log_ratio = log_ratio.sum(1, True)",
-     GEOMETRIC),
-    ("losses.py", "row_mean(engine - logp, mask)", "row_mean(logp - engine, mask)", OPSM),
-    ("losses.py", "return (A >= 0) | (row", "return (row", OPSM),
-    ("losses.py", "factors * keep, found", "factors, found", PPO_OPSM),
-    ("losses.py", "logp, engine, A = select(mask, logprobs.detach()",
-     "logp, engine, A = select(mask, logprobs.detach() * 0.9", OPSM),
     ("losses.py", "\"prompt\": sums[prompts] * (sums > 0).sum()",
      "\"prompt\": sums[prompts] * len(sums)", PROMPT),
     # ---- losses.py, model.py: what both scripts call
-    ("losses.py", "low=args.correction_low, high=args.correction_high",
-     "low=args.correction_high, high=args.correction_low", MASK),
-    ("losses.py", "low=args.correction_low, high=args.correction_high", "low=0.5, high=2.0",
-     PPO_MASK),
-    ("losses.py", "old_logprobs, engine_logprobs, mask, kind=args",
-     "engine_logprobs, old_logprobs, mask, kind=args", TRUNCATE),
+    ("preflight/formulas.py", "\"low\": self.correction_low,", "\"low\": 0.5,", MASK),
+    ("preflight/formulas.py", "\"high\": self.correction_high}", "\"high\": 2.0}", PPO_MASK),
+    ("grpo.py", "engine_correction(old, engine, m", "engine_correction(engine, old, m", TRUNCATE),
+    ("grpo.py", "loss, details = loss * factors, details | found",
+     "loss, details = loss * factors.clamp(max=1), details | found", IPO_MASK),
+    ("ppo.py", "old, micro.engine_logprobs, m,", "micro.engine_logprobs, old, m,", PPO_SEQUENCES),
     ("losses.py", "values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)",
      "values.mean(1, keepdim=True)", GSPO),
     ("trainer/model.py", "weight_decay=args.weight_decay", "weight_decay=0.0", ADAMW),
     ("trainer/model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
     ("trainer/model.py", "kind(lm, args.head_chunk).eval()", "kind(lm, args.head_chunk).train()",
      "details.py::test_a_dropout_of_the_config_is_off"),
-    ("preflight/plan.py", "lambda x: x == 1)", "lambda x: 0 < x <= 1)",
-     "plan.py::test_each_combination_that_makes_no_sense"),
     # ---- batch.py
-    ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if i == 0:", DEFAULT),
-    ("trainer/batch.py", "if i == 0 or prompt != prompts[i - 1]:", "if True:", PACKED),
-    ("trainer/batch.py", "micros = self.cut(world, learning,",
-     "learning, others = others, learning\n        micros = self.cut(world, learning,", DEFAULT),
-    ("trainer/batch.py",
-     "micros += self.cut(world, others, budget, learns=False)", "pass", DEFAULT),
+    ("trainer/batch.py", "if prompt != last:", "if i == 0:", DEFAULT),
+    ("trainer/batch.py", "if prompt != last:", "if True:", PACKED),
+    ("trainer/batch.py", "(learning, True), (others, False)", "(others, True), (learning, False)",
+     DEFAULT),
+    ("trainer/batch.py", "if part or has_grad:", "if has_grad:", DEFAULT),
     ("trainer/batch.py", "np.zeros(1, bool))", "np.ones(1, bool))", ONE_ROW),
     ("trainer/batch.py", "torch.from_numpy(c.sampled) for c in done",
      "torch.from_numpy(c.sampled | True) for c in done",
      "turns.py::test_only_sampled_tokens_are_targets"),
-    ("grpo.py", "micro.engine_logprobs).abs()", "micro.engine_logprobs)", DEFAULT),
+    ("grpo.py", "(old - engine).abs()", "(old - engine)", DEFAULT),
     ("trainer/batch.py", "(weights * values).sum()", "values.sum()", SEQUENCE),
     ("trainer/batch.py",
      "self.weight + weights.sum()", "self.weight + micro.sampled.sum()", SEQUENCE),
@@ -321,8 +325,9 @@ WIRINGS = [
     ("distill.py", " > 0) | exact", " > 0)", EXACT),
     ("distill.py", "if args.divergence == \"none\":", "if True:", EXACT),
     ("distill.py", "args.reward_coef * of_group", "of_group", REWARDED),
-    ("distill.py", "clip_low=args.clip_low", "clip_low=args.clip_high", REWARDED),
-    ("distill.py", "dual_clip=args.dual_clip", "dual_clip=None", DISTILL_ONE),
+    ("distill.py", "m, **args.bounds)", "m, clip_low=0.2, clip_high=0.2, dual_clip=None)",
+     REWARDED),
+    ("distill.py", "m, **args.bounds)", "m, **args.bounds | {\"dual_clip\": None})", DISTILL_ONE),
     ("distill.py", "seen.score(world", "batch.score(world", HINT),
     ("distill.py", "Micro(batch, theirs.rows", "Micro(seen, theirs.rows", HINT),
     ("distill.py", "beside(reference, theirs", "beside(reference, micro", HINT_EXACT),
@@ -343,10 +348,13 @@ WIRINGS = [
     ("trainer/teacher.py",
      "temperature / model.scale", "1.0", REWARDED.replace("none", "reverse_kl")),
     # ---- chats.py
-    ("chats/targets.py", "spoken = ends[-1] + 1 if ends", "spoken = ends[-1] if ends", LEARNED),
+    ("chats/targets.py", "is_learned = [said] * len(new)", "is_learned = [True] * len(new)",
+     LEARNED),
+    ("chats/targets.py", "len(text)) + len(end) for", "len(text)) for", LEARNED),
+    ("chats/targets.py", "longer[:min(places, default=None)]", "longer",
+     LEARNED.replace("qwen2.5", "phi 3")),
     ("chats/targets.py", "add_generation_prompt=not said", "add_generation_prompt=False", LEARNED),
-    ("chats/targets.py", "[False] * (len(new) - spoken)", "[True] * (len(new) - spoken)", LEARNED),
-    ("chats/targets.py", "spoken, is_open = 1, False", "spoken, is_open = 0, False", NO_END),
+    ("chats/targets.py", "is_learned[0], is_open = True, False", "is_open = False", NO_END),
     ("chats/targets.py",
      "found.append(eos_ids[0] if end is None else end)", "found.append(eos_ids[0])",
      NO_END),
@@ -354,11 +362,17 @@ WIRINGS = [
      TWO_MESSAGES),
     ("chats/targets.py", "len(row.target[0]) <= args.max_tokens", "True",
      "sft.py::test_longer_chats_are_left_out_and_counted"),
-    ("chats/targets.py", "if args.system is not None:", "if False:",
+    ("data.py", "if asked.strip() and args.system is not None:", "if False:",
      "sft.py::test_a_system_message_stands_before_the_chat"),
+    ("chats/targets.py", "len(row.target[0]) <= args.max_tokens",
+     "len(row.target[0]) < args.max_tokens", "sft.py::test_longer_chats_are_left_out_and_counted"),
+    ("data.py", "cache_dir=cache if here", "cache_dir=None if here",
+     "data.py::test_a_folder_is_never_served_from_a_cache_and_needs_none"),
+    ("trainer/teacher.py", "flag=\"--teacher_prompt\"", "flag=\"--prompt_template\"",
+     "data.py::test_a_template_that_names_no_column_is_refused_by_its_flag"),
     ("chats/targets.py", "if whole[:len(ids)] == ids:", "if True:",
      "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),
-    # ---- canary.py
+    # ---- worst_case.py
     ("preflight/worst_case.py", "a.temperature, a.divergence) as", "a.temperature, \"none\") as",
-     "distill.py::test_the_canary_tries_the_divergence_too"),
+     "distill.py::test_the_worst_case_has_the_divergence_too"),
 ]

@@ -17,7 +17,6 @@ A and B have the same seeds, the runs are paired. Otherwise it is Welch's t.
 and resampled 2,000 times (percentile bootstrap). It knows nothing about other seeds.
 """
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dist import SettingsError
+from keeping import files
 from keeping.log import read_metrics
 
 LEAST_ROWS = 20   # for a bootstrap
@@ -74,14 +74,10 @@ def bootstrap(differences, draws: int = 2000):
 # ---- runs
 
 def read(folder: Path, reward: str) -> Run:
-    try:
-        args = json.loads((folder / "args.json").read_text())
-        metrics = read_metrics(folder / "metrics.jsonl")
-        last = sorted(folder.glob("samples/eval_*.jsonl"))[-1:]
-        samples = [json.loads(line) for file in last for line in file.read_text().splitlines()]
-        seed, least = args["seed"], args["eval_pass"]
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(f"{folder} cannot be read as a run: {error!r}.") from None
+    args, metrics = files.read(folder / "args.json"), read_metrics(folder / "metrics.jsonl")
+    last = sorted(folder.glob("samples/eval_*.jsonl"))[-1:]
+    samples = [row for file in last for row in files.read(file)]
+    seed, least = args["seed"], args["eval_pass"]
     name, score, passed = f"reward/{reward}", None, {}
     rewards = {row["step"]: row[name] for row in metrics if row.get(name) is not None}
     for row in metrics:   # the last evaluation stays

@@ -19,6 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dist import SettingsError
+from keeping.files import read
 from keeping.log import read_metrics
 
 PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
@@ -37,20 +38,12 @@ def find(folders) -> list[list[Path]]:
     groups, seen = {}, Counter()  # a seed that comes twice is of another version, or a repetition
     for folder in folders:
         for run in runs_in(Path(folder)):
-            args = read_args(run)
+            args = read(run / "args.json")
             same = json.dumps([(k, v) for k, v in sorted(args.items())
                                if k not in ("seed", "name", "versions")])
             groups.setdefault((same, seen[same, args["seed"]]), []).append(run)
             seen[same, args["seed"]] += 1
     return [*groups.values()]
-
-
-def read_args(run: Path) -> dict:
-    """SettingsError where they are missing or cut."""
-    try:
-        return json.loads((run / "args.json").read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{run} has no whole args.json ({type(error).__name__}).") from None
 
 
 def series(run: Path, name: str) -> dict[int, float]:
@@ -117,7 +110,8 @@ def draw(groups: list[list[Path]], path, rewards: tuple[str, ...] = ("reward/mea
         raise SettingsError(f"{', '.join(map(str, runs))}: no metric has a number in all of them; "
                             f"a run without a step has no curve.")
     if len(groups) == 1:
-        labels, groups = [f"seed {read_args(run)['seed']}" for run in runs], [[run] for run in runs]
+        labels = [f"seed {read(run / 'args.json')['seed']}" for run in runs]
+        groups = [[run] for run in runs]
     else:
         labels = titles(groups)
     figure = Figure(figsize=(4 * len(panels), 3.8), layout="constrained")

@@ -1,6 +1,6 @@
 """tools/prove.py: does `learn` keep its promises, with your settings and in your own file?
 
-    ./run.sh prove --advantage rloo        grpo.py with these flags
+    ./run.sh prove --advantage rloo        grpo.py with these flags; --loss mine.py:NAME too
     ./run.sh prove ppo.py --lam 0.9        ppo.py with these flags
     ./run.sh prove sft.py                  sft.py
     ./run.sh prove mine.py --beta 0.1      your edited copy of one of them, with its own flags
@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dist import Mistakes, SettingsError
 from keeping.run import parse
-from preflight import plan
+from preflight import plan, rules
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
 
@@ -214,7 +216,7 @@ def main() -> int:
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
     try:
-        Mistakes(map(str, plan.problems(args, 1))).stop()
+        Mistakes(map(str, rules.problems(args, 1))).stop()
     except SettingsError as error:
         sys.exit(f"error: {error}")
     results = prove(file, args)

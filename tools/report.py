@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dist import SettingsError  # noqa: E402
-from keeping.files import write_whole  # noqa: E402
+from keeping.files import read, write_whole  # noqa: E402
 from keeping.log import finished_steps, is_evaluation, read_metrics  # noqa: E402
 from tools import plot  # noqa: E402
 
@@ -101,17 +101,11 @@ def curves(run: Path) -> dict[str, list]:
 def about(run: Path, group: int) -> dict:
     """A run without its completions."""
     plan = run / "plan.txt"
-    args = json.loads((run / "args.json").read_text())
+    args = read(run / "args.json")
     return {"name": os.path.relpath(run), "group": group, "seed": args.get("seed"),
             "versions": args.get("versions", {}), "flags": changed(args), "curves": curves(run),
             "plan": plan.read_text() if plan.exists() else "",
             "steps": args["steps"], "done": finished_steps(run) == args["steps"]}
-
-
-def sample_rows(path: Path) -> list[dict]:
-    """A run that goes on may have written half a line."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def quantized(values, counted, unit: float) -> list[int]:
@@ -228,7 +222,7 @@ def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], lis
         text, lacks, size = "", "completions", path.stat().st_size
         if size <= most_read:
             most_read -= size
-            rows = sample_rows(path)
+            rows = read(path)
             if i == 0:
                 bare = len(block(rows, False, CUT))
             text, lacks = fitting(rows, room, bare * (len(files) - i - 1))

@@ -4,11 +4,15 @@
     python tools/samples.py runs/NAME --sort reward    the worst first
 """
 import argparse
-import json
 import math
 import pydoc
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dist import SettingsError
+from keeping import files
 
 TEXTS = "prompt", "completion", "turns"
 
@@ -17,7 +21,7 @@ def read(run: Path, sort: str) -> list[dict]:
     """The objects of samples/*.jsonl, each with its file. sort: step or reward."""
     rows = []
     for path in sorted(run.glob("samples/*.jsonl"), key=in_order):
-        rows += [{"file": path.stem} | json.loads(line) for line in path.open()]
+        rows += [{"file": path.stem} | row for row in files.read(path)]
     if sort == "reward":
         rows.sort(key=worst_first)
     return rows
@@ -47,7 +51,10 @@ def main():
     parser.add_argument("run", type=Path)
     parser.add_argument("--sort", choices=("step", "reward"), default="step")
     args = parser.parse_args()
-    rows = read(args.run, args.sort)
+    try:
+        rows = read(args.run, args.sort)
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
     if not rows:
         sys.exit(f"error: no completions in {args.run}/samples/")
     pydoc.pager("\n".join(map(text, rows)))

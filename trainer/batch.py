@@ -9,8 +9,7 @@ padded, to (b, t): no cost grows with N × the longest completion.
 """
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,13 +49,13 @@ class Sample:
     completion: Completion
     text: str = ""  # decoded when it is scored
     score: Score | None = None  # its reward
-    advantage: float | None = None  # mean of its tokens; None: it bears no loss
+    advantage: float | None = None  # mean of its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # (T,), or () if its tokens have the same
     looks: tuple = ()  # log.look's, before and after the update
 
 
 def given(prompt: Prompt) -> Sample:
-    """A sample that nobody sampled: its row has the completion (chats.py)."""
+    """A sample that nobody sampled: its row has the completion (targets.py)."""
     ids, learned = prompt.row.target
     completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
                             np.array(learned))
@@ -72,37 +71,25 @@ class Batch:
     """N samples in request order. `spans` says which of the M tokens are a completion's."""
 
     def __init__(self, samples: list[Sample]):
-        self.samples = samples
-        done = [s.completion for s in samples]
+        self.samples, done = samples, [s.completion for s in samples]
         self.lengths = torch.tensor([len(c.ids) for c in done], dtype=torch.long)  # (N,)
         self.tokens = torch.tensor([c.tokens for c in done], dtype=torch.long)  # (N,) sampled ones
         self.truncated = torch.tensor([c.truncated for c in done], dtype=torch.bool)  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
-        ends, lengths = self.lengths.cumsum(0).tolist(), self.lengths.tolist()
-        self.spans = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
-        prompts = [s.prompt.row.prompt_ids for s in samples]
+        masks = [c.sampled for c in done]  # never `ids != pad`: pad may end a sequence
+        self.sampled = torch.from_numpy(np.concatenate(masks or [np.zeros(0, bool)]))  # (M,)
+        self.spans = []
         self.sizes = []  # of each row, see dist.Size; equal neighbours share a prompt
-        for i, prompt in enumerate(prompts):
-            if i == 0 or prompt != prompts[i - 1]:
-                owner = i
-            self.sizes.append((owner, len(prompt), lengths[i]))
-
-    def behind_teacher_prompts(self) -> "Batch":
-        """The same completions behind the prompts of --teacher_prompt (data.py), if there are."""
-        def moved(prompt: Prompt) -> Prompt:
-            return prompt._replace(row=replace(prompt.row, prompt_ids=prompt.row.teacher_ids))
-
-        if self.samples[0].prompt.row.teacher_ids is None:
-            return self
-        return Batch([replace(s, prompt=moved(s.prompt)) for s in self.samples])
-
-    @cached_property
-    def sampled(self) -> torch.Tensor:
-        """(M,) bool: not what a reply put in. Never from `ids != pad`: pad may end a sequence."""
-        parts = [torch.from_numpy(s.completion.sampled) for s in self.samples]
-        return torch.cat([torch.zeros(0, dtype=torch.bool), *parts])
+        start, last = 0, None
+        for i, sample in enumerate(samples):
+            prompt, length = sample.prompt.row.prompt_ids, len(sample.completion.ids)
+            if prompt != last:
+                owner, last = i, prompt
+            self.sizes.append((owner, len(prompt), length))
+            self.spans.append(slice(start, start + length))
+            start += length
 
     def part(self, name: str) -> torch.Tensor:
         """(N,) float64: one of the rewards that --reward adds up, without its weight."""
@@ -110,7 +97,7 @@ class Batch:
         return torch.tensor([x or 0.0 for x in parts], dtype=torch.float64)
 
     def mask(self, loss_tokens) -> torch.Tensor:
-        """(M,) bool: the tokens that bear loss. Those of a completion with loss_tokens (N,) > 0."""
+        """(M,) bool: which tokens are in the loss: those of a completion with loss_tokens > 0."""
         return self.sampled & (loss_tokens > 0).repeat_interleave(self.lengths)
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
@@ -126,28 +113,23 @@ class Batch:
         """
         learning = [row for row in rows if learns is None or learns[row]]
         others = [row for row in rows if learns is not None and not learns[row]]
-        # Without a row too: the optimizer needs a gradient, even if it is 0.
-        micros = self.cut(world, learning, budget, learns=True)
-        if others:
-            micros += self.cut(world, others, budget, learns=False)
+        micros = []
+        for part, has_grad in (learning, True), (others, False):
+            if part or has_grad:  # without a row too: the optimizer needs a gradient, even if 0
+                lanes = balance([self.sizes[row] for row in part], world.size, budget)
+                micros += [Micro(self, [part[i] for i in micro], world.device, has_grad)
+                           for micro in lanes[world.rank]]
         world.same_phase(phase, len(micros))
         return micros
 
-    def cut(self, world: World, rows: list[int], budget: int, learns: bool) -> list["Micro"]:
-        """My micro-batches of these rows."""
-        lanes = balance([self.sizes[row] for row in rows], world.size, budget)
-        return [Micro(self, [rows[i] for i in micro], world.device, learns)
-                for micro in lanes[world.rank]]
-
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
         """forward(micro) → (b, t), without gradient, over all rows → (M,) on every rank."""
-        micros, scores = self.micros(world, range(len(self.sizes)), budget, phase), None
+        micros = self.micros(world, range(len(self.sizes)), budget, phase)
         with torch.no_grad():
-            for micro in micros:
-                values = forward(micro).cpu()
-                if scores is None:
-                    scores = torch.zeros(int(self.lengths.sum()), dtype=values.dtype)
-                self.put(scores, micro.rows, values)
+            found = [forward(micro).cpu() for micro in micros]
+        scores = torch.zeros(len(self.sampled), dtype=found[0].dtype)
+        for micro, values in zip(micros, found, strict=True):
+            self.put(scores, micro.rows, values)
         return world.sum(scores)  # one rank computed each row, the others add zero
 
     def put(self, scores, rows: list[int], values) -> None:
@@ -186,18 +168,15 @@ class Batch:
         return found
 
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """For samples/: of (N,) each sample keeps its own, of (M,) the mean of its loss_tokens."""
-        each = advantages
-        if len(advantages) > len(self.samples):
-            each = [advantages[span] for span in self.spans]
-            advantages = self.sums(advantages) / loss_tokens
-        for sample, mine, mean, bears in zip(self.samples, each, advantages, loss_tokens,
-                                             strict=True):
-            sample.advantages = mine
-            sample.advantage = float(mean) if bears else None
+        """For samples/: each sample gets its own, and the mean over its loss_tokens."""
+        by_token = len(advantages) > len(self.samples)
+        means = self.sums(advantages) / loss_tokens if by_token else advantages
+        for i, sample in enumerate(self.samples):
+            sample.advantages = advantages[self.spans[i] if by_token else i]
+            sample.advantage = float(means[i]) if loss_tokens[i] else None
 
 
-# The input without rows. Its only token was not sampled, so nothing is predicted.
+# The input without rows: its only token was not sampled.
 NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
 
 
@@ -279,23 +258,20 @@ class Meter:
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
     """A step's metrics of all its completions, which took `seconds` to sample."""
-    done = [s.completion for s in samples]
-    tokens = sum(c.tokens for c in done)
-    scored = [s.score.total for s in samples if s.score.total is not None]
+    done, scores = [s.completion for s in samples], [s.score for s in samples]
+    tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
     turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
     metrics = {
-        "rollout/completions": len(samples), "rollout/unscored": len(samples) - len(scored),
+        "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
         "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / seconds,
-        "rollout/length_mean": tokens / len(samples),
+        "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
+        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
         "rollout/reply_failed": sum(c.failed for c in done),
-        "rollout/reward_retries": sum(s.score.retries for s in samples),
-        "rollout/reward_pause": sum(s.score.pause for s in samples),
-        "rollout/turns_mean": float(turns / len(done)),
-        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done)}
-    for name in samples[0].score.parts:
-        values = [s.score.parts[name] for s in samples]
-        if any(v is not None for v in values):
-            metrics[f"reward/{name}"] = float(np.mean([v for v in values if v is not None]))
-    if scored and samples[0].score.parts:  # else there is no --reward
+        "rollout/reward_retries": sum(s.retries for s in scores)}
+    for name in scores[0].parts:
+        values = [s.parts[name] for s in scores if s.parts[name] is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    if scored and scores[0].parts:  # else there is no --reward
         metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     return metrics

@@ -66,11 +66,9 @@ class OptimizerArgs:
     """Steps of linear warm-up to --lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up, until --steps."""
-    max_bad_steps: int = 3
-    """A gradient that is not finite is not applied. This many in a row end the run."""
 
 
-def find(model: str) -> str:
+def find(model: str, flag: str = "model") -> str:
     """A folder, or a name on the Hugging Face hub → a folder."""
     if Path(model, "config.json").is_file():
         return model
@@ -80,11 +78,11 @@ def find(model: str) -> str:
             return snapshot_download(model, allow_patterns=[*FILES, "*.safetensors"])
         except Exception as error:
             why = f"no folder, and the hub gave a {type(error).__name__}"
-    raise SettingsError(f"--model {model} must be tiny, a folder with config.json and "
+    raise SettingsError(f"--{flag} {model} must be tiny, a folder with config.json and "
                         f"*.safetensors, or a name on the Hugging Face hub ({why}).")
 
 
-def config_of(folder: str):
+def config_of(folder: str, flag: str = "model"):
     """SettingsError where trainer and engine could not compute the model alike."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -92,7 +90,7 @@ def config_of(folder: str):
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # of many kinds
         why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--model {folder}: cannot read its config.json ({why}).") from None
+        raise SettingsError(f"--{flag} {folder}: cannot read its config.json ({why}).") from None
     kind, classes = config.model_type, config.architectures or []
     rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
     for what, wrong in (
@@ -104,18 +102,18 @@ def config_of(folder: str):
             *experts.unserved(config)):
         if wrong:
             raise SettingsError(
-                f"--model {folder} has {what}, which is not supported. Would work: a plain causal "
+                f"--{flag} {folder} has {what}, which is not supported. Would work: a plain causal "
                 f"language model of type {', '.join(FAMILIES)}.")
     return config
 
 
-def skeleton(folder: str, dtype=torch.float32):
+def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     """The model without weights. Its attention takes packed inputs (packing.py)."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("packed", packing.attention)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
-            config_of(folder), dtype=dtype, attn_implementation="packed")
+            config_of(folder, flag), dtype=dtype, attn_implementation="packed")
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     experts.put_in(lm)
     return lm
@@ -178,7 +176,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
              storage_reader=dcp.HuggingFaceStorageReader(folder))  # each rank reads its part
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
-        raise SettingsError(f"--model {folder}: {bad[0]} has values that are not finite.")
+        raise SettingsError(f"{folder}: {bad[0]} has values that are not finite.")
     return root
 
 

@@ -77,11 +77,8 @@ class Packed:
 
 
 def to_device(x, device: torch.device):
-    """A copy there. From pinned memory, so that the host does not wait for a GPU.
-
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers
-    """
-    if device.type == "cuda":
+    """A copy there."""
+    if device.type == "cuda":  # pinned: the host does not wait for the GPU
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 

@@ -159,9 +159,7 @@ def memory_phases() -> str:
     loads = memory.loads(made, memory.shape_of(args.model), 80 * memory.GIB)
     color = {"set aside": LINE, "parameters": "#0969da", "optimizer": "#54aeff",
              "engine weights": "#bc4c00", "kv cache": "#fb8f44", "engine workspace": "#ffc680",
-             "engine awake": "#953800", "engine asleep": "#5f2c00", "one weight": "#8250df",
-             "gathered": "#0d7a5f", "activations": "#2da44e", "head": "#9be9a8",
-             "gradients": "#cf222e"}
+             "engine asleep": "#5f2c00", "micro-batch": "#2da44e", "gradients": "#cf222e"}
     bottom, scale = 336, 280 / 80
     out = [text(20, 24, "Qwen2.5-7B on 4 GPUs of 80 GiB: one GPU over the phases of a step", 14,
                 weight="bold"),
@@ -172,7 +170,7 @@ def memory_phases() -> str:
         out += [rule(62, y, 534, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
                 text(54, y + 4, f"{gib}", 12, GREY, "end")]
     out.append(text(20, 46, "GiB", 12, GREY))
-    order, thin, named = ["sync", "rollout", "score", "update"], [], set()
+    order, thin, named = ["rollout", "score", "update"], [], set()
     light = {"set aside", "optimizer", "kv cache", "engine workspace", "head"}  # dark words on it
     for i, load in enumerate(sorted(loads, key=lambda load: order.index(load.phase))):
         x, y = 72 + i * 116, bottom

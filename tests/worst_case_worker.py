@@ -1,6 +1,6 @@
-"""Run by torchrun from test_memory.py: the canary, with an out-of-memory error in a layer.
+"""Run by torchrun from test_memory.py: measure_phases, with an out-of-memory error in a layer.
 
-canary_worker.py FOLDER WHERE RANK CALL
+worst_case_worker.py FOLDER WHERE RANK CALL
 """
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 import dist  # noqa: E402, I001  (first: it sets what torch reads)
 import torch  # noqa: E402
 
-from preflight import worst_case as canary  # noqa: E402
+from preflight import worst_case  # noqa: E402
 import learning  # noqa: E402
 from trainer import model  # noqa: E402
 from preflight import plan  # noqa: E402
@@ -45,8 +45,8 @@ def main(folder: str, where: str, rank: str, call: str) -> None:
             return Fails.apply(shipped(*a, **k))
         return shipped(*a, **k)
     layer.forward = forward
-    canary.canary(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
-    print("the canary lives")
+    worst_case.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
+    print("the worst case fits")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""formulas.py: the flags of the loss, and the functions that --loss and --advantage name.
+
+Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in variants/. The file is
+found from the current folder or from the project's, and loaded before weights are.
+"""
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import losses
+from dist import SettingsError
+from preflight.rules import Rule
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class ClipArgs:
+    """The loss of a token."""
+    clip_low: float = 0.2
+    """ε below: ratios under 1 - ε are clipped."""
+    clip_high: float = 0.2
+    """ε above: ratios over 1 + ε are clipped (DAPO: 0.28)."""
+    dual_clip: float | None = None
+    """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
+    aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
+    """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
+    mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
+    the mean over each prompt's tokens (ScaleRL)."""
+    engine_correction: Literal["none", "truncate", "mask", "sequence_truncate",
+                               "sequence_mask"] = "none"
+    """Weight losses by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
+    high] (IcePop). sequence_: by the ratio of the whole completion."""
+    correction_low: float = 0.5
+    """Lower bound; truncate has none."""
+    correction_high: float = 2.0
+    """Upper bound."""
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """What every loss takes."""
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high,
+                "dual_clip": self.dual_clip}
+
+    @property
+    def correction(self) -> dict[str, object]:
+        """What losses.engine_correction takes."""
+        return {"kind": self.engine_correction, "low": self.correction_low,
+                "high": self.correction_high}
+
+
+@dataclass
+class LossArgs(ClipArgs):
+    """loss and reward penalties"""
+    entropy_coef: float = 0.0
+    """Bonus for the sampling distribution's entropy."""
+    kl_reward_coef: float = 0.0
+    """β of the KL to the starting model in the reward. 0: none."""
+    overlong_buffer: int = 0
+    """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
+
+
+# ---- functions of a file
+
+NAMES = {"loss": tuple(losses.LOSSES),
+         "advantage": ("dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline")}
+TAKES = {  # positional arguments, and those by name
+    "loss": ("logprobs old_logprobs advantages mask",
+             "engine_logprobs clip_low clip_high dual_clip"),
+    "advantage": ("rewards group", "scored eps parts trained")}
+
+
+class Own(NamedTuple):
+    """A function of a file."""
+    function: Callable
+    refuses: Callable  # args -> why these settings do not fit it, or None
+    digest: str  # of the file's text
+
+
+def loss_of(name: str) -> Callable:
+    """The function of --loss."""
+    if name in losses.LOSSES:
+        return losses.LOSSES[name]
+    return own("loss", name).function
+
+
+@cache
+def own(flag: str, spec: str) -> Own:
+    """FILE.py:NAME of --loss or --advantage. SettingsError if it cannot be loaded."""
+    path, name = find(flag, spec)
+    sys.path.append(str(path.parent))  # for what the file imports
+    made = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    module = sys.modules[made.name] = importlib.util.module_from_spec(made)
+    try:
+        made.loader.exec_module(module)
+    except Exception as error:
+        raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
+                            f"{error}. Would work: a file that `python {path}` runs.") from error
+    function = getattr(module, name, None)
+    by_order, by_name = (words.split() for words in TAKES[flag])
+    try:
+        inspect.signature(function).bind(*by_order, **dict.fromkeys(by_name))
+    except (TypeError, ValueError) as error:  # there is none, or it takes something else
+        raise SettingsError(
+            f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
+            f"{', '.join(by_name)}); **others may stand for some of the last.") from error
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return Own(function, getattr(module, "refuses", fits), digest)
+
+
+def find(flag: str, spec: str) -> tuple[Path, str]:
+    """The file and the name in it."""
+    file, _, name = spec.rpartition(":")
+    for path in Path(file), ROOT / file:
+        if file.endswith(".py") and path.is_file():
+            return path.resolve(), name
+    wrong = f"there is no such {flag}"
+    works = f"{', '.join(NAMES[flag])}, or a function of a file: --{flag} FILE.py:NAME"
+    if file.endswith(".py"):
+        wrong = f"there is no file {file}, here or in {ROOT}"
+    elif spec.endswith(".py"):
+        wrong, works = "it does not say which function", f"--{flag} {spec}:NAME"
+    elif (ROOT / "variants" / f"{spec}.py").is_file():
+        works = f"--{flag} variants/{spec}.py:{spec}"
+    raise SettingsError(f"--{flag} {spec}: {wrong}. Would work: {works}.")
+
+
+def fits(args) -> None:
+    """`refuses` of a file that has none."""
+
+
+def rules(args):
+    """Yields a Rule for what does not fit --loss or --advantage, and for a file that has no such
+    function."""
+    if args.group == 1 and args.advantage != "reinforce++":
+        yield Rule(f"--advantage {args.advantage} compares the completions of a prompt, so "
+                   f"--group must be at least 2 (got 1).",
+                   [("group", range(2, 65)), ("advantage", ["reinforce++"])])
+    if args.dual_clip is not None and args.loss in ("cispo", "reinforce"):
+        yield Rule(f"--dual_clip bounds a clipped loss, and --loss {args.loss} has none.",
+                   [("dual_clip", [None]), ("loss", ["clip"])])
+    updates = args.minibatches * args.epochs
+    if args.loss == "reinforce" and updates > 1:
+        yield Rule(f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
+                   f"{updates}).", [("loss", ["clip"])])
+    for flag, names in NAMES.items():
+        spec = getattr(args, flag)
+        if spec in names:
+            continue
+        try:
+            refused = own(flag, spec).refuses(args)
+        except SettingsError as error:
+            yield Rule(str(error), [])
+            continue
+        if refused:
+            yield Rule(f"--{flag} {spec} {refused}", [(flag, [names[0]])])
+
+
+def digests(args) -> dict[str, str]:
+    """{"loss_file": digest}: of each FILE.py:NAME, the same on all ranks and in a resumed run."""
+    given = {flag: getattr(args, flag, names[0]) for flag, names in NAMES.items()}
+    return {f"{flag}_file": own(flag, spec).digest
+            for flag, spec in given.items() if spec not in NAMES[flag]}

@@ -1,0 +1,51 @@
+"""same_policy.py: before the first update: are engine, trainer and transformers one policy?"""
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from dist import SettingsError
+from trainer.batch import Batch, Micro, Sample
+
+LAST = 64  # tokens of a completion that are compared
+
+
+def compare_policies(run, samples: list[Sample]):
+    """SettingsError if transformers, trainer and engine are not one policy. A collective.
+
+    It compares the mean over the last tokens of one completion of each engine: rounding moves
+    single tokens much, and their mean little. The trainer computes the completion twice in one
+    packed input, and the second one counts: it may not look at its neighbour.
+    """
+    world, policy = run.world, run.policy
+    mine = world.mine(samples) or samples
+    sample = max(mine, key=lambda s: s.completion.tokens)
+    twice = Micro(Batch([sample, sample]), [0, 1], world.device)
+    with torch.no_grad():
+        trainer = policy.logprobs(twice, run.args.temperature)[0][1][twice.sampled[1]]
+    trainer = trainer[-LAST:].cpu().double()
+    done = sample.completion
+    engine = torch.from_numpy(done.logprobs[done.sampled][-LAST:])
+    gaps = [(trainer - other).abs().mean()
+            for other in (plain_logprobs(run, sample)[-LAST:], engine)]
+    gaps = world.max(torch.stack(gaps).nan_to_num(torch.inf)).tolist()
+    causes = [
+        ("trainer and transformers", "LogprobModel in model.py or attention in packing.py lacks "
+         "what this family does to logits or scores"),
+        ("engine and trainer", "the engine did not take all weights, has an old prefix cache, or "
+         "samples otherwise")]
+    for gap, (who, cause) in zip(gaps, causes, strict=True):
+        if gap > run.max_gap:
+            raise SettingsError(
+                f"{who} differ before the first update by {gap:.2g} nats a token, more than "
+                f"--max_gap {run.max_gap:g}; likely cause: {cause}")
+
+
+def plain_logprobs(run, sample: Sample):
+    """(n,) of the last sampled tokens, at most LAST, by transformers' own forward. A collective."""
+    module = run.policy.module
+    micro = Micro(Batch([sample]), [0], run.world.device)  # one row: packed is as it is
+    register_fsdp_forward_method(module, "plain_logits")
+    with torch.no_grad():
+        logits = module.plain_logits(micro.inputs["input_ids"][0], micro.source[-LAST:])
+    module.reshard()
+    logprobs = (logits.cpu().double() / run.args.temperature).log_softmax(-1)  # (n, V)
+    return logprobs.gather(-1, micro.targets[-LAST:].cpu().unsqueeze(-1)).squeeze(-1)

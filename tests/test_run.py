@@ -1,0 +1,311 @@
+"""keeping/run.py: between the steps and at the end; the tools on what a run left."""
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import tyro
+
+import dist
+import grpo
+from data import Prompt, Row
+from dist import SettingsError
+from forked import PYTHON
+from keeping import evaluate, log, run, summary
+from rewards import Score
+from trainer.batch import Completion, Sample
+
+ROOT = Path(__file__).parent.parent
+
+
+def args(*flags: str):
+    return tyro.cli(grpo.Args, args=flags, use_underscores=True,
+                    config=(tyro.conf.OmitArgPrefixes,))
+
+
+def made(folder: Path, *flags: str, **more) -> run.Run:
+    """A run without models. Its log says into `said`."""
+    it = object.__new__(run.Run)
+    world = SimpleNamespace(rank=0, any_rank=bool)
+    stop = SimpleNamespace(agreed=lambda: False)
+    vars(it).update(
+        args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
+        kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
+        policy=None, adapter=None, engine=None, episodes=None, scorer=MagicMock(),
+        inputs=SimpleNamespace(eval_rows=[1], source="source"))
+    it.stream.state = dict
+    it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
+    it.close = MagicMock()
+    vars(it).update(more)
+    return it
+
+
+# ---- evaluations
+
+def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
+    """Not --temperature, --group and --seed's stream of the training."""
+    it = MagicMock(args=args("--eval_data", "tiny", "--eval_samples", "3", "--eval_temperature",
+                             "0.7", "--group", "5", "--temperature", "1.5"))
+    it.inputs.eval_rows, scored = ["a", "b"], []
+    monkeypatch.setattr(evaluate, "score_samples", lambda *all: scored.append(all[2]))
+    monkeypatch.setattr(evaluate, "evaluation_metrics", lambda samples, args: {})
+    evaluate.sampled_metrics(it, 7)
+    prompts, group, temperature, purpose = it.engine.sample.call_args.args
+    assert [p.row for p in prompts] == ["a", "b"] and [p.position for p in prompts] == [0, 1]
+    assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
+    assert it.log.samples.call_args.args[0] == "eval_00007"
+
+
+def evaluated(monkeypatch, scores: list[float], *flags: str) -> list[int]:
+    """The steps whose model is exported as the best, of evaluations with these scores."""
+    exported = []
+    monkeypatch.setattr(run, "sampled_metrics", lambda it, step: {"eval/pass@1": scores[step]})
+    monkeypatch.setattr(run, "export_model", lambda policy, source, folder, notes: exported.append(
+        json.loads(notes["best.json"])["step"]))
+    it = made(Path("x"), *flags, engine=True)
+    for step in range(len(scores)):
+        it.evaluate(step)
+    return exported
+
+
+@pytest.mark.parametrize("scores, flags, exported", [
+    ([0.1, 0.5, 0.3, 0.6], [], [1, 3]), ([0.5, 0.5, 0.6, 0.6], [], [2]),  # equal: no better
+    ([0.1, 0.5], ["--no-export"], []), ([0.1, 0.5], ["--eval_only"], [])])
+def test_the_best_model_is_the_first_with_the_highest_score(monkeypatch, scores, flags, exported):
+    assert evaluated(monkeypatch, scores, *flags) == exported
+
+
+def sample(i: int, value: float | None, source: str = "a") -> Sample:
+    row = Row(i, f"p{i}", [1], "", {}, source)
+    completion = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), False)
+    return Sample(Prompt(i, row), completion, "", Score(value, {"exact": value}, None))
+
+
+def test_one_overall_pass_rate_and_one_of_each_source():
+    found = evaluate.evaluation_metrics(
+        [sample(0, 1.0), sample(1, 0.0), sample(2, 0.0, "b"), sample(3, None, "b")],
+        evaluate.EvalArgs())
+    assert found["eval/pass@1"] == 0.25 and found["eval/rows"] == 4 and found["eval/unscored"] == 1
+    assert found["eval/a/pass@1"] == 0.5 and found["eval/b/pass@1"] == 0
+    assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
+    one = evaluate.evaluation_metrics([sample(0, 1.0), sample(1, 0.0)], evaluate.EvalArgs())
+    assert not any(key.startswith("eval/a/") for key in one)
+    line = log.evaluation_line({"step": 3} | found)
+    assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
+    assert "a/pass@1 0.500" in line and "b/pass@1 0.000" in line
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.95])
+@pytest.mark.parametrize("rows, n", [(20, 1), (20, 4), (200, 1)])
+def test_the_interval_covers_the_true_rate(rate, rows, n):
+    """Rows with their own rates, `n` samples each. 95 % is promised: at least 90 % is held."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        rates = rng.beta(2 * rate, 2 * (1 - rate), rows)
+        low, high = evaluate.interval(rng.binomial(n, rates) / n, draws=200)
+        covered += low <= rate <= high
+    assert covered >= 180
+
+
+def test_rows_that_all_fail_do_not_prove_that_all_do():
+    low, high = evaluate.interval(np.zeros(20))
+    assert low == 0 and 0.05 < high < 0.3
+    low, high = evaluate.interval(np.ones(1000))
+    assert 0.99 < low < 1 and high == 1
+
+
+# ---- checkpoints and the end
+
+def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all))
+    made(tmp_path, "--keep", "3", "--save_every", "7", best={"step": 2}).save(5)
+    folder, _, _, state, keep = saved[0]
+    assert folder == tmp_path / "checkpoints" and keep == 3
+    assert state["step"] == 5 and state["best"] == {"step": 2}
+
+
+@pytest.mark.parametrize("step, there, kept", [
+    (3, True, True), (3, False, False), (0, False, True)])
+def test_the_best_model_of_a_checkpoint_is_on_the_disk(tmp_path, monkeypatch, step, there, kept):
+    """A killed run may have written a later one over it. Then the next evaluation is the best."""
+    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
+    if there:
+        (tmp_path / "best").mkdir()
+    it, best = made(tmp_path, saved=MagicMock()), {"step": step, "score": 0.5}
+    it.restore({"bad_steps": 0, "settings": {}, "best": best})
+    assert it.best == (best if kept else None)
+
+
+def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]["step"]))
+    monkeypatch.setattr(run.Run, "evaluate", lambda it, step: None)
+    it = made(tmp_path, stop=SimpleNamespace(agreed=lambda: True))
+    assert it.finish() == 75 and saved == [4] and not it.log.finish.called
+    assert "ended after 4 of 4 steps; the same command with --name" in it.said[-1]
+
+
+def test_an_evaluation_alone_leaves_a_run_as_it_is(tmp_path, monkeypatch):
+    """No export, no done.json, no grade."""
+    monkeypatch.setattr(run.Run, "evaluate", lambda it, step: None)
+    monkeypatch.setattr(run.Run, "export", lambda it: pytest.fail("exported"))
+    it = made(tmp_path, "--eval_only", "--no-report", stop=None)
+    assert it.finish() == 0 and not it.log.finish.called
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_the_status_of_a_run_is_its_grade(tmp_path, monkeypatch, missed):
+    order = []
+    monkeypatch.setattr(run.Run, "evaluate", lambda it, step: order.append(step))
+    monkeypatch.setattr(run.Run, "export", lambda it: order.append("export"))
+    monkeypatch.setattr(run.summary, "grade", lambda *all: missed)
+    it = made(tmp_path, "--no-report")
+    it.log.finish = lambda steps: order.append(f"done {steps}")
+    assert it.finish() == int(missed) and order == [4, "export", "done 4"]
+
+
+def graded(monkeypatch, rows: list[dict], **flags) -> tuple[bool, list[str]]:
+    said = []
+    monkeypatch.setattr(summary, "draw_curve", lambda log: None)
+    run_log = SimpleNamespace(rows=rows, say=said.append)
+    return summary.grade(run_log, run.RunArgs(**flags)), said
+
+
+@pytest.mark.parametrize("flags, missed", [
+    ({}, []), ({"target_reward": (0.2, 0.9), "target_eval": (0.1, 0.9)}, []),
+    ({"target_reward": (0.05, 0.9)}, ["--target_reward"]),
+    ({"target_reward": (0.2, 0.99)}, ["--target_reward"]),
+    ({"target_eval": (0.01, 0.9), "target_reward": (0.2, 0.9)}, ["--target_eval"]),
+    ({"target_eval": (0.1, 0.99)}, ["--target_eval"])])
+def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags, missed):
+    rewards = [0.0, 0.1, 0.2] + [0.5] * 5 + [0.95] * 10
+    rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7, "grad/norm": 1.0}
+            for r in rewards]
+    rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
+    found, said = graded(monkeypatch, rows, **flags)
+    lines = capsys.readouterr().err.splitlines()
+    assert found == bool(missed) and [line.split()[1].strip(":") for line in lines] == missed
+    assert "reward, first 3 and last 10 of 18 steps: 0.100 -> 0.950" in said
+    assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
+
+
+def test_a_target_of_exactly_0_is_reached(monkeypatch):
+    rows = [{"reward/mean": value, "time/step": 1.0, "rollout/tokens": 7} for value in (-1.0, 0.0)]
+    assert not graded(monkeypatch, rows, target_reward=(-0.5, 0.0))[0]
+
+
+@pytest.mark.parametrize("norms, told", [
+    ([0.0, 0.0], True), ([0.0, 0.1], False), ([0.1], False), ([], False)])
+def test_a_run_that_learned_nothing_says_so_with_likely_causes(monkeypatch, norms, told):
+    rows = [{"time/step": 1.0, "batch/tokens": 7, "grad/norm": norm} for norm in norms]
+    said = graded(monkeypatch, rows)[1]
+    assert (said[-1] == summary.NOTHING_LEARNED) == told
+    assert "no step had a gradient" in summary.NOTHING_LEARNED
+
+
+# ---- how a process ends: dist.run
+
+ENDINGS = """
+import sys
+sys.path.insert(0, {root!r})
+import dist
+from keeping.files import NotWritten
+def main():
+    {body}
+dist.run(main)
+"""
+
+
+@pytest.mark.parametrize("body, status, words, traceback", [
+    ("return None", 0, "", False), ("return 75", 75, "", False),
+    ("raise dist.SettingsError('a sentence')", 2, "error: a sentence\n", False),
+    ("raise NotWritten('a sentence')", 1, "error: a sentence\n", False),
+    ("raise KeyboardInterrupt", 130, "interrupted\n", False),
+    ("raise ValueError('a bug')", 1, "[rank 0] failed:", True),
+    ("raise RuntimeError('[a] Connection closed by peer [b]')", 1,
+     "[rank 0] ends because another rank ended\n", False)])
+def test_how_a_process_ends(tmp_path, body, status, words, traceback):
+    """What torchrun shows of a failure is in its error file."""
+    file, code = tmp_path / "error.json", ENDINGS.format(root=str(ROOT), body=body)
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)})
+    assert done.returncode == status and ("Traceback" in done.stderr) == traceback, done.stderr
+    assert done.stderr.startswith(words) if traceback else done.stderr == words
+    cause = body.split("'")[1] if "'" in body and "closed" not in body else None
+    assert file.exists() == bool(cause)
+    if cause:
+        said = json.loads(file.read_text())["message"]
+        assert said["message"].endswith(cause) and cause in said["extraInfo"]["py_callstack"]
+        assert ("Traceback" in said["extraInfo"]["py_callstack"]) == traceback
+
+
+def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
+    handlers = {}
+    monkeypatch.setattr(dist.signal, "signal", lambda number, act: handlers.update({number: act}))
+    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: flag))
+    assert stop.agreed() is False
+    handlers[dist.signal.SIGTERM](15, None)
+    assert stop.agreed() is True
+
+
+def test_a_machine_without_git_has_versions_too(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    found = log.versions()
+    assert found["commit"] == "" and found["torch"]
+
+
+# ---- the tools on odd folders
+
+GOOD = {"args.json": '{"seed": 0, "steps": 1, "eval_pass": 1.0}',
+        "metrics.jsonl": '{"step": 1, "reward/mean": 0.5}\n'}
+DAMAGED = [
+    ({"args.json": ""}, "args.json is damaged"), ({"args.json": None}, "args.json cannot be read"),
+    ({"metrics.jsonl": '{"st\n' + GOOD["metrics.jsonl"]}, "without line 1 of"),
+    ({"samples/eval_00001.jsonl": '{"pro\n\n'}, "eval_00001.jsonl is damaged"),
+    ({"metrics.jsonl": None}, "no metrics.jsonl"), ({"done.json": "\0"}, "done.json is damaged"),
+    ({"metrics.jsonl": ""}, "a run without a step has no curve")]
+
+
+def tool(name: str, *words) -> subprocess.CompletedProcess:
+    return subprocess.run([PYTHON, ROOT / f"tools/{name}.py", *words], capture_output=True,
+                          text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name, files, words", [
+    *[("plot", *case) for case in (*DAMAGED[:3], *DAMAGED[4:5], DAMAGED[6])],
+    *[("report", *case) for case in DAMAGED[:6]], ("samples", *DAMAGED[3]),
+    *[("compare", *case) for case in DAMAGED[:4]],
+    ("samples", {}, "error: no completions in ")])
+def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, name, files, words):
+    (tmp_path / "samples").mkdir()
+    for file, text in (GOOD | files).items():
+        if text is not None:
+            (tmp_path / file).write_text(text)
+    more = {"plot": ["--out", tmp_path / "x.png"], "compare": ["--", ROOT / "results/kk/seed_0"]}
+    done = tool(name, tmp_path, *more.get(name, []))
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "picture" not in done.stderr
+
+
+def test_plot_reads_a_cut_last_line_and_refuses_a_picture_that_is_none(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(GOOD["metrics.jsonl"] + '{"step": 2, "rew')
+    (tmp_path / "args.json").write_text(GOOD["args.json"])
+    done = tool("plot", tmp_path, "--out", tmp_path / "x.txt")
+    assert done.returncode == 1 and "x.txt cannot be written as a picture" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_would_write_over_a_finished_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/x").mkdir(parents=True)
+    for content, words in (('{"steps": 60}', "runs/x is finished, with 60 steps"),
+                           ("", "done.json is damaged")):
+        (tmp_path / "runs/x/done.json").write_text(content)
+        with pytest.raises(SettingsError, match=words):
+            log.choose_folder(args("--name", "x"))

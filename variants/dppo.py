@@ -1,0 +1,25 @@
+"""DPPO, binary total variation.    https://arxiv.org/abs/2602.04879, verl's dppo_tv
+
+    -sg[min(r_t, 20)] * A_t * logp_t
+    0 where A_t > 0 and pi - pi_old > high, or A_t < 0 and pi - pi_old < -low
+
+pi and pi_old are the probabilities of the sampled token. low, high: --clip_low, --clip_high.
+"""
+import torch
+
+import losses
+
+LARGEST_RATIO = 20.0
+
+
+def dppo(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, **others):
+    logp, old, A = losses.select(mask, logprobs, old_logprobs, advantages)
+    moved, r = logp.exp() - old.exp(), losses.capped_ratio(logp, old).detach()
+    drop = ((A > 0) & (moved > clip_high)) | ((A < 0) & (moved < -clip_low))
+    loss = torch.where(drop, 0, -r.clamp(max=LARGEST_RATIO) * A * logp)
+    return loss, losses.ratio_metrics(logp - old, r, drop)
+
+
+def refuses(args) -> str | None:
+    if args.dual_clip is not None:
+        return "has no clipped loss that --dual_clip could bound."
