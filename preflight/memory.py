@@ -50,6 +50,7 @@ class Shape:
         self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.embedding = self.vocab * self.hidden
         self.params = self.layers * self.layer + self.root
+        self.wide = self.intermediate * (self.mixture.used if self.mixture else 1)  # of a token
         self.critic = self.params if self.tied else self.params - self.embedding  # no head
 
     def adapter(self, lora) -> int:
@@ -66,11 +67,14 @@ class Shape:
         if self.qk_norm:
             norms += (4 + c) * (self.q + self.kv)
         attention = c * (self.q + 2 * self.q / EVEN + 2 * self.kv * keys)  # EVEN: with padding
-        return norms + attention + 4 * c * self.intermediate
+        mlp = 4 * c * self.wide
+        if self.mixture:
+            mlp += experts.saved(self.mixture, self.hidden, c)
+        return norms + attention + mlp
 
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "vocab_size")
+         "num_key_value_heads", "vocab_size", "head_dim")
 KNOWN = """\
 tiny qwen2 128 256 2 4 4 320 tied
 Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 tied
@@ -79,6 +83,7 @@ Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
 Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
 Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
 Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
+Qwen3-30B-A3B qwen3_moe 2048 6144 48 32 4 151936 128 untied
 Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied"""
 
 
@@ -90,7 +95,7 @@ def shape_of(model: str) -> Shape | None:
     for line in KNOWN.splitlines():
         known, family, *sizes, head = line.split()
         if known == name:
-            sizes = dict(zip(SIZES, map(int, sizes), strict=True))
+            sizes = dict(zip(SIZES, map(int, sizes), strict=False))  # head_dim may be missing
             with torch.device("meta"):
                 config = AutoConfig.for_model(
                     family, tie_word_embeddings=head == "tied", **sizes)
@@ -104,15 +109,16 @@ def shape_from(lm) -> Shape:
     layer = sum(n for name, n in sizes.items() if ".0." in name)
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features
                for name, m in lm.named_modules() if ".0." in name and hasattr(m, "in_features")}
-    heads = c.num_attention_heads
+    heads, mixture = c.num_attention_heads, experts.sizes(lm)
+    inner = mixture.inner if mixture else getattr(c, "intermediate_size", None)
     return Shape(
         hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
-        intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        intermediate=inner or 4 * c.hidden_size,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
         head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
         layer=layer, root=sum(sizes.values()) - c.num_hidden_layers * layer,
         tied="lm_head.weight" not in sizes, qk_norm="q_norm" in str(sizes),
-        fused=c.model_type != "gemma2", linears=linears, mixture=experts.sizes(lm))
+        fused=c.model_type != "gemma2", linears=linears, mixture=mixture)
 
 
 def number_bytes(dtype: str, card) -> int:
@@ -134,7 +140,7 @@ class EngineMemory:
 
         tokens, seqs = engine_limits(e, card)
         graphs = ENGINE_GRAPHS if card and not e.eager else 0
-        activations = c * tokens * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
+        activations = c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
         logits = 3 * 4 * seqs * shape.vocab  # three float32 copies
         self.workspace = graphs + activations + logits
 
@@ -219,7 +225,7 @@ class TrainerMemory:
         if critic:
             logits, root = 0, (shape.embedding + shape.hidden) * c
         gathered = root + root / self.ranks + 2 * shape.layer * c
-        return (tokens * shape.hidden * c, tokens * shape.intermediate * c,
+        return (tokens * shape.hidden * c, tokens * shape.wide * c,
                 tokens * shape.saved(c, phase.keys), logits, root, gathered)
 
     def score(self, shape: Shape, phase: Phase, critic: bool) -> float:
@@ -324,6 +330,8 @@ def planned(plan, shape, card) -> Plan:
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
     lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
              *table(loads(plan, shape, card)), f"    {shape.params:,} parameters"]
+    if shape.mixture:
+        lines[-1] += f", {shape.params - shape.layers * shape.mixture.idle:,} of them for a token"
     if plan.args.needs_engine:
         lines[-1] += (f"; the engine's cache holds {holds(plan, shape, card):,} of the longest "
                       f"sequences ({plan.longest:,} tokens), and one call asks for "

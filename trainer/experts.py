@@ -137,15 +137,22 @@ class Sizes(NamedTuple):
     experts: int  # E of a layer
     used: int  # k of a token
     inner: int  # I of an expert
-    each: int  # parameters of an expert
+    idle: int  # parameters of a layer that a token does not use
 
 
 def sizes(lm) -> Sizes | None:
     """None: a dense model."""
     for block in blocks(lm):
         experts, hidden, inner = block.experts.down_proj.shape
-        return Sizes(experts, block.gate.top_k, inner, 3 * inner * hidden)
+        used = block.gate.top_k
+        return Sizes(experts, used, inner, (experts - used) * 3 * inner * hidden)
     return None
+
+
+def saved(sizes: Sizes, hidden: int, c: int) -> int:
+    """Bytes a token that a mixture keeps for backward, beside the 4 k I numbers of an MLP: x and y
+    of each expert, p, and the places where rows go. c: bytes of a number."""
+    return 2 * c * sizes.used * hidden + 4 * sizes.experts + 24 * sizes.used
 
 
 # ---- in a checkpoint ----
