@@ -58,19 +58,20 @@ class Shape:
         layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
         return lora.lora_rank * self.layers * layer
 
-    def saved(self, c: int, keys: int) -> float:
+    def saved(self, c: int, keys: int, frozen: bool) -> float:
         """Bytes that a layer keeps for backward, per token: norms, attention, MLP.
 
-        c: bytes of a computed number. keys: see plan.Phase.
+        c: bytes of a computed number. keys: see plan.Phase. frozen: only adapters are trained.
         """
         norms = (8 + 4 * c) * self.hidden
         if self.qk_norm:
             norms += (4 + c) * (self.q + self.kv)
         attention = c * (self.q + 2 * self.q / EVEN + 2 * self.kv * keys)  # EVEN: with padding
-        mlp = 4 * c * self.wide
-        if self.mixture:
-            mlp += experts.saved(self.mixture, self.hidden, c)
-        return norms + attention + mlp
+        return norms + attention + 4 * c * self.wide + self.rows(c, frozen)
+
+    def rows(self, c: int, frozen: bool = False) -> int:
+        """Bytes that experts keep for backward, per token, beside what an MLP does."""
+        return experts.saved(self.mixture, self.hidden, c, frozen) if self.mixture else 0
 
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -226,13 +227,14 @@ class TrainerMemory:
             logits, root = 0, (shape.embedding + shape.hidden) * c
         gathered = root + root / self.ranks + 2 * shape.layer * c
         return (tokens * shape.hidden * c, tokens * shape.wide * c,
-                tokens * shape.saved(c, phase.keys), logits, root, gathered)
+                tokens * shape.saved(c, phase.keys, self.adapter > 0), logits, root, gathered)
 
     def score(self, shape: Shape, phase: Phase, critic: bool) -> float:
         """Bytes in the fullest moment of a forward pass without gradient."""
         hidden, inner, saved, logits, root, gathered = self.sizes(shape, phase, critic)
+        rows = phase.tokens * shape.rows(self.c, self.adapter > 0)
         # The next root, or the wide numbers of an MLP, of attention, of the head.
-        wide = max(3 * inner, saved - 4 * inner, SCORE_HEAD * logits)
+        wide = max(3 * inner + rows, saved - 4 * inner - rows, SCORE_HEAD * logits)
         return gathered + 7 * hidden + max(root, wide)
 
     def update(self, phase: Phase, critic: bool) -> float:
@@ -249,6 +251,7 @@ class TrainerMemory:
         if self.adapter:
             head = wide = layer = 0
         last = kept + 4 * phase.tokens * shape.hidden  # behind the last layer
+        inner += phase.tokens * shape.rows(self.c) / 4
         return max(gathered + last + max(UPDATE_HEAD * logits + head, 3 * head),
                    gathered + layer + kept + again + 2 * inner + head,  # in an MLP
                    wide + max(root, shape.embedding * self.c + wide / self.ranks))

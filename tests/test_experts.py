@@ -15,7 +15,7 @@ import learning
 import reference
 import rollout
 from keeping.export import export_model
-from preflight import memory, plan
+from preflight import memory, plan, rules
 from ranks import results
 from trainer import experts, lora, model
 from trainer.batch import Batch
@@ -179,7 +179,7 @@ def test_the_load_of_a_layer():
 def test_refusals(folder, flags, words):
     shape = memory.shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))
     args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
-    found = [str(rule) for rule in plan.problems(args, 1, shape=shape)]
+    found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
 
@@ -187,7 +187,7 @@ def test_refusals(folder, flags, words):
     ("router_aux_coef", 0.1), ("freeze_router", True), ("replay_routing", True)])
 def test_a_dense_model_has_no_router(flag, value):
     args = plan.changed(grpo.Args(), lr=1e-3, **{flag: value})
-    found = [str(rule) for rule in plan.problems(args, 1, shape=memory.shape_of("tiny"))]
+    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
     assert len(found) == 1 and found[0].startswith(f"--{flag} needs a model with experts.")
 
 
@@ -201,3 +201,10 @@ def test_adapters_are_in_the_attention_alone(folder):
 def test_flags_are_off():
     assert ExpertArgs() == replace(ExpertArgs(), router_aux_coef=0.0, freeze_router=False,
                                    replay_routing=False)
+
+
+def test_the_plan_counts_all_parameters_and_those_of_a_token():
+    """As its card says: 30.5B in total and 3.3B activated."""
+    shape = memory.shape_of("Qwen/Qwen3-30B-A3B")
+    assert shape.params == 30_532_122_624
+    assert shape.params - shape.layers * shape.mixture.idle == 3_353_032_704

@@ -21,14 +21,15 @@ from trainer import experts, lora, model, packing
 
 LENGTH = 1024
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
-MIXTURE = dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=768)
 
 
 def config_of(name: str, layers: int):
     s = memory.shape_of(name)
     kind, more = FAMILIES[name.partition("-")[0]], {}
     if s.mixture:
-        kind, more = "qwen3_moe", MIXTURE
+        kind, more = "qwen3_moe", dict(
+            num_experts=s.mixture.experts, num_experts_per_tok=s.mixture.used,
+            moe_intermediate_size=s.mixture.inner)
     return AutoConfig.for_model(
         kind, **more, vocab_size=s.vocab, hidden_size=s.hidden,
         intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
@@ -128,10 +129,10 @@ SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
         ("Qwen3-0.6B", 4, dict(grad=False, checkpointing=False, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=False, checkpointing=False, critic=True, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
-        ("Qwen3-30B-A3B", 4, dict(grad=True, checkpointing=True, layers=3)),
-        ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=False, layers=4)),
-        ("Qwen3-30B-A3B", 4, dict(grad=False, checkpointing=False, layers=3)),
-        ("Qwen3-30B-A3B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
+        ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, layers=3)),
+        ("Qwen3-30B-A3B", 4, dict(grad=True, checkpointing=False, layers=3)),
+        ("Qwen3-30B-A3B", 8, dict(grad=False, checkpointing=False, layers=3)),
+        ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, rank=16, layers=3)),
         # On one rank the root's gradient is whole.
         ("Qwen2.5-7B", 1, dict(grad=True, checkpointing=True, layers=2))]
 

@@ -149,10 +149,14 @@ def sizes(lm) -> Sizes | None:
     return None
 
 
-def saved(sizes: Sizes, hidden: int, c: int) -> int:
+def saved(sizes: Sizes, hidden: int, c: int, frozen: bool) -> int:
     """Bytes a token that a mixture keeps for backward, beside the 4 k I numbers of an MLP: x and y
-    of each expert, p, and the places where rows go. c: bytes of a number."""
-    return 2 * c * sizes.used * hidden + 4 * sizes.experts + 24 * sizes.used
+    of each expert, p, and the places where rows go. c: bytes of a number.
+
+    Frozen experts need neither x nor silu(G x) * U x.
+    """
+    rows = hidden - sizes.inner if frozen else 2 * hidden
+    return c * sizes.used * rows + 4 * sizes.experts + 24 * sizes.used
 
 
 # ---- in a checkpoint ----
