@@ -86,7 +86,7 @@ def run_rules(plan: Plan):
     args, given, default = plan.args, flags(plan.args), flags(type(plan.args)())
     name, stop = str(args.name), given["stop"]
     # --name becomes a folder. The folders runs/tiny-… hold the tiny models.
-    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|skilled|sharpen)-)\w[\w .,=+@-]*", name)
+    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|skilled|experts|sharpen)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
@@ -173,6 +173,9 @@ def expert_rules(args, shape):
                    [off["router_aux_coef"], off["freeze_router"]])
     if given.replay_routing and (args.turn_args.reply or args.turn_args.tools):
         yield Rule("--replay_routing is for one turn: of a reply's tokens no experts are known.",
+                   [off["replay_routing"]])
+    if given.replay_routing and args.teacher_prompt:
+        yield Rule("--replay_routing has no experts for the prompts of --teacher_prompt.",
                    [off["replay_routing"]])
     if given.replay_routing and not args.needs_engine:
         yield Rule("--replay_routing needs an engine.", [off["replay_routing"]])

@@ -1,7 +1,7 @@
 """experts.py: the layer is its equation, and routes that were recorded are those that are used."""
 import copy
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,12 +14,13 @@ import grpo
 import learning
 import reference
 import rollout
+from dist import World
+from keeping import run
 from keeping.export import export_model
 from preflight import memory, plan, rules
 from ranks import results
 from trainer import experts, lora, model
 from trainer.batch import Batch
-from trainer.experts import ExpertArgs
 
 KINDS = ("Mixtral", "OLMoE", "Qwen3-MoE")
 
@@ -149,7 +150,7 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     for routes in (True, False):
         rollout.Engine(
-            "folder", SimpleNamespace(size=1, device=torch.device("cpu")), rollout.EngineArgs(),
+            "folder", World(0, 1, 0, 1, torch.device("cpu"), None, 1.0), rollout.EngineArgs(),
             tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
             kv_cache=0, log=None, trained=[], routes=routes)
         assert given["enable_return_routed_experts"] == routes
@@ -158,6 +159,14 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))
     assert found.routes is routes
+
+
+def test_a_run_asks_its_engine_for_them(monkeypatch):
+    given, it = {}, MagicMock()
+    monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
+    monkeypatch.setattr(run, "eos_ids", lambda *_: [])
+    run.Run.build_engine(it)
+    assert given["routes"] is it.args.expert_args.replay_routing
 
 
 def test_the_load_of_a_layer():
@@ -196,11 +205,6 @@ def test_adapters_are_in_the_attention_alone(folder):
     lora.put_in(lm, lora.LoraArgs(4), torch.float32)
     names = {name.split(".")[3] for name, p in lm.named_parameters() if p.requires_grad}
     assert names == {"self_attn"}
-
-
-def test_flags_are_off():
-    assert ExpertArgs() == replace(ExpertArgs(), router_aux_coef=0.0, freeze_router=False,
-                                   replay_routing=False)
 
 
 def test_the_plan_counts_all_parameters_and_those_of_a_token():

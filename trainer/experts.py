@@ -60,7 +60,7 @@ class Mixture(nn.Module):
     """In the place of a family's own class: `put_in`."""
 
     def forward(self, hidden):
-        """(1, S, H) → the same. Where experts or tokens are counted, nothing depends on S."""
+        """(1, S, H) → the same. Each token is computed alone."""
         x = hidden.flatten(0, 1)  # (S, H)
         wide = torch.promote_types(x.dtype, torch.float32)
         p = F.linear(x, self.gate.weight).softmax(-1, dtype=wide)  # (S, E)
@@ -200,9 +200,9 @@ def on_this_rank(lm) -> dict[str, torch.Tensor]:
     return found
 
 
-def one_by_one(lm, weights, *options):
+def one_by_one(lm, weights, *args, **options):
     """In the place of Policy.weights: the experts of a layer are gathered, then named alone."""
-    for name, value in weights(*options):
+    for name, value in weights(*args, **options):
         yield from pieces(lm, name, value)
 
 
@@ -218,7 +218,7 @@ class Routed:
     """
 
     def __init__(self, args: ExpertArgs, module, *others):
-        self.args, self.blocks = args, blocks(module.lm)
+        self.expert_args, self.blocks = args, blocks(module.lm)
         self.routing = self.blocks[0].routing
         if args.freeze_router:
             for block in self.blocks:
@@ -249,10 +249,10 @@ class Routed:
 
     def step(self, lr: float) -> float:
         given = [sample.completion.routes is not None for sample in self.batch.samples]
-        if self.args.replay_routing and not all(given):
+        if self.expert_args.replay_routing and not all(given):
             raise RuntimeError("the engine did not tell its experts, which --replay_routing needs")
         counts = self.world.sum(self.counts.cpu().double())  # (layers, E)
-        if self.args.router_aux_coef:
+        if self.expert_args.router_aux_coef:
             self.balance(counts)
         self.total += counts
         self.metrics = load_metrics(self.total)
@@ -268,7 +268,7 @@ class Routed:
         the micro-batches are computed once more.
         """
         n = counts[0].sum() / self.k
-        scale = self.args.router_aux_coef * counts.shape[1] / float(n)
+        scale = self.expert_args.router_aux_coef * counts.shape[1] / float(n)
         shares = (counts / counts.sum(1, keepdim=True)).to(self.world.device)  # (layers, E)
         for micro in self.micros:
             found = []
@@ -286,7 +286,7 @@ class Routed:
     def replay(self, micro):
         """R3: a rounding in the engine may choose another expert than the same rounding here, and
         the ratio of such a token is far from 1.      https://arxiv.org/abs/2510.11370"""
-        if self.args.replay_routing:
+        if self.expert_args.replay_routing:
             self.routing.routes = routes_of(micro)
 
 
