@@ -201,7 +201,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * torch.where(m, loss, 0)).sum())
                 meter.add(micro, w, details)
             meter.norms.append(policy.step(lr))
-    return metrics | meter.metrics() | {"lr": lr}
+    return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:

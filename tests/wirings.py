@@ -29,6 +29,8 @@ ADAMW = "grpo group=3 steps=3 max_grad_norm=0.01 weight_decay=0.1 betas=(0.8, 0.
 LORA = "grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 minibatches=2 epochs=2"
 TARGETS = ("grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') "
            "kl_reward_coef=0.2")
+AUX = "grpo group=3 steps=1 experts router_aux_coef=0.3 minibatches=2 epochs=2"
+FREEZE = "grpo group=3 steps=2 experts freeze_router=True checkpointing=True"
 PPO = "ppo group=1 steps=2"
 PPO_MANY = f"ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}"
 PPO_KL = "ppo group=1 steps=1 gamma=0.95 lam=1.0 kl_reward_coef=0.2 minibatches=2 epochs=2"
@@ -401,6 +403,28 @@ WIRINGS = [
     ("preflight/worst_case.py",
      "world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()",
      "list(peaks.values())", "memory.py::test_the_worst_case_leaves_everything_as_it_was"),
+    # ---- experts.py
+    ("trainer/experts.py", "weights / weights.sum(-1, keepdim=True)", "weights", AUX),
+    ("trainer/experts.py", "router_aux_coef * counts.shape[1]", "router_aux_coef", AUX),
+    ("trainer/experts.py", "p.index_select(0, source) @", "p @", AUX),
+    ("trainer/experts.py", "block.gate.weight.requires_grad_(False)", "pass", FREEZE),
+    ("trainer/experts.py", "counts = self.world.sum(self.counts.cpu().double())",
+     "counts = self.counts.cpu().double()",
+     "same_update.py::test_same_update_and_metrics_on_1_2_3_4_ranks"),
+    ("trainer/experts.py", "samples[owner].completion.routes[:prompt]",
+     "samples[row].completion.routes[:prompt]",
+     "same_update.py::test_same_update_and_metrics_on_1_2_3_4_ranks"),
+    ("trainer/experts.py", "prompt:prompt + completion - 1", "prompt + 1:prompt + completion",
+     "experts.py::test_recorded_routes_change_no_bit_and_other_routes_change_their_tokens"),
+    ("trainer/experts.py", "-torch.xlogy(f, f).sum(1)", "torch.xlogy(f, f).sum(1)",
+     "experts.py::test_the_load_of_a_layer"),
+    ("rollout.py", "routes=output.routed_experts", "routes=None",
+     "experts.py::test_the_engine_is_asked_for_its_experts"),
+    ("rollout.py", "enable_return_routed_experts=routes", "enable_return_routed_experts=False",
+     "experts.py::test_the_engine_is_asked_for_its_experts"),
+    ("keeping/run.py", "routes=args.expert_args.replay_routing", "routes=False",
+     "experts.py::test_a_run_asks_its_engine_for_them"),
+    # ---- worst_case.py
     ("preflight/worst_case.py", "a.temperature, a.divergence) as", "a.temperature, \"none\") as",
      "distill.py::test_the_worst_case_has_the_divergence_too"),
     # ---- keeping
