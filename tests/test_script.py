@@ -69,7 +69,8 @@ def test_a_malformed_line_a_missing_column_and_no_such_model(place):
     write(place / "odd.jsonl", [{"quest": "a", "reply": "b"}])
     error = refused(place, "--data", "torn.jsonl", "--eval_data", "odd.jsonl",
                     "--update_tokens", "100")
-    for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "(got 100)", "Would work: --update_tokens 768"):
+    for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "(got 100)",
+                  "Would work: --update_tokens 768"):
         assert words in error, (words, error)
     assert "no/such-model" in refused(place, "--model", "no/such-model")
     assert "tiny:sort, tiny:kk" in refused(place, "--model", "tiny:chess")
