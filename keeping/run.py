@@ -1,7 +1,6 @@
 """run.py: what all training scripts share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
-import math
 import os
 import sys
 from contextlib import contextmanager, redirect_stderr
@@ -162,7 +161,7 @@ def set_up(args) -> "Run":
     folder = mistakes.attempt(log.choose_folder, args)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
-    together(world, mistakes.stop)
+    world.together(mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
         "eval_rows": len(inputs.eval_rows), **loss_flags.digests(args)}
@@ -172,29 +171,24 @@ def set_up(args) -> "Run":
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
     settings = flags | facts | {"ranks": ranks} | versions
-    saved, notes = checkpoint.newest(args, world, folder, settings)
+    saved = checkpoint.newest(args, world, folder, settings)
     # 4. Open the run's folder.
     run = Run(args, world, folder, inputs, saved, settings)
     open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
     run.log.say(inputs.plan.text(short=True))
-    for note in inputs.notes + notes:
+    for note in inputs.notes:
         run.log.say(f"  {note}")
+    if saved:
+        run.log.say(f"  resumed from {saved.path}")
     # 5. Build the models, the engine, the reward workers.
     with run.log.time("loading"):
         run.build()
     return run
 
 
-def together(world, act, *args):
-    """act(*args). A SettingsError of one rank is raised on all. A collective."""
-    mistakes = Mistakes()
-    mistakes.attempt(act, *args)
-    Mistakes(world.gather(mistakes)[:1]).stop()  # the first one: the others are mostly the same
-
-
 def open_folder(run: "Run", args: dict):
     """From here on only this run writes its folder. args: what args.json gets. A collective."""
-    together(run.world, run.log.open, args, run.inputs.plan.text(), run.start)
+    run.world.together(run.log.open, args, run.inputs.plan.text(), run.start)
     every, folder = run.args.run_args.save_every, run.log.folder
     # Rank 0 made .lock. A rank that does not see it has another disk.
     if run.world.any_rank(every > 0 and not (folder / ".lock").exists()):
@@ -213,10 +207,7 @@ class Run:
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
-        shown_gap = self.max_gap
-        if args.carry_args and args.carry_args.carry:  # the policy has moved since older tokens
-            shown_gap = math.inf
-        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, shown_gap)
+        self.log = log.Log(folder, world, args.steps, args.run_args.wandb)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
@@ -238,7 +229,7 @@ class Run:
             self.build_engine()
         if self.args.carry_args and self.args.carry_args.carry:
             self.carry = Carry(self.args, self.stream, self.engine)
-        together(self.world, self.scorer.wait)
+        self.world.together(self.scorer.wait)
         if not self.args.eval_args.eval_only:
             try_worst_case(self)
             self.stop = dist.Stop(self.world)  # until here SIGTERM ends the process
@@ -294,12 +285,7 @@ class Run:
         self.log.bad_steps = state["bad_steps"]
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
-        was = state["settings"]
-        same = all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_"))
-        there = self.world.any_rank((self.log.folder / "best").exists())
-        best = state["best"]
-        if best and same and (there or best["step"] == 0):  # else its score does not compare, or
-            self.best = best                                # a killed run wrote another over it
+        self.best = state["best"]
 
     # ---- between the steps ----
 

@@ -474,8 +474,6 @@ WIRINGS = [
      "log.py::test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too"),
     ("keeping/files.py", "            os.fsync(file.fileno())\n", "",
      "log.py::test_what_is_renamed_into_place_was_on_the_disk_before"),
-    ("keeping/summary.py", "if steps and not any(", "if steps and not all(",
-     "run.py::test_a_run_that_learned_nothing_says_so_with_likely_causes"),
     ("dist.py", "return self.world.any_rank(self.asked)", "return self.asked",
      "run.py::test_sigterm_on_any_rank_is_agreed_on"),
 ]
