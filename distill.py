@@ -17,8 +17,8 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
+from preflight.loss_flags import ClipArgs
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
@@ -139,7 +139,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 meter.add(micro, w, details)
             meter.norms.append(policy.step(lr))
     return {"batch/prompts": len(samples) // args.group, "batch/trained": len(samples),
-            "batch/tokens": sum(p + c for _, p, c in batch.sizes), **meter.metrics(), "lr": lr}
+            "batch/tokens": sum(p + c for _, p, c in batch.sizes), **meter.metrics(),
+            **policy.metrics, "lr": lr}
 
 
 def compute_advantages(args: Args, batch: Batch, old_logprobs, teacher_logprobs):

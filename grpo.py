@@ -26,7 +26,7 @@ import losses
 from chats.carry import CarryArgs
 from dist import World
 from keeping.run import CommonArgs, Run, parse, set_up
-from preflight import formulas
+from preflight import loss_flags
 from preflight.inputs import show_plan
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
@@ -37,7 +37,7 @@ from trainer.model import Policy, learning_rate
 
 
 @dataclass
-class Args(formulas.LossArgs, CommonArgs):
+class Args(loss_flags.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
     advantage: str = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
@@ -85,7 +85,7 @@ class Args(formulas.LossArgs, CommonArgs):
         if self.kl_loss_coef and self.kl_reward_coef:
             yield Rule("--kl_loss_coef and --kl_reward_coef must not both be on.",
                        [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])])
-        yield from formulas.rules(self)
+        yield from loss_flags.rules(self)
 
 
 def train(args: Args) -> int:
@@ -167,7 +167,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     learns = (batch.sums(advantages.abs()) > 0) | acts  # (N,)
-    policy_loss = formulas.loss_of(args.loss)
+    policy_loss = loss_flags.loss_of(args.loss)
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -201,7 +201,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * torch.where(m, loss, 0)).sum())
                 meter.add(micro, w, details)
             meter.norms.append(policy.step(lr))
-    return metrics | meter.metrics() | {"lr": lr}
+    return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
@@ -229,7 +229,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
         rewards = rewards - args.kl_reward_coef * batch.sums(kl)
-    if args.advantage not in formulas.NAMES["advantage"]:
+    if args.advantage not in loss_flags.NAMES["advantage"]:
         return advantages_of_a_file(args, batch, rewards, loss_tokens)
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
@@ -255,7 +255,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens):
     """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (N,)."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
-    return formulas.own("advantage", args.advantage).function(
+    return loss_flags.own("advantage", args.advantage).function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0)
 

@@ -22,8 +22,8 @@ import losses
 from chats.carry import CarryArgs
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from preflight.formulas import LossArgs
 from preflight.inputs import show_plan
+from preflight.loss_flags import LossArgs
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
@@ -233,7 +233,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind="k1")
         metrics |= {"policy/kl": float(losses.masked_mean(kl, mask)), "policy/kl_coef": kl_coef}
     return (metrics | critic_meter.metrics("critic/", "critic/grad_norm") | policy_meter.metrics()
-            | critic_quality(values, returns, mask) | {"lr": lr, "critic/lr": critic_lr})
+            | policy.metrics | critic_quality(values, returns, mask)
+            | {"lr": lr, "critic/lr": critic_lr})
 
 
 def critic_quality(values, returns, mask) -> dict[str, float]:

@@ -63,12 +63,13 @@ class Engine:
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
     trained: the models that share the GPU with it. adapter: that of the policy, as
     lora.peft_config has it, if the engine takes it. episodes: turns.Episodes; None: one turn.
+    routes: it tells which experts each token used.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log, trained: list[Trained], adapter: dict | None = None,
-                 episodes=None):
+                 episodes=None, routes: bool = False):
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
@@ -98,9 +99,12 @@ class Engine:
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=int(kv_cache) or None,
+            enable_return_routed_experts=routes,
             **self.options_of_device(max_len), **self.options_of_adapter())
         if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
             torch.set_num_threads(threads)
+        else:
+            self.llm.apply_model(pack_experts_again)
 
     def options_of_device(self, max_len: int) -> dict:
         if self.on_gpu:
@@ -253,6 +257,20 @@ def put_adapter(llm, config: dict, adapter: Iterator, sync: int):
     return LoRARequest("policy", 1, f"memory/sync_{sync}")
 
 
+def pack_experts_again(model) -> None:
+    """Repairs vLLM on a CPU: it packs the weights of experts for its kernel when they load first,
+    and not when new ones come, whose log-probs were wrong by 10 nats."""
+    def pack(method, first_time, layer):
+        method.moe_kernel = None  # made again, and the weights packed
+        first_time(layer)
+
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    for method in methods:
+        if hasattr(method, "moe_kernel"):
+            method.process_weights_after_loading = partial(
+                pack, method, method.process_weights_after_loading)
+
+
 def completion_of(output) -> Completion:
     """vLLM's output → ours."""
     ids = np.asarray(output.token_ids, dtype=np.int32)
@@ -260,7 +278,8 @@ def completion_of(output) -> Completion:
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
         raise RuntimeError(
             f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
-    return Completion(ids, logprobs, output.finish_reason == "length")
+    return Completion(
+        ids, logprobs, output.finish_reason == "length", routes=output.routed_experts)
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:

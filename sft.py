@@ -113,7 +113,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * torch.where(m, loss, 0)).sum())
                 meter.add(micro, w, {"loss/policy": loss, "entropy": entropy})
             meter.norms.append(policy.step(lr))
-    metrics |= meter.metrics() | {"lr": lr}
+    metrics |= meter.metrics() | policy.metrics | {"lr": lr}
     metrics["policy/perplexity"] = exp(min(metrics.get("loss/policy", 0.0), 700.0))
     return metrics
 

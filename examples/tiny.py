@@ -22,10 +22,18 @@ from safetensors.torch import save_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dist import SettingsError
 from examples import guess
+from trainer.experts import pieces
 
 
 def sort_digits(rng, clumsy):
@@ -98,6 +106,8 @@ TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, cl
          "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7),
          # A teacher for distill.py: no bad habits.
          "skilled": Task(sort_digits, batch=128, skill_steps=100, habit_steps=0, clumsy=0.0),
+         # A mixture of experts learns the same: docs/reference/families.md.
+         "experts": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
          # Mostly right, so it needs no reward: docs/use/start.md.
          "sharpen": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.4)}
 
@@ -152,6 +162,20 @@ def make_model(tokenizer):
         num_attention_heads=4, num_key_value_heads=4,  # heads of 32: vLLM's least on CPU
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.05,
         eos_token_id=end, pad_token_id=pad, dtype="float32", architectures=["Qwen2ForCausalLM"]))
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=[end, pad], pad_token_id=pad)
+    return model
+
+
+def make_mixture(tokenizer):
+    """A Qwen3-MoE with random weights, two of eight experts for a token."""
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=128, norm_topk_prob=True, max_position_embeddings=4096,
+        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None, eos_token_id=end,
+        pad_token_id=pad, dtype="float32", architectures=["Qwen3MoeForCausalLM"]))
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=[end, pad], pad_token_id=pad)
     return model
@@ -221,7 +245,7 @@ def build(folder, task="sort", seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = make_tokenizer()
-        model = make_model(tokenizer)
+        model = make_mixture(tokenizer) if task == "experts" else make_model(tokenizer)
         teach(model, tokenizer, TASKS[task], seed)
     torch.set_num_threads(threads)
     for part in (model.config, model.generation_config, tokenizer):
@@ -229,6 +253,8 @@ def build(folder, task="sort", seed=0):
     # model.save_pretrained writes on rank 0 only.
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied: the embedding
+    weights = {there: piece.clone() for name, p in weights.items()
+               for there, piece in pieces(model, name, p)}  # each expert alone
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
 
 

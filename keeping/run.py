@@ -22,13 +22,14 @@ from dist import Mistakes, SettingsError
 from keeping import checkpoint, log, summary
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.export import export_adapter, export_model
-from preflight import formulas, plan
+from preflight import loss_flags, plan
 from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
 from rewards import RewardArgs
 from rollout import Engine, EngineArgs
 from trainer import lora, model
+from trainer.experts import ExpertArgs
 from trainer.lora import LoraArgs
 from trainer.model import ModelArgs, OptimizerArgs
 from trainer.samples import look
@@ -107,6 +108,7 @@ class CommonArgs:
     engine_args: EngineArgs = field(default_factory=EngineArgs)
     model_args: ModelArgs = field(default_factory=ModelArgs)
     lora_args: LoraArgs = field(default_factory=LoraArgs)
+    expert_args: ExpertArgs = field(default_factory=ExpertArgs)
     optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
     reward_args: RewardArgs = field(default_factory=RewardArgs)
     turn_args: TurnArgs = field(default_factory=TurnArgs)
@@ -163,7 +165,7 @@ def set_up(args) -> "Run":
     together(world, mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
-        "eval_rows": len(inputs.eval_rows), **formulas.digests(args)}
+        "eval_rows": len(inputs.eval_rows), **loss_flags.digests(args)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     folder = world.gather([folder])[0]  # rank 0's clock may have named it
@@ -253,7 +255,7 @@ class Run:
         def load(kind, source=source, **options):
             return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
-        self.policy = model.Policy(load(model.LogprobModel, adapters=adapters), *shared)
+        self.policy = model.policy_of(args, load(model.LogprobModel, adapters=adapters), *shared)
         self.trained = {"policy": self.policy}
         if args.critic_args:
             self.critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared)
@@ -280,7 +282,7 @@ class Run:
             max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
-            episodes=self.episodes)
+            episodes=self.episodes, routes=args.expert_args.replay_routing)
         self.engine.sleep()
 
     def restore(self, state: dict):

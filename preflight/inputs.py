@@ -195,6 +195,8 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
+    if args.expert_args.replay_routing and not (torch.cuda.is_available() or args.plan_args.plan):
+        found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
     for row in rows:
         learned = row.target[0] if row.target else []
         largest = max(row.prompt_ids + learned, default=None)

@@ -11,6 +11,7 @@ import torch
 from preflight.plan import BUDGETS, Phase, Plan, ceil_div, changed, flags
 from preflight.rules import broken, typed
 from rollout import engine_limits
+from trainer import experts
 from trainer.model import HEAD_LOGITS
 from trainer.packing import EVEN
 
@@ -42,12 +43,14 @@ class Shape:
     qk_norm: bool  # q and k are normalized
     fused: bool  # attention; else its memory grows with length²
     linears: dict  # {name: in + out} of the linear layers of a layer
+    mixture: experts.Sizes | None = None  # of experts
     teacher: object = None  # the Shape of --teacher
 
     def __post_init__(self):
         self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.embedding = self.vocab * self.hidden
         self.params = self.layers * self.layer + self.root
+        self.wide = self.intermediate * (self.mixture.used if self.mixture else 1)  # of a token
         self.critic = self.params if self.tied else self.params - self.embedding  # no head
 
     def adapter(self, lora) -> int:
@@ -55,20 +58,24 @@ class Shape:
         layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
         return lora.lora_rank * self.layers * layer
 
-    def saved(self, c: int, keys: int) -> float:
+    def saved(self, c: int, keys: int, frozen: bool) -> float:
         """Bytes that a layer keeps for backward, per token: norms, attention, MLP.
 
-        c: bytes of a computed number. keys: see plan.Phase.
+        c: bytes of a computed number. keys: see plan.Phase. frozen: only adapters are trained.
         """
         norms = (8 + 4 * c) * self.hidden
         if self.qk_norm:
             norms += (4 + c) * (self.q + self.kv)
         attention = c * (self.q + 2 * self.q / EVEN + 2 * self.kv * keys)  # EVEN: with padding
-        return norms + attention + 4 * c * self.intermediate
+        return norms + attention + 4 * c * self.wide + self.rows(c, frozen)
+
+    def rows(self, c: int, frozen: bool = False) -> int:
+        """Bytes that experts keep for backward, per token, beside what an MLP does."""
+        return experts.saved(self.mixture, self.hidden, c, frozen) if self.mixture else 0
 
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "vocab_size")
+         "num_key_value_heads", "vocab_size", "head_dim")
 KNOWN = """\
 tiny qwen2 128 256 2 4 4 320 tied
 Qwen2.5-0.5B qwen2 896 4864 24 14 2 151936 tied
@@ -77,6 +84,7 @@ Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
 Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
 Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
 Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
+Qwen3-30B-A3B qwen3_moe 2048 6144 48 32 4 151936 128 untied
 Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied"""
 
 
@@ -88,7 +96,7 @@ def shape_of(model: str) -> Shape | None:
     for line in KNOWN.splitlines():
         known, family, *sizes, head = line.split()
         if known == name:
-            sizes = dict(zip(SIZES, map(int, sizes), strict=True))
+            sizes = dict(zip(SIZES, map(int, sizes), strict=False))  # head_dim may be missing
             with torch.device("meta"):
                 config = AutoConfig.for_model(
                     family, tie_word_embeddings=head == "tied", **sizes)
@@ -102,15 +110,16 @@ def shape_from(lm) -> Shape:
     layer = sum(n for name, n in sizes.items() if ".0." in name)
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features
                for name, m in lm.named_modules() if ".0." in name and hasattr(m, "in_features")}
-    heads = c.num_attention_heads
+    heads, mixture = c.num_attention_heads, experts.sizes(lm)
+    inner = mixture.inner if mixture else getattr(c, "intermediate_size", None)
     return Shape(
         hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
-        intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        intermediate=inner or 4 * c.hidden_size,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
         head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
         layer=layer, root=sum(sizes.values()) - c.num_hidden_layers * layer,
         tied="lm_head.weight" not in sizes, qk_norm="q_norm" in str(sizes),
-        fused=c.model_type != "gemma2", linears=linears)
+        fused=c.model_type != "gemma2", linears=linears, mixture=mixture)
 
 
 def number_bytes(dtype: str, card) -> int:
@@ -132,7 +141,7 @@ class EngineMemory:
 
         tokens, seqs = engine_limits(e, card)
         graphs = ENGINE_GRAPHS if card and not e.eager else 0
-        activations = c * tokens * (4 * shape.hidden + 3 * shape.intermediate / e.tp)
+        activations = c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
         logits = 3 * 4 * seqs * shape.vocab  # three float32 copies
         self.workspace = graphs + activations + logits
 
@@ -217,14 +226,15 @@ class TrainerMemory:
         if critic:
             logits, root = 0, (shape.embedding + shape.hidden) * c
         gathered = root + root / self.ranks + 2 * shape.layer * c
-        return (tokens * shape.hidden * c, tokens * shape.intermediate * c,
-                tokens * shape.saved(c, phase.keys), logits, root, gathered)
+        return (tokens * shape.hidden * c, tokens * shape.wide * c,
+                tokens * shape.saved(c, phase.keys, self.adapter > 0), logits, root, gathered)
 
     def score(self, shape: Shape, phase: Phase, critic: bool) -> float:
         """Bytes in the fullest moment of a forward pass without gradient."""
         hidden, inner, saved, logits, root, gathered = self.sizes(shape, phase, critic)
+        rows = phase.tokens * shape.rows(self.c, self.adapter > 0)
         # The next root, or the wide numbers of an MLP, of attention, of the head.
-        wide = max(3 * inner, saved - 4 * inner, SCORE_HEAD * logits)
+        wide = max(3 * inner + rows, saved - 4 * inner - rows, SCORE_HEAD * logits)
         return gathered + 7 * hidden + max(root, wide)
 
     def update(self, phase: Phase, critic: bool) -> float:
@@ -241,6 +251,7 @@ class TrainerMemory:
         if self.adapter:
             head = wide = layer = 0
         last = kept + 4 * phase.tokens * shape.hidden  # behind the last layer
+        inner += phase.tokens * shape.rows(self.c) / 4
         return max(gathered + last + max(UPDATE_HEAD * logits + head, 3 * head),
                    gathered + layer + kept + again + 2 * inner + head,  # in an MLP
                    wide + max(root, shape.embedding * self.c + wide / self.ranks))
@@ -274,9 +285,9 @@ def holds(plan, shape, card) -> int:
 
 def fits(plan, shape, card) -> bool:
     """Every phase leaves 3 % of the memory, and the cache holds a sequence."""
-    limit = 0.97 * (card or plan.free)
+    limit = card or plan.free
     largest = max(load.total for load in loads(plan, shape, card))
-    return largest <= limit and holds(plan, shape, card) > 0
+    return largest <= 0.97 * limit and holds(plan, shape, card) > 0
 
 
 # ---- the search for flags with which it fits ----
@@ -322,6 +333,8 @@ def planned(plan, shape, card) -> Plan:
     limit = f"{(card or plan.free) / GIB:.3g} GiB {'per GPU' if card else 'free per rank'}"
     lines = [f"  memory     {words}: {top.total / GIB:.1f} of {limit} at most, in {top.phase}",
              *table(loads(plan, shape, card)), f"    {shape.params:,} parameters"]
+    if shape.mixture:
+        lines[-1] += f", {shape.params - shape.layers * shape.mixture.idle:,} of them for a token"
     if plan.args.needs_engine:
         lines[-1] += (f"; the engine's cache holds {holds(plan, shape, card):,} of the longest "
                       f"sequences ({plan.longest:,} tokens), and one call asks for "

@@ -87,7 +87,7 @@ def run_rules(plan: Plan):
     args, given, default = plan.args, flags(plan.args), flags(type(plan.args)())
     name, stop = str(args.name), given["stop"]
     # --name becomes a folder. The folders runs/tiny-… hold the tiny models.
-    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|skilled|sharpen)-)\w[\w .,=+@-]*", name)
+    own = re.fullmatch(r"(?!tiny-(sort|kk|guess|skilled|experts|sharpen)-)\w[\w .,=+@-]*", name)
     if not own or len(name.encode()) > 200:
         yield Rule(f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got {name[:60]!r}).",
@@ -162,11 +162,37 @@ def lora_rules(lora, shape):
     if not lora.lora_rank or shape is None:
         return
     if {*lora.lora_targets} - {"all-linear", *shape.linears}:
+        experts = "; experts take no adapters" if shape.mixture else ""
         yield Rule(f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
-                   f"{' '.join(lora.lora_targets)}).", [("lora_targets", [("all-linear",)])])
+                   f"{' '.join(lora.lora_targets)}{experts}).",
+                   [("lora_targets", [("all-linear",)])])
     elif not shape.adapter(lora):
         yield Rule("--lora_rank finds no torch.nn.Linear to adapt: --lora_targets names none, or "
                    "the model has none.", [("lora_rank", [0]), ("lora_targets", [("all-linear",)])])
+
+
+def expert_rules(args, shape):
+    """Routers of mixtures of experts. shape: see broken."""
+    given, lora = args.expert_args, args.lora_args.lora_rank > 0
+    off = {name: (name, [default]) for name, default in flags(type(given)()).items()}
+    for name, value in vars(given).items():
+        if value and shape and not shape.mixture:
+            yield Rule(f"--{name} needs a model with experts.", [off[name]])
+    for name in ("router_aux_coef", "freeze_router"):
+        if getattr(given, name) and lora:
+            yield Rule(f"--{name} is for routers that are trained, and with --lora_rank they are "
+                       "not.", [off[name], ("lora_rank", [0])])
+    if given.router_aux_coef and given.freeze_router:
+        yield Rule("--router_aux_coef trains routers, and --freeze_router keeps them.",
+                   [off["router_aux_coef"], off["freeze_router"]])
+    if given.replay_routing and (args.turn_args.reply or args.turn_args.tools):
+        yield Rule("--replay_routing is for one turn: of a reply's tokens no experts are known.",
+                   [off["replay_routing"]])
+    if given.replay_routing and args.teacher_prompt:
+        yield Rule("--replay_routing has no experts for the prompts of --teacher_prompt.",
+                   [off["replay_routing"]])
+    if given.replay_routing and not args.needs_engine:
+        yield Rule("--replay_routing needs an engine.", [off["replay_routing"]])
 
 
 def divisor_rules(plan: Plan, shape, local_size: int | None):
@@ -222,7 +248,8 @@ def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=N
     usable = changed(args, **{name: default[name] for name in wrong})
     plan = Plan(usable, max(1, ranks), n_rows, n_eval)
     found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
-             *lora_rules(usable.lora_args, shape), *divisor_rules(plan, shape, local_size)]
+             *lora_rules(usable.lora_args, shape), *expert_rules(usable, shape),
+             *divisor_rules(plan, shape, local_size)]
     if usable.turn_args.tools:
         found += tool_rules(usable)
     if usable.carry_args and usable.carry_args.carry:

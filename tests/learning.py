@@ -2,17 +2,18 @@
 import random
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM
 
 import data
 import grpo
 import rewards
 from preflight import plan
-from trainer import lora, model
+from trainer import experts, lora, model
 from trainer.batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
@@ -29,6 +30,14 @@ class Case:
     dtype: str = "float64"
     steps: int = 1
     shard_size: int = 0
+    experts: bool = False
+
+    @property
+    def source(self) -> str:
+        """The folder of its model."""
+        if self.experts:
+            return "experts"
+        return "tied" if self.tied else "untied"
 
     @property
     def options(self) -> dict:
@@ -52,8 +61,15 @@ def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def make_models(world, folder: str) -> None:
-    """A tied and an untied random Qwen2 of 2 layers in float64: FOLDER/tied and FOLDER/untied."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, logging
+    """Random models of 2 layers in float64: FOLDER/tied and FOLDER/untied, of Qwen2, and
+    FOLDER/experts, a Qwen3-MoE."""
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        logging,
+    )
     logging.disable_progress_bar()
     for tied in (True, False):
         torch.manual_seed(1 + tied)
@@ -63,6 +79,13 @@ def make_models(world, folder: str) -> None:
             tie_word_embeddings=tied, initializer_range=0.15, bos_token_id=None,
             eos_token_id=None))
         lm.double().save_pretrained(f"{folder}/{'tied' if tied else 'untied'}")
+    torch.manual_seed(0)
+    lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
+        norm_topk_prob=True, max_position_embeddings=128, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=None))
+    lm.double().save_pretrained(f"{folder}/experts")
 
 
 def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> list[Sample]:
@@ -121,12 +144,26 @@ class Spy(model.Policy):
         return [p.detach().to_local().clone() for p in self.module.parameters()]
 
 
+class SpyRouted(experts.Routed, Spy, model.Policy):
+    pass
+
+
+def give_routes(samples: list[Sample]) -> None:
+    """Two of five experts at random for each token in two layers, as the engine would tell them.
+    The completions of a group disagree about their prompt."""
+    for number, sample in enumerate(samples):
+        n = len(sample.prompt.row.prompt_ids) + len(sample.completion.ids) - 1
+        draws = np.random.default_rng(number).random((n, 2, 5))
+        sample.completion.routes = draws.argsort(-1)[..., :2]
+
+
 def reset(module, folder: str, noise: float = 0.0) -> None:
     """The folder's weights into the sharded module; with noise a model nearby, on any ranks."""
     module.reshard()
     for name, p in module.named_parameters():
         if folder not in WEIGHTS:
-            WEIGHTS[folder] = load_file(f"{folder}/model.safetensors")
+            lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+            WEIGHTS[folder] = lm.state_dict()
         generator = torch.Generator().manual_seed(len(name))
         if lora.is_adapter(name):  # no B is zero: every gradient counts
             WEIGHTS[folder][name] = torch.randn(p.shape, generator=generator).double() / 10
@@ -144,12 +181,12 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
     """One `Outcome` a case, in order, in one process group."""
     built, outcomes, real_micros = {}, [], Batch.micros
     for case in cases:
-        source = f"{folder}/{'tied' if case.tied else 'untied'}"
+        source = f"{folder}/{case.source}"
         args = arguments(**case.options, dtype=case.dtype, shard_size=case.shard_size)
         outcome = Outcome()
 
         def module(kind: str, noise: float, case=case, source=source, args=args):
-            key = kind, case.tied, case.dtype, case.shard_size, (
+            key = kind, case.source, case.dtype, case.shard_size, (
                 args.lora_args.lora_rank, args.model_args.checkpointing)
             if key not in built:
                 built[key] = model.build(model.LogprobModel, source, world, args.model_args,
@@ -158,7 +195,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             return built[key]
 
         start, reference = time.monotonic(), None
-        policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args)
+        kind = partial(SpyRouted, args.expert_args) if case.experts else Spy
+        policy = kind(module("policy", 0.0), world, args.model_args, args.optimizer_args)
         policy.gradients = outcome.gradients
         if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)
@@ -178,6 +216,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             for step in range(case.steps):
                 samples = [] if case.samples == "none" else fabricate(
                     case.samples, case.prompts, args.group, seed=step)
+                if args.expert_args.replay_routing:
+                    give_routes(samples)
                 outcome.metrics.append(grpo.learn(args, world, policy, samples, lr=args.lr,
                                                   reference=reference))
         finally:

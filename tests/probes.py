@@ -257,7 +257,8 @@ def sampled() -> int:
     """Tokens that are kept of five sampled ones, of which the last is the end."""
     logprobs = SimpleNamespace(logprobs=[-0.5] * 5)
     return len(rollout.completion_of(SimpleNamespace(
-        token_ids=[5, 6, 7, 8, 2], logprobs=logprobs, finish_reason="stop")).ids)
+        token_ids=[5, 6, 7, 8, 2], logprobs=logprobs, finish_reason="stop",
+        routed_experts=None)).ids)
 
 
 def tokens_with_loss() -> int:

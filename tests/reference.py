@@ -9,6 +9,7 @@ values, `args`, and nothing else. The losses of a token are in reference_losses.
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,13 +66,19 @@ class Model:
     def __init__(self, lm, args, adapters: dict, head=None):
         self.lm, self.args, self.head = lm, args, head
         whole = lm if head is None else lm.base_model
+        self.mixtures = [block for block in lm.modules() if hasattr(block, "experts")]
+        for block in self.mixtures:
+            block.forward = partial(mixture, block)
         self.trained = {} if adapters else dict(whole.named_parameters())
+        if args.expert_args.freeze_router and head is None:
+            self.trained = {n: p for n, p in self.trained.items() if ".gate." not in n}
         for name, (A, B) in adapters.items():
             self.trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
             self.add_adapter(lm.base_model.get_submodule(name), A, B)
         if head is not None:
             self.trained["head"] = head
         self.gradients: list[dict] = []
+        self.counts: list = []  # of experts, in each update
         flags = args.optimizer_args
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), betas=flags.betas, weight_decay=flags.weight_decay)
@@ -114,6 +121,63 @@ class Model:
     def values(self, completion: Completion):
         """V of the state in which each sampled token was chosen: (n,)."""
         return self.hidden(completion) @ self.head
+
+
+# ---- experts ----
+
+def mixture(block, hidden, normed: bool = True):
+    """y = Σ_e p_e / (Σ_j p_j) · D_e (silu(G_e x) * U_e x) over the k largest p_e: (1, L, H) → same.
+
+    Without the division where not normed (OLMoE). block.seen gets (p (E,), the chosen experts) of
+    each token.
+    """
+    block.seen, out = [], []
+    for x in hidden[0]:
+        p = (block.gate.weight @ x).softmax(-1)
+        chosen = sorted(range(len(p)), key=lambda e: -p[e].item())[:block.gate.top_k]
+        y = 0.0
+        for e in chosen:
+            gate, up = block.experts.gate_up_proj[e].chunk(2)
+            inner = torch.nn.functional.silu(gate @ x) * (up @ x)
+            weight = p[e] / sum(p[j] for j in chosen) if normed else p[e]
+            y = y + weight * (block.experts.down_proj[e] @ inner)
+        block.seen.append((p, chosen))
+        out.append(y)
+    return torch.stack(out).unsqueeze(0)
+
+
+def loads(model: Model, completions: list[Completion]) -> list[tuple]:
+    """Of each layer, over the states in which all sampled tokens were chosen:
+    how often each expert was, and the sum of p."""
+    seen: list[list] = [[] for _ in model.mixtures]
+    for completion in completions:
+        model.hidden(completion)
+        before = len(completion.prompt) - 1
+        for block, found in zip(model.mixtures, seen, strict=True):
+            found += [block.seen[before + t] for t, mine in enumerate(completion.sampled) if mine]
+    return [([sum(e in chosen for _, chosen in found) for e in range(len(found[0][0]))],
+             sum(p for p, _ in found)) for found in seen]
+
+
+def balance_loss(found: list[tuple]):
+    """Σ_layers E Σ_e f_e P_e: f_e is the share of expert e, P_e the mean of p_e.
+    https://arxiv.org/abs/2101.03961, 2.2"""
+    total = 0.0
+    for times, p in found:
+        n = float(p.detach().sum())  # tokens: each has Σ_e p_e = 1
+        total = total + len(times) * sum(
+            times[e] / sum(times) * p[e] / n for e in range(len(times)))
+    return total
+
+
+def load_metrics(counts: list[list[float]]) -> dict[str, float]:
+    """counts: of each layer, how often each expert was chosen in all updates."""
+    shares = [[times / sum(layer) for times in layer] for layer in counts]
+    entropies = [-sum(f * math.log(f) for f in layer if f) / math.log(len(layer))
+                 for layer in shares]
+    return {"router/largest_mean": mean([max(layer) for layer in shares]),
+            "router/largest_worst": max(map(max, shares)),
+            "router/entropy_mean": mean(entropies), "router/entropy_worst": min(entropies)}
 
 
 # ---- rewards and advantages ----
@@ -274,6 +338,10 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
             total = total + weight * (loss - args.entropy_coef * entropies[t])
             terms.append((weight, found))
         total.backward()
+    if policy.mixtures:
+        found = loads(policy, [step.completions[i] for i in rows])
+        policy.counts.append([times for times, _ in found])
+        (args.expert_args.router_aux_coef * balance_loss(found)).backward()
     return policy.step(lr)
 
 
@@ -309,6 +377,7 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
     """One step of grpo.py → metrics. reference: the starting model, or None."""
     step = before_update(policy, reference, completions, fates(args, completions))
     step.advantages, terms, norms, with_grad = grpo_advantages(args, step), [], [], 0
+    policy.counts = []
     for rows in minibatches(args, step):
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, name_of(args.loss),
@@ -316,7 +385,7 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
         # These act also where the advantage is 0; a loss of a file may.
         acts = bool(args.kl_loss_coef or args.entropy_coef) or ".py:" in args.loss
         with_grad += sum(acts or any(step.advantages[i]) for i in rows)
-    return policy_metrics(args, step, terms, norms) | {
+    return policy_metrics(args, step, terms, norms) | router_metrics(policy) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),
         "batch/dropped_overlong": step.fates.count("overlong"), "batch/with_grad": with_grad,
         "batch/without_grad": sum(map(len, minibatches(args, step))) - with_grad, "lr": lr}
@@ -353,6 +422,14 @@ def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: floa
     variance = sum((r - mean(R)) ** 2 for r in R)
     return metrics | {"critic/value_mean": mean(V),
                       "critic/explained_var": 1 - error / variance if variance else 0.0}
+
+
+def router_metrics(policy: Model) -> dict[str, float]:
+    """Of all updates of a step. Without experts or updates: none."""
+    if not policy.counts:
+        return {}
+    return load_metrics([[sum(times) for times in zip(*layers, strict=True)]
+                         for layers in zip(*policy.counts, strict=True)])
 
 
 def weighted_means(terms: list[tuple[float, dict]]) -> dict[str, float]:

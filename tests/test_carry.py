@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import tyro
 
+import grpo
 import losses
 import test_layouts
 from chats.carry import Carry, CarryArgs
 from data import Row, Stream
+from preflight import plan, rules
+from preflight.same_policy import sampled_in
 from rollout import Request, hash_seed
 from trainer.batch import Completion
 
@@ -170,6 +174,40 @@ def test_what_is_in_flight_comes_back_from_a_checkpoint():
             for name in "ids", "logprobs", "steps":
                 x, y = getattr(a.completion, name), getattr(b.completion, name)
                 assert x.dtype == y.dtype and np.array_equal(x, y)
+
+
+# ---- before a run, and before its first update
+
+def planned(*flags: str):
+    args = tyro.cli(grpo.Args, args=["--batch", "5", "--group", "4", "--max_tokens", "12", *flags],
+                    use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+    args.lr = 1e-6
+    return args
+
+
+def test_the_plan_knows_what_is_in_flight():
+    sizes = plan.Plan(planned("--carry", "0.5", "--carry_tokens", "5"), 2, 13, 0)
+    assert sizes.in_flight == 8 and sizes.requests == 16 and sizes.batches == [5]
+    assert ("8 prompts in flight, a step trains on 5; rounds of 5 tokens, at most 3 for a "
+            "completion") in sizes.text()
+    alone = plan.Plan(planned(), 2, 13, 0)
+    assert alone.requests == 10 and alone.batches == [5, 3] and "in flight" not in alone.text()
+
+
+@pytest.mark.parametrize("flags, words", [
+    ((), "--engine_correction must be on with --carry"),
+    (("--engine_correction", "mask", "--stop", "x"), "--stop needs whole completions"),
+    (("--engine_correction", "mask", "--reply", "x.py:f"), "--reply needs whole completions")])
+def test_what_does_not_go_with_it_is_one_sentence(flags, words):
+    found = [str(rule) for rule in rules.problems(planned("--carry", "1", *flags), 1)]
+    assert any(one.startswith(words) and "Would work: " in one for one in found), found
+
+
+def test_the_engine_is_compared_where_it_has_the_policy_of_now():
+    c = Completion(np.arange(4), np.zeros(4, np.float32), False, steps=np.array([2, 2, 3, 3]))
+    assert sampled_in(3, c).tolist() == [False, False, True, True]
+    assert not sampled_in(4, c).any()
+    assert sampled_in(9, Completion(np.arange(3), np.zeros(3, np.float32), False)).all()
 
 
 # ---- what is exact, and what is biased: every completion of two tokens from a vocabulary of three

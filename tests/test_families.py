@@ -1,4 +1,4 @@
-"""Every dense family is right, and every other kind of model is refused before weights load."""
+"""Every family is right, and every other kind of model is refused before weights load."""
 import json
 import re
 
@@ -18,7 +18,7 @@ from trainer.packing import pack
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
 RISKY = ("Mistral", "StableLM", "Gemma 2", "Gemma 3", "Granite", "Cohere", "Phi", "GPT-2",
-         "GPT-NeoX")
+         "GPT-NeoX", "Mixtral", "OLMoE", "Qwen3-MoE")
 
 
 def trained(world, folder: str) -> dict:
@@ -92,7 +92,7 @@ def refused(folder) -> list[str]:
     return found
 
 
-OTHERS = "mamba bert t5 llava qwen2_vl mixtral falcon opt bloom gptj gemma3".split()
+OTHERS = "mamba bert t5 llava qwen2_vl gpt_oss qwen2_moe falcon opt bloom gptj gemma3".split()
 ROPE = dict(rope_theta=1e4, factor=2.0)
 
 
@@ -102,6 +102,10 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture .*Sequence"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "has rotary type dynamic, wh"),
     ("stablelm", {"use_parallel_residual": True}, "has use_parallel_residual, which is not s"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "has mlp_only_layers, which is not s"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "has dense layers among its mixtures, which is n"),
+    ("olmoe", {"norm_topk_prob": True}, "has norm_topk_prob, which is not s"),
+    ("mixtral", {"hidden_act": "gelu"}, "has another activation than silu, which is not s"),
     ("phi3", {"rope_parameters": ROPE | {
         "rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
         "original_max_position_embeddings": 64}}, "rotary type longrope"),

@@ -138,6 +138,9 @@ class Llm:
         Llm.options = options
         torch.set_num_threads(1)
 
+    def apply_model(self, function):
+        pass
+
 
 @pytest.mark.parametrize("device, given, passed", [
     ("cuda", 0, None), ("cuda", 64, 64), ("cpu", 0, 256), ("cpu", 64, 64)])

@@ -17,7 +17,7 @@ import grpo
 import ppo
 from dist import KEYS
 from preflight import memory, plan
-from trainer import lora, model, packing
+from trainer import experts, lora, model, packing
 
 LENGTH = 1024
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
@@ -25,8 +25,13 @@ FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
 
 def config_of(name: str, layers: int):
     s = memory.shape_of(name)
+    kind, more = FAMILIES[name.partition("-")[0]], {}
+    if s.mixture:
+        kind, more = "qwen3_moe", dict(
+            num_experts=s.mixture.experts, num_experts_per_tok=s.mixture.used,
+            moe_intermediate_size=s.mixture.inner)
     return AutoConfig.for_model(
-        FAMILIES[name.partition("-")[0]], vocab_size=s.vocab, hidden_size=s.hidden,
+        kind, **more, vocab_size=s.vocab, hidden_size=s.hidden,
         intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
         num_attention_heads=s.heads, num_key_value_heads=s.kv_heads,
         tie_word_embeddings=bool(s.tied), max_position_embeddings=32768,
@@ -66,6 +71,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
             lm = AutoModelForCausalLM.from_config(
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
+            experts.put_in(lm)
             if rank:
                 lora.put_in(lm, adapters, torch.float32)
             root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
@@ -123,6 +129,10 @@ SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
         ("Qwen3-0.6B", 4, dict(grad=False, checkpointing=False, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=False, checkpointing=False, critic=True, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
+        ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, layers=3)),
+        ("Qwen3-30B-A3B", 4, dict(grad=True, checkpointing=False, layers=3)),
+        ("Qwen3-30B-A3B", 8, dict(grad=False, checkpointing=False, layers=3)),
+        ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, rank=16, layers=3)),
         # On one rank the root's gradient is whole.
         ("Qwen2.5-7B", 1, dict(grad=True, checkpointing=True, layers=2))]
 

@@ -61,11 +61,8 @@ def notes(*flags: str) -> str:
       "--target_eval needs --eval_data", "--eval_samples needs --eval_data",
       "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
     ("--lora_rank 4 --lora_alpha inf --reply own.py:ok:0.5 --reward own.py:missing",
-     ["--lora_alpha must be more than 0 and at most 1e6", "own.py has no missing.",
+     ["--lora_alpha must be more than 0", "own.py has no missing.",
       "--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no weight."]),
-    ("--lora_rank 1000000000 --lora_alpha 1e308 --reply own.py:missing",
-     ["--lora_rank must be from 0 to 65,536", "--lora_alpha must be more than 0 and at most 1e6",
-      "own.py has no missing."]),
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file."])])
 def test_a_flag_without_effect_or_sense_is_one_sentence(place, flags, words):
     text = mistakes(*flags.split())
@@ -113,7 +110,7 @@ def test_a_config_that_transformers_refuses_is_one_sentence(place, change):
 def test_a_broken_chat_template_is_not_the_rows_fault(place):
     folder = changed_model(place)
     Path(folder, "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    assert "the model's chat template fails with row 0" in mistakes("--model", folder)
+    assert "the chat template: no" in mistakes("--model", folder)
 
 
 def test_a_chat_template_that_ignores_the_messages_is_noted(place):

@@ -6,14 +6,20 @@ those of the reference: not those of another layout, which may have the same mis
 import copy
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import data
 import distill
@@ -26,7 +32,7 @@ import reference_sft
 import rewards
 import sft
 from preflight import plan
-from trainer import lora, model
+from trainer import experts, lora, model
 from trainer.batch import Completion, Sample
 from wirings import WIRINGS
 
@@ -45,14 +51,24 @@ class Setting:
     flags: tuple[tuple[str, object], ...]
     group: int
     steps: int
+    experts: bool = False
 
     def __str__(self) -> str:
         flags = " ".join(f"{name}={value}" for name, value in self.flags)
-        return f"{self.script} group={self.group} steps={self.steps} {flags}".strip()
+        experts = "experts " if self.experts else ""
+        return f"{self.script} group={self.group} steps={self.steps} {experts}{flags}".strip()
+
+    def folder(self, name: str) -> str:
+        """policy or start → its folder."""
+        return f"experts-{name}" if self.experts else name
 
 
 def on_grpo(group: int = 3, steps: int = 2, **flags) -> Setting:
     return Setting("grpo", tuple(flags.items()), group, steps)
+
+
+def on_experts(**flags) -> Setting:
+    return replace(on_grpo(**flags), experts=True)
 
 
 def on_ppo(group: int = 1, steps: int = 2, **flags) -> Setting:
@@ -127,6 +143,9 @@ SETTINGS = [
     # LoRA.
     on_grpo(lora_rank=2, kl_loss_coef=0.3, **MANY),
     on_grpo(lora_rank=2, lora_alpha=1.0, lora_targets=("q_proj", "down_proj"), kl_reward_coef=0.2),
+    # Experts.
+    on_experts(router_aux_coef=0.3, **MANY), on_experts(freeze_router=True, checkpointing=True),
+    on_experts(router_aux_coef=0.3, kl_loss_coef=0.3, checkpointing=True),
     # ppo.py
     on_ppo(), on_ppo(steps=3, minibatches=2, epochs=2), on_ppo(group=2, gamma=0.9, lam=0.8),
     on_ppo(gamma=0.95, lam=1.0, kl_reward_coef=0.2, **MANY), on_ppo(lam=0.0, value_clip=None),
@@ -218,17 +237,23 @@ def plainly(sample: Sample) -> reference.Completion:
 
 
 def make_models(folder: str) -> None:
-    """FOLDER/policy and FOLDER/start: two random models of two layers, close to each other."""
+    """FOLDER/policy and FOLDER/start: two random models of two layers, close to each other. Two
+    more of them, FOLDER/experts-…, have experts."""
     torch.manual_seed(0)
-    lm = Qwen3ForCausalLM(Qwen3Config(
+    sizes = dict(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        tie_word_embeddings=True, initializer_range=0.3, bos_token_id=None, eos_token_id=None))
-    lm.double().save_pretrained(f"{folder}/policy")
-    with torch.no_grad():
-        for p in lm.parameters():
-            p *= 1 + 0.2 * torch.randn_like(p)
-    lm.save_pretrained(f"{folder}/start")
+        tie_word_embeddings=True, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
+    dense = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    mixed = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
+        **sizes))
+    for lm, prefix in (dense, ""), (mixed, "experts-"):
+        lm.double().save_pretrained(f"{folder}/{prefix}policy")
+        with torch.no_grad():
+            for p in lm.parameters():
+                p *= 1 + 0.2 * torch.randn_like(p)
+        lm.save_pretrained(f"{folder}/{prefix}start")
 
 
 def start_of(name: str, shape) -> torch.Tensor:
@@ -282,6 +307,10 @@ class SpyPolicy(Spy, model.Policy):
     pass
 
 
+class SpyRouted(experts.Routed, Spy, model.Policy):  # after what it adds to the gradient
+    pass
+
+
 class SpyCritic(Spy, model.Critic):
     pass
 
@@ -293,7 +322,8 @@ class Shipped:
         self.world, self.folder, self.built = world, folder, {}
 
     def module(self, kind, name: str, args, adapters=None):
-        key = kind, name, str(adapters)
+        key = (kind, name, str(adapters), args.model_args.checkpointing,
+               args.expert_args.freeze_router)
         if key not in self.built:
             module = model.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
                                  adapters=adapters)
@@ -316,8 +346,8 @@ class Shipped:
     def trained(self, spy, kind, args):
         """A policy or a critic with a new optimizer."""
         adapters = args.lora_args if args.lora_args.lora_rank else None
-        made = spy(self.module(kind, "policy", args, adapters), self.world, args.model_args,
-                   args.optimizer_args)
+        module = self.module(kind, self.setting.folder("policy"), args, adapters)
+        made = spy(module, self.world, args.model_args, args.optimizer_args)
         for name, p in made.parameters.items():
             if name == "head.weight":  # Critic starts with zeros
                 self.put(p, start_of("head", p.shape))
@@ -326,13 +356,15 @@ class Shipped:
 
     def learn(self, setting: Setting, args) -> dict:
         """What comes out of a setting's steps."""
-        policy = self.trained(SpyPolicy, model.LogprobModel, args)
+        self.setting = setting
+        spy = partial(SpyRouted, args.expert_args) if setting.experts else SpyPolicy
+        policy = self.trained(spy, model.LogprobModel, args)
         critic = before = None
         if args.needs_reference and args.lora_args.lora_rank and not args.teacher:
             before = lora.Base(policy)
         elif args.needs_reference:
-            before = model.Policy(self.module(model.LogprobModel, "start", args), self.world,
-                                  args.model_args, args.optimizer_args)
+            start = self.module(model.LogprobModel, setting.folder("start"), args)
+            before = model.Policy(start, self.world, args.model_args, args.optimizer_args)
         if setting.script == "ppo":
             critic = self.trained(SpyCritic, model.ValueModel, args)
         found, kl_coef = [], getattr(args, "kl_reward_coef", 0.0)
@@ -383,13 +415,13 @@ def expected(setting: Setting, args, lms: dict) -> dict:
         model.widen(lm)
         return lm
 
-    lm, critic, before = copied("policy"), None, None
+    lm, critic, before = copied(setting.folder("policy")), None, None
     policy = reference.Model(lm, args, adapters_of(lm.base_model, args))
     if args.needs_reference:
         itself = args.lora_args.lora_rank and not args.teacher
-        before = reference.Model(copied("policy" if itself else "start"), args, {})
+        before = reference.Model(copied(setting.folder("policy" if itself else "start")), args, {})
     if setting.script == "ppo":
-        lm, head = copied("policy"), start_of("head", (1, 16))[0].requires_grad_()
+        lm, head = copied(setting.folder("policy")), start_of("head", (1, 16))[0].requires_grad_()
         critic = reference.Model(lm, args, adapters_of(lm.base_model, args), head)
     found, kl_coef = [], getattr(args, "kl_reward_coef", 0.0)
     for step in range(setting.steps):
@@ -471,7 +503,7 @@ def right(folder):
     """number → what the reference makes of this setting."""
     lms = {name: AutoModelForCausalLM.from_pretrained(
         f"{folder}/{name}", dtype=torch.float64, attn_implementation="sdpa").eval()
-        for name in ("policy", "start")}
+        for name in ("policy", "start", "experts-policy", "experts-start")}
 
     @cache
     def found(number: int) -> dict:

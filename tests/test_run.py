@@ -35,7 +35,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
     vars(it).update(
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
         kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
-        policy=None, adapter=None, engine=None, episodes=None, scorer=MagicMock(),
+        policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
         inputs=SimpleNamespace(eval_rows=[1], source="source"))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
@@ -143,6 +143,20 @@ def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
     folder, _, _, state, keep = saved[0]
     assert folder == tmp_path / "checkpoints" and keep == 3
     assert state["step"] == 5 and state["best"] == {"step": 2}
+
+
+def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
+    saved, carry = [], MagicMock()
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]))
+    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
+    carry.state.return_value = {"flight": ["a group"]}
+    it = made(tmp_path, carry=carry, saved=MagicMock())
+    it.inputs.rows = ["a row"]
+    it.save(5)
+    assert saved[0]["flight"] == ["a group"]
+    state = saved[0] | {"best": None, "settings": {}}
+    it.restore(state)
+    carry.restore.assert_called_once_with(state, ["a row"])
 
 
 @pytest.mark.parametrize("step, there, kept", [

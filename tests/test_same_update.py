@@ -29,8 +29,9 @@ BUDGETS = (LONGEST, 77, 4096)               # exactly one longest sequence; a fe
 
 
 def case(prompts: int, samples: str = "mixed", tied: bool = True, dtype: str = "float64",
-         steps: int = 1, shard_size: int = 0, **args) -> Case:
-    return Case(prompts, tuple(sorted(args.items())), samples, tied, dtype, steps, shard_size)
+         steps: int = 1, shard_size: int = 0, experts: bool = False, **args) -> Case:
+    return Case(prompts, tuple(sorted(args.items())), samples, tied, dtype, steps, shard_size,
+                experts)
 
 
 def cross(dtype: str) -> list[Case]:
@@ -57,6 +58,16 @@ SOME = [
          loss="gspo", aggregation="sequence", update_tokens=40),
     case(3, advantage="reinforce++-baseline", loss="cispo", minibatches=2, epochs=2, steps=2,
          update_tokens=40),
+    # Experts.
+    case(7, experts=True, update_tokens=77), case(7, experts=True, update_tokens=77,
+                                                  dtype="float32"),
+    case(7, experts=True, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, steps=2,
+         update_tokens=LONGEST, score_tokens=96, checkpointing=True),
+    case(7, experts=True, router_aux_coef=0.5, minibatches=2, steps=2, update_tokens=77),
+    case(7, experts=True, router_aux_coef=0.5, minibatches=2, steps=2, checkpointing=True),
+    case(7, experts=True, replay_routing=True, minibatches=2, update_tokens=77, score_tokens=64),
+    case(7, experts=True, replay_routing=True, minibatches=2, checkpointing=True),
+    case(3, experts=True, lora_rank=2, kl_loss_coef=0.1, minibatches=2, update_tokens=64),
     # LoRA: the reference is scale 0.
     case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, update_tokens=64),
     case(7, lora_rank=2, kl_loss_coef=0.1, minibatches=3, steps=2, score_tokens=96,
@@ -69,7 +80,7 @@ SOME = [
 
 def label(c: Case) -> str:
     flags = " ".join(f"{k}={v}" for k, v in c.args)
-    return f"{c.prompts} prompts {c.samples} {c.dtype}{'' if c.tied else ' untied'} {flags}"
+    return f"{c.prompts} prompts {c.samples} {c.dtype} {c.source} {flags}"
 
 
 def run_on(sizes, folder: str, cases: list[Case]) -> dict[int, list]:
@@ -145,7 +156,7 @@ def test_same_update_and_metrics_on_1_2_3_4_ranks(models):
         if outcomes[0].gradients:
             maths = tuple(a for a in c.args if a[0] not in (
                 "update_tokens", "score_tokens", "checkpointing", "cpu_offload"))
-            key = c.prompts, c.samples, c.tied, maths, c.dtype
+            key = c.prompts, c.samples, c.source, maths, c.dtype
             gradient = whole([o.gradients[0] for o in outcomes])
             same_maths = by_maths.setdefault(key, gradient)
             assert difference(gradient, same_maths) <= LIMIT[c.dtype], label(c)

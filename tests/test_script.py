@@ -69,7 +69,8 @@ def test_a_malformed_line_a_missing_column_and_no_such_model(place):
     write(place / "odd.jsonl", [{"quest": "a", "reply": "b"}])
     error = refused(place, "--data", "torn.jsonl", "--eval_data", "odd.jsonl",
                     "--update_tokens", "100")
-    for words in ("torn.jsonl:2", "quest, reply", "(got 100)", "Would work: --update_tokens 768"):
+    for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "(got 100)",
+                  "Would work: --update_tokens 768"):
         assert words in error, (words, error)
     assert "no/such-model" in refused(place, "--model", "no/such-model")
     assert "tiny:sort, tiny:kk" in refused(place, "--model", "tiny:chess")
@@ -84,7 +85,7 @@ def test_a_model_without_a_tokenizer_or_with_too_few_tokens_or_positions(place):
     error = refused(place, "--model", "small", "--data", "nowhere.jsonl")
     assert "64 positions" in error and "nowhere.jsonl" in error
     error = refused(place, "--model", "small")
-    assert "ids below 4 (the largest" in error and "320 ids and weights for 4" in error
+    assert "ids below 4 (the largest" in error
     assert "at most the 64 positions of small" in error
     for path in folder.glob("tokenizer*"):
         path.unlink()   # transformers makes an empty one
@@ -99,7 +100,7 @@ def test_prompts_that_are_all_too_long(place):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--data nowhere.jsonl", "nowhere.jsonl cannot be loaded"),
+    ("--data nowhere.jsonl", "nowhere.jsonl is no file on this machine"),
     ("--bach 3", "Unrecognized options: --bach, 3")])
 def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchrun(
         place, flags, words):
@@ -107,7 +108,7 @@ def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchr
     assert done.returncode != 0 and len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
     printed, summary = done.stderr.split("Root Cause")
     assert words in printed and words in summary and "exitcode  : 2" in summary
-    assert "traceback : dist.SettingsError: " in summary and "line " not in summary
+    assert "traceback : dist.SettingsError: " in summary and ', line ' not in summary
 
 
 # ---- a real run

@@ -27,7 +27,6 @@ from forked import PYTHON
 from rewards import Item, RewardArgs, Score, Scorer, score_samples
 from scoring.replies import messages
 from test_layouts import run
-from test_layouts import same as same_run
 from trainer import batch, model
 from trainer.batch import Batch, Completion, Sample
 
@@ -554,20 +553,6 @@ AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--ma
          "--reward", f"{ROOT}/examples/again.py:right")
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    ran = run(tmp_path_factory.mktemp("one"), *AGAIN)
-    assert all(row["rollout/turns_mean"] > 1.3 for row in ran.rows[:2])
-    assert '"content": "That is wrong (try 1). Try again."}, {"role": "assistant"' in ran.samples[1]
-    return ran
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, flags", [(2, ()), (3, ()), (2, ("--tp", "2"))])
-def test_any_layout_plays_the_same_episodes(tmp_path, one, ranks_each, flags):
-    same_run(run(tmp_path, *AGAIN, *flags, ranks_each=ranks_each), one)
-
-
 @pytest.mark.slow
 def test_a_reply_that_always_ends_changes_nothing(tmp_path):
     """To the bit, in metrics and weights."""
@@ -583,11 +568,11 @@ def test_a_reply_that_always_ends_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path, script):
+def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
+    """ppo.py. test_environments.py has grpo.py, and other layouts."""
     def go(name, faults=""):
         return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
-                       "--steps", "5", *AGAIN, script=script, faults=faults).end()
+                       "--steps", "5", *AGAIN, script="ppo", faults=faults).end()
 
     status, text = go("alone")
     assert status == 0, text

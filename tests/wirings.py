@@ -29,6 +29,8 @@ ADAMW = "grpo group=3 steps=3 max_grad_norm=0.01 weight_decay=0.1 betas=(0.8, 0.
 LORA = "grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 minibatches=2 epochs=2"
 TARGETS = ("grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') "
            "kl_reward_coef=0.2")
+AUX = "grpo group=3 steps=1 experts router_aux_coef=0.3 minibatches=2 epochs=2"
+FREEZE = "grpo group=3 steps=2 experts freeze_router=True checkpointing=True"
 PPO = "ppo group=1 steps=2"
 PPO_MANY = f"ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}"
 PPO_KL = "ppo group=1 steps=1 gamma=0.95 lam=1.0 kl_reward_coef=0.2 minibatches=2 epochs=2"
@@ -133,11 +135,11 @@ WIRINGS = [
     ("grpo.py", "args.kl_loss_coef or args.entropy_coef)", "args.kl_loss_coef)", ENTROPY),
     ("grpo.py", " > 0) | acts", " > 0)", TRUNCATE),
     # ---- grpo.py: the update
-    ("preflight/formulas.py", "\"clip_low\": self.clip_low, \"clip_high\": self.clip_high,",
+    ("preflight/loss_flags.py", "\"clip_low\": self.clip_low, \"clip_high\": self.clip_high,",
      "\"clip_low\": self.clip_high, \"clip_high\": self.clip_low,", GRPO),
-    ("preflight/formulas.py", "\"dual_clip\": self.dual_clip}", "\"dual_clip\": None}", EPOCHS),
+    ("preflight/loss_flags.py", "\"dual_clip\": self.dual_clip}", "\"dual_clip\": None}", EPOCHS),
     ("grpo.py", " or args.loss not in losses.LOSSES", "", IPO),
-    ("grpo.py", "policy_loss = formulas.loss_of(args.loss)",
+    ("grpo.py", "policy_loss = loss_flags.loss_of(args.loss)",
      "policy_loss = losses.clip_loss", GMPO),
     ("grpo.py", "engine_logprobs=engine,", "engine_logprobs=old,", OPSM),
     ("grpo.py", "loss, details = loss * factors, details | found", "details |= found", TRUNCATE),
@@ -233,8 +235,8 @@ WIRINGS = [
     ("losses.py", "\"prompt\": sums[prompts] * (sums > 0).sum()",
      "\"prompt\": sums[prompts] * len(sums)", PROMPT),
     # ---- losses.py, model.py: what both scripts call
-    ("preflight/formulas.py", "\"low\": self.correction_low,", "\"low\": 0.5,", MASK),
-    ("preflight/formulas.py", "\"high\": self.correction_high}", "\"high\": 2.0}", PPO_MASK),
+    ("preflight/loss_flags.py", "\"low\": self.correction_low,", "\"low\": 0.5,", MASK),
+    ("preflight/loss_flags.py", "\"high\": self.correction_high}", "\"high\": 2.0}", PPO_MASK),
     ("grpo.py", "engine_correction(old, engine, m", "engine_correction(engine, old, m", TRUNCATE),
     ("grpo.py", "loss, details = loss * factors, details | found",
      "loss, details = loss * factors.clamp(max=1), details | found", IPO_MASK),
@@ -391,6 +393,32 @@ WIRINGS = [
      "data.py::test_a_template_that_names_no_column_is_refused_by_its_flag"),
     ("chats/targets.py", "if whole[:len(ids)] == ids:", "if True:",
      "sft.py::test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join"),
+    # ---- carry.py
+    ("chats/carry.py", "self.ready()[:self.args.batch]", "self.ready()[-self.args.batch:]",
+     "carry.py::test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended"),
+    ("chats/carry.py", "prompt.position, i, *begun)", "prompt.position, i)",
+     "carry.py::test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended"),
+    ("chats/carry.py", "min(self.flags.carry_tokens, a.max_tokens - len(c.ids))",
+     "self.flags.carry_tokens",
+     "carry.py::test_a_completion_never_has_more_than_max_tokens_and_is_then_truncated"),
+    ("chats/carry.py", "np.full(len(more.ids), step, np.int32)",
+     "np.full(len(more.ids), 0, np.int32)",
+     "carry.py::test_metrics_are_those_of_the_trained_tokens"),
+    ("chats/carry.py", "c.truncated = more.truncated", "pass",
+     "carry.py::test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended"),
+    ("chats/carry.py", "\"started\": group.started,", "\"started\": 0,",
+     "carry.py::test_what_is_in_flight_comes_back_from_a_checkpoint"),
+    ("chats/carry.py", "step - group.started >= age", "step - group.started > age",
+     "carry.py::test_nothing_is_dropped_and_a_step_waits_for_what_is_too_old"),
+    ("keeping/run.py", "state |= self.carry.state()", "pass",
+     "run.py::test_what_is_in_flight_is_saved_and_comes_back"),
+    ("keeping/run.py", "self.carry.restore(state, self.inputs.rows)", "pass",
+     "run.py::test_what_is_in_flight_is_saved_and_comes_back"),
+    ("preflight/same_policy.py", "torch.from_numpy(c.steps == step)",
+     "torch.ones(c.tokens, dtype=torch.bool)",
+     "carry.py::test_the_engine_is_compared_where_it_has_the_policy_of_now"),
+    ("preflight/plan.py", "most = max(self.in_flight * a.group", "most = max(full * a.group",
+     "carry.py::test_the_plan_knows_what_is_in_flight"),
     # ---- preflight
     ("preflight/inputs.py", 'load("eval_data", 0)', 'load("eval_data", args.seed)',
      "plan.py::test_held_out_rows_do_not_depend_on_the_seed"),
@@ -401,6 +429,28 @@ WIRINGS = [
     ("preflight/worst_case.py",
      "world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()",
      "list(peaks.values())", "memory.py::test_the_worst_case_leaves_everything_as_it_was"),
+    # ---- experts.py
+    ("trainer/experts.py", "weights / weights.sum(-1, keepdim=True)", "weights", AUX),
+    ("trainer/experts.py", "router_aux_coef * counts.shape[1]", "router_aux_coef", AUX),
+    ("trainer/experts.py", "p.index_select(0, source) @", "p @", AUX),
+    ("trainer/experts.py", "block.gate.weight.requires_grad_(False)", "pass", FREEZE),
+    ("trainer/experts.py", "counts = self.world.sum(self.counts.cpu().double())",
+     "counts = self.counts.cpu().double()",
+     "same_update.py::test_same_update_and_metrics_on_1_2_3_4_ranks"),
+    ("trainer/experts.py", "samples[owner].completion.routes[:prompt]",
+     "samples[row].completion.routes[:prompt]",
+     "same_update.py::test_same_update_and_metrics_on_1_2_3_4_ranks"),
+    ("trainer/experts.py", "prompt:prompt + completion - 1", "prompt + 1:prompt + completion",
+     "experts.py::test_recorded_routes_change_no_bit_and_other_routes_change_their_tokens"),
+    ("trainer/experts.py", "-torch.xlogy(f, f).sum(1)", "torch.xlogy(f, f).sum(1)",
+     "experts.py::test_the_load_of_a_layer"),
+    ("rollout.py", "routes=output.routed_experts", "routes=None",
+     "experts.py::test_the_engine_is_asked_for_its_experts"),
+    ("rollout.py", "enable_return_routed_experts=routes", "enable_return_routed_experts=False",
+     "experts.py::test_the_engine_is_asked_for_its_experts"),
+    ("keeping/run.py", "routes=args.expert_args.replay_routing", "routes=False",
+     "experts.py::test_a_run_asks_its_engine_for_them"),
+    # ---- worst_case.py
     ("preflight/worst_case.py", "a.temperature, a.divergence) as", "a.temperature, \"none\") as",
      "distill.py::test_the_worst_case_has_the_divergence_too"),
     # ---- keeping

@@ -31,6 +31,7 @@ class Completion:
     turns: list[dict] | None = None  # messages; None: one turn
     failed: bool = False  # its reply failed
     steps: np.ndarray | None = None  # (T,) int32, of --carry: the step whose policy sampled it
+    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): the experts of each token
 
     def __post_init__(self):
         if self.sampled is None:

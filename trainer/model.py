@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from dist import SettingsError, World
-from trainer import lora, packing
+from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.logprobs import hidden_alone, recomputed, token_logprobs
 from trainer.lora import LoraArgs
@@ -26,11 +26,13 @@ from trainer.lora import LoraArgs
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares each with the engine and transformers.
-FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral olmo2 phi phi3
-    qwen2 qwen3 smollm3 stablelm""".split()
+FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral mixtral olmo2
+    olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm""".split()
 UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
     "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
+    "olmoe": ["clip_qkv", "norm_topk_prob"],
     "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
+    "qwen3_moe": ["use_sliding_window", "mlp_only_layers"],
     "stablelm": ["use_parallel_residual", "qk_layernorm"]}
 
 
@@ -96,7 +98,8 @@ def config_of(folder: str, flag: str = "model"):
             (f"architecture {classes}", classes != [CLASSES.get(kind)] * len(classes)),
             ("quantized weights", hasattr(config, "quantization_config")),
             (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
-            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ()))):
+            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ())),
+            *experts.unserved(config)):
         if wrong:
             raise SettingsError(
                 f"--{flag} {folder} has {what}, which is not supported. Would work: a plain causal "
@@ -112,6 +115,7 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
         lm = AutoModelForCausalLM.from_config(
             config_of(folder, flag), dtype=dtype, attn_implementation="packed")
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
+    experts.put_in(lm)
     return lm
 
 
@@ -124,14 +128,13 @@ def names_in_files(lm, folder: str) -> dict[str, str]:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
-    for name, p in lm.named_parameters():
-        if lora.is_adapter(name):
-            continue
+    own = [(name, p) for name, p in lm.named_parameters() if not lora.is_adapter(name)]
+    for name, shape in experts.shapes(lm, own).items():
         tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
         found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
-        if (there := shapes.get(found[name])) != list(p.shape):
+        if (there := shapes.get(found[name])) != shape:
             raise SettingsError(f"--model {folder}: by config.json {name} has the shape "
-                                f"{list(p.shape)}; the *.safetensors have {there or 'none'}.")
+                                f"{shape}; the *.safetensors have {there or 'none'}.")
     return found
 
 
@@ -168,9 +171,8 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
                 p._is_hf_initialized = True  # left alone
             lm._init_weights(module)
     lora.start(lm, seed)
-    weights = dict(lm.named_parameters())
-    dcp.load({there: weights[name]  # it converts dtypes
-              for name, there in names_in_files(lm, folder).items()},
+    weights, names = experts.on_this_rank(lm), names_in_files(lm, folder)
+    dcp.load({names[name]: p for name, p in weights.items() if name in names},  # converts dtypes
              storage_reader=dcp.HuggingFaceStorageReader(folder))  # each rank reads its part
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
@@ -266,7 +268,9 @@ class LogprobModel(nn.Module):
         """transformers' own forward of ids (L,), at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         self.lm.set_attn_implementation("eager" if capped else "sdpa")
-        logits = self.lm(input_ids=ids.unsqueeze(0), use_cache=False, logits_to_keep=keep).logits
+        with experts.as_in_transformers(self.lm):
+            logits = self.lm(
+                input_ids=ids.unsqueeze(0), use_cache=False, logits_to_keep=keep).logits
         self.lm.set_attn_implementation("packed")
         return logits[0]
 
@@ -295,6 +299,7 @@ class Trained:
         if next(module.parameters()).device.type == "cpu":  # it is on the host already
             self.moving = ()
         self.max_grad_norm = args.max_grad_norm or math.inf
+        self.metrics: dict[str, float] = {}  # of the last update, if it has experts
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
                                            weight_decay=args.weight_decay, fused=True)
@@ -341,6 +346,8 @@ class Policy(Trained):
         self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
         if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
             self.left_out.add("lm_head.weight")
+        if experts.blocks(lm):
+            self.weights = partial(experts.one_by_one, lm, self.weights)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
         """log π and entropy of each completion token: (b, t) each. formula: see teacher.py."""
@@ -369,6 +376,17 @@ class Policy(Trained):
                 value = self.adapted[name].merged(device)
             if name not in self.left_out:
                 yield name, whole(value.to(device, to))
+
+
+class RoutedPolicy(experts.Routed, Policy):
+    """A policy with experts: its first argument is experts.ExpertArgs."""
+
+
+def policy_of(args, module, *others) -> Policy:
+    """args: of the script."""
+    if experts.blocks(module.lm):
+        return RoutedPolicy(args.expert_args, module, *others)
+    return Policy(module, *others)
 
 
 class Critic(Trained):

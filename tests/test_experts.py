@@ -1,0 +1,214 @@
+"""experts.py: the layer is its equation, and routes that were recorded are those that are used."""
+import copy
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import families
+import grpo
+import learning
+import reference
+import rollout
+from dist import World
+from keeping import run
+from keeping.export import export_model
+from preflight import memory, plan, rules
+from ranks import results
+from trainer import experts, lora, model
+from trainer.batch import Batch
+
+KINDS = ("Mixtral", "OLMoE", "Qwen3-MoE")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("experts"))
+    for name in KINDS:
+        families.make(name, f"{path}/{name}")
+    return path
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_mixture_is_its_equation(folder, name, dtype, limit):
+    lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=dtype)
+    x, found = torch.randn(1, 40, 64, dtype=dtype), []
+    experts.put_in(lm)
+    for naive in (False, True):
+        mine = copy.deepcopy(experts.blocks(lm)[1])
+        normed = getattr(mine.gate, "norm_topk_prob", True)
+        y = reference.mixture(mine, x, normed) if naive else mine(x)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in mine.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= limit * theirs.norm()
+
+
+def test_experts_that_no_token_uses_have_a_gradient_of_0():
+    x = torch.randn(3, 8, dtype=torch.float32)
+    gate_up, down = (torch.randn(5, *size, requires_grad=True) for size in ((8, 8), (8, 4)))
+    experts.each_expert(x, torch.tensor([[1, 3]] * 3), gate_up, down).sum().backward()
+    for p in (gate_up, down):
+        assert [bool(g.any()) for g in p.grad] == [False, True, False, True, False]
+
+
+def built(world, folder: str, **options):
+    args = learning.arguments(**options)
+    adapters = args.lora_args if args.lora_args.lora_rank else None
+    module = model.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
+    return model.policy_of(args, module, world, args.model_args, args.optimizer_args)
+
+
+def exported(world, folder: str) -> list[str]:
+    """The names that the engine gets; the model is exported."""
+    policy = built(world, folder)
+    export_model(policy, folder, f"{folder}-out")
+    return [name for name, _ in policy.weights(torch.float32)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_engine_and_export_have_a_checkpoints_names(folder, name):
+    path = f"{folder}/{name}"
+    names = results(3, exported, path)[0]  # 8 experts on 3 ranks
+    ours, theirs = (load_file(f"{p}/model.safetensors") for p in (f"{path}-out", path))
+    assert ours.keys() == theirs.keys() == {*names}
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def scores(policy, batch) -> torch.Tensor:
+    return batch.score(policy.world, 60, "score", lambda m: policy.logprobs(m, 1.0)[0])
+
+
+def replayed(world, folder: str) -> tuple:
+    """Log-probs with the policy's own routes; with them replayed; with others."""
+    batch, policy = Batch(learning.fabricate("plain", 3)), built(world, folder, replay_routing=True)
+    own, seen = scores(policy, batch), {}
+    for sample in batch.samples:  # each row alone
+        alone = Batch([sample])
+
+        def note(layer, p, chosen):
+            seen[layer] = chosen
+
+        policy.routing.watch = note
+        with torch.no_grad():
+            micro, = alone.micros(world, [0], 60, "score")
+            policy.module(micro.inputs, micro.source, micro.targets, 1.0, "none")
+            policy.module.reshard()
+        sample.completion.routes = np.stack([seen[layer].numpy() for layer in range(2)], 1)
+    policy.routing.watch = None
+    again = scores(policy, batch)
+    changed = copy.deepcopy(batch)
+    last = changed.samples[-1].completion
+    last.routes[-1] = (last.routes[-1] + 1) % 5  # of its last token that is an input
+    return own, again, scores(policy, changed), batch.spans[-1]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("models"))
+    results(1, learning.make_models, path)
+    return f"{path}/experts"
+
+
+def test_recorded_routes_change_no_bit_and_other_routes_change_their_tokens(models):
+    own, again, changed, span = results(1, replayed, models)[0]
+    assert torch.equal(own, again)
+    moved = (changed - own).abs() > 1e-6
+    assert moved.nonzero().flatten().tolist() == [span.stop - 1]
+
+
+def missing(world, folder: str) -> str:
+    samples, args = learning.fabricate("plain", 2), learning.arguments(replay_routing=True)
+    policy = built(world, folder, replay_routing=True)
+    with pytest.raises(RuntimeError) as caught:
+        grpo.learn(args, world, policy, samples, lr=1e-3)
+    return str(caught.value)
+
+
+def test_an_engine_that_tells_no_experts_ends_the_run(models):
+    assert "did not tell its experts" in results(1, missing, models)[0]
+
+
+def test_the_engine_is_asked_for_its_experts(monkeypatch):
+    """vLLM tells them on a GPU alone: here its part is a stub."""
+    given, stub = {}, ModuleType("vllm")
+
+    class Llm:
+        def __init__(self, folder, **options):
+            given.update(options)
+
+        def apply_model(self, function):
+            pass
+
+    stub.LLM = Llm
+    monkeypatch.setitem(__import__("sys").modules, "vllm", stub)
+    monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
+    for routes in (True, False):
+        rollout.Engine(
+            "folder", World(0, 1, 0, 1, torch.device("cpu"), None, 1.0), rollout.EngineArgs(),
+            tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
+            kv_cache=0, log=None, trained=[], routes=routes)
+        assert given["enable_return_routed_experts"] == routes
+    routes = np.zeros((5, 2, 2))
+    found = rollout.completion_of(SimpleNamespace(
+        token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
+        routed_experts=routes))
+    assert found.routes is routes
+
+
+def test_a_run_asks_its_engine_for_them(monkeypatch):
+    given, it = {}, MagicMock()
+    monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
+    monkeypatch.setattr(run, "eos_ids", lambda *_: [])
+    run.Run.build_engine(it)
+    assert given["routes"] is it.args.expert_args.replay_routing
+
+
+def test_the_load_of_a_layer():
+    """Even, and one expert alone: entropy / log E is 1 and 0."""
+    even = experts.load_metrics(torch.tensor([[2.0, 2, 2, 2], [8, 0, 0, 0]]))
+    assert even == {"router/largest_mean": 0.625, "router/largest_worst": 1.0,
+                    "router/entropy_mean": 0.5, "router/entropy_worst": 0.0}
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(lora_rank=4, lora_targets=("gate_proj",)), "must be all-linear or some of q_proj k_proj "
+     "v_proj o_proj (got gate_proj; experts take no adapters). Would work: --lora_targets"),
+    (dict(lora_rank=4, router_aux_coef=0.1), "--router_aux_coef is for routers that are trained"),
+    (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
+    (dict(freeze_router=True, router_aux_coef=0.1), "and --freeze_router keeps them. Would work"),
+    (dict(router_aux_coef=-1.0), "--router_aux_coef must be at least 0"),
+    (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
+    (dict(freeze_router=True), None), (dict(replay_routing=True), None)])
+def test_refusals(folder, flags, words):
+    shape = memory.shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))
+    args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
+    found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
+    assert len(found) == bool(words) and (not words or words in found[0]), found
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("router_aux_coef", 0.1), ("freeze_router", True), ("replay_routing", True)])
+def test_a_dense_model_has_no_router(flag, value):
+    args = plan.changed(grpo.Args(), lr=1e-3, **{flag: value})
+    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
+    assert len(found) == 1 and found[0].startswith(f"--{flag} needs a model with experts.")
+
+
+def test_adapters_are_in_the_attention_alone(folder):
+    lm = model.skeleton(f"{folder}/Mixtral")
+    lora.put_in(lm, lora.LoraArgs(4), torch.float32)
+    names = {name.split(".")[3] for name, p in lm.named_parameters() if p.requires_grad}
+    assert names == {"self_attn"}
+
+
+def test_the_plan_counts_all_parameters_and_those_of_a_token():
+    """As its card says: 30.5B in total and 3.3B activated."""
+    shape = memory.shape_of("Qwen/Qwen3-30B-A3B")
+    assert shape.params == 30_532_122_624
+    assert shape.params - shape.layers * shape.mixture.idle == 3_353_032_704
