@@ -61,7 +61,7 @@ ROWS = [
         "dist.py::test_collectives[3]",
         "len(dist.World(0, 3, 0, 3, None, None, 1.0).mine([0] * 8))",
         "8 completions on 3 ranks: rank 0 has {} → {}"),
-    Row("dist.py", "micros += [[]] * (rounds * ranks - len(micros))", "micros = micros or [[]]",
+    Row("dist.py", "pad_to_multiple(micros or [[]], rounds * ranks, [])", "micros or [[]]",
         "dist.py::test_balance_of_nothing_and_of_less_than_one_row_a_rank",
         "[len(lane) for lane in balance([(i, 4, 4) for i in range(2)], 4, 99)]",
         "micro-batches of 4 ranks for 2 rows: {} → {}"),
