@@ -1,12 +1,16 @@
-"""The engine's decode steps of a trained step, with and without --carry: lengths that are drawn.
+"""What --carry saves: the engine's decode steps of a trained step.
 
-    python bench/carry.py               all rows of the table in bench/RESULTS.md: 4 minutes
+    python bench/carry.py               lengths that are drawn: the first table of bench/RESULTS.md
     python bench/carry.py --steps 20    quicker, and less exact
+    python bench/carry.py --train       grpo.py on knights and knaves, five seeds: the second table
 
-It plays the shipped chats/carry.py with an engine that samples nothing. In a decode step each
-completion of an engine grows by one token, so a round takes as many as its longest one grows.
+The first plays the shipped chats/carry.py with an engine that samples nothing. In a decode step
+each completion of an engine grows by one token, so a round takes as many as its longest one grows.
 """
 import argparse
+import json
+import os
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from chats.carry import Carry, CarryArgs  # noqa: E402
+from tools.compare import paired_t  # noqa: E402
 from trainer.batch import Completion  # noqa: E402
 
 JOBS = [(1500, 0.8, 8192), (1500, 1.0, 16384), (4000, 1.0, 32768)]  # median, sigma, --max_tokens
@@ -70,12 +75,68 @@ def played(job, carry: float, tokens: int, steps: int, seed: int = 0):
             max(row["carry/age_max"] for row in found))
 
 
+JOB = ("--model tiny:kk --data tiny:kk --reward kk01 --eval_data tiny:kk@test --steps 40 "
+       "--batch 16 --group 4 --lr 1e-4 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 128 "
+       "--engine_correction truncate --no-export --no-report --samples_every 1").split()
+SEEDS = range(5)
+
+
+def trained(carry: float, seed: int) -> dict[str, float]:
+    """One run of grpo.py on one rank → its figures. A finished one is not run again."""
+    folder = Path("runs", f"carry-{carry}-{seed}")
+    clock = folder / "seconds.json"
+    if not clock.exists():
+        command = [sys.executable, "grpo.py", *JOB, "--carry", str(carry), "--carry_tokens", "16",
+                   "--seed", str(seed), "--name", folder.name, "--no-resume"]
+        print(*command, flush=True)
+        before = os.times()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL,
+                       env=os.environ | {"OMP_NUM_THREADS": "1"})
+        after = os.times()
+        clock.write_text(json.dumps(after.children_user + after.children_system
+                                    - before.children_user - before.children_system))
+    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    steps = [row for row in rows if "eval/rows" not in row]
+    longest = [max(json.loads(line)["tokens"] for line in open(path))
+               for path in sorted(folder.glob("samples/step_*.jsonl"))]
+    decoded = [row.get("rollout/decode_steps", most)
+               for row, most in zip(steps, longest, strict=True)]
+    return {"decode steps": np.mean(decoded[4:]), "cpu": json.loads(clock.read_text()),
+            "seconds": np.median([row["time/step"] for row in steps[4:]]),
+            "rollout": np.median([row["time/rollout"] for row in steps[4:]]),
+            "old": np.mean([row.get("carry/old_tokens_frac", 0.0) for row in steps[4:]]),
+            "tokens": sum(row["rollout/tokens"] for row in steps),
+            "before": rows[0]["eval/pass@1"], "after": rows[-1]["eval/pass@1"]}
+
+
+def train_table() -> None:
+    """Means over the seeds. The last column is the mean difference to C = 0, paired by the seed,
+    with its 95 % interval."""
+    found = {carry: [trained(carry, seed) for seed in SEEDS] for carry in (0.0, 0.5, 1.0)}
+    print("| C | decode steps | seconds a step | of it rollout | CPU seconds a run | old tokens | "
+          "trained tokens | held-out, before and after | difference |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for carry, runs in found.items():
+        mean = {name: np.mean([run[name] for run in runs]) for name in runs[0]}
+        gains = [run["after"] - alone["after"]
+                 for run, alone in zip(runs, found[0.0], strict=True)]
+        low, high = paired_t(gains)
+        print(f"| {carry} | {mean['decode steps']:.1f} | {mean['seconds']:.2f} | "
+              f"{mean['rollout']:.2f} | {mean['cpu']:.0f} | {mean['old']:.2f} | "
+              f"{mean['tokens']:,.0f} | {mean['before']:.3f} → {mean['after']:.3f} | "
+              f"{np.mean(gains):+.3f} ({low:+.3f} to {high:+.3f}) |")
+
+
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__,
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--steps", type=int, default=50)
     flags.add_argument("--tokens", type=int, default=512, help="of a round")
+    flags.add_argument("--train", action="store_true")
     options = flags.parse_args()
+    if options.train:
+        train_table()
+        return
     print("| median | σ | limit | C | decode steps | gain | age, mean | most |")
     print("|---|---|---|---|---|---|---|---|")
     for job in JOBS:

@@ -7,10 +7,10 @@ ceil(P·(1 + C)) prompts are in flight. In a round each unfinished completion ge
 --carry_tokens tokens. A prompt is ready when its G completions have ended. When P prompts are
 ready, the step trains on the P of them that started first. The others stay in flight.
 
-All of this is computed from the list of completions, which is the same on every rank: no clock is
-read, and no rank decides alone. To go on, the engine gets the prompt and the tokens so far as one
-prompt. Each token keeps the log-prob and the step of the policy that sampled it.
-Partial rollouts: https://arxiv.org/abs/2501.12599 (Kimi k1.5), https://arxiv.org/abs/2509.18521
+All of this follows from the list of completions, the same on every rank: no rank decides alone. To
+go on, the engine gets the prompt and the tokens so far as one prompt. Each token keeps the log-prob
+and the step of the policy that sampled it.
+Partial rollouts: https://arxiv.org/abs/2501.12599, https://arxiv.org/abs/2509.18521
 """
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class CarryArgs:
     """A step waits for a prompt that started this many steps ago. 0: for none."""
 
 
-@dataclass
+@dataclass(eq=False)  # a group is itself
 class Group:
     """A prompt in flight with its G completions, which may not have ended."""
     prompt: Prompt
@@ -52,8 +52,8 @@ def ended(c: Completion, max_tokens: int) -> bool:
 
 
 def nothing_yet() -> Completion:
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), truncated=True,
-                      steps=np.zeros(0, np.int32))
+    none = np.zeros(0, np.int32)
+    return Completion(none, none.astype(np.float32), truncated=True, steps=none)
 
 
 class Carry:
@@ -71,8 +71,8 @@ class Carry:
         while len(self.ready()) < self.args.batch or self.too_old(step):
             self.round(step)
         taken = self.ready()[:self.args.batch]
-        left = {id(group) for group in self.flight} - {id(group) for group in taken}
-        self.flight = [group for group in self.flight if id(group) in left]
+        for group in taken:
+            self.flight.remove(group)
         return [Sample(group.prompt, c) for group in taken for c in group.completions]
 
     def fill(self, step: int):
@@ -88,9 +88,8 @@ class Carry:
 
     def too_old(self, step: int) -> bool:
         """--carry_age: is a group unfinished that the step must wait for?"""
-        age, most = self.flags.carry_age, self.args.max_tokens
-        return age > 0 and any(
-            step - group.started >= age and not group.ready(most) for group in self.flight)
+        age, waits = self.flags.carry_age, [g for g in self.flight if g not in self.ready()]
+        return age > 0 and any(step - group.started >= age for group in waits)
 
     def round(self, step: int):
         """Each unfinished completion gets at most --carry_tokens more. A collective."""
@@ -113,8 +112,9 @@ class Carry:
         self.decode_steps += max(len(more.ids) for more in new)
 
     def seed(self, prompt: Prompt, i: int, tokens: int) -> int:
-        """Of completion i behind its first `tokens`: the same stream must not begin again."""
-        begun = [tokens] if tokens else []  # without a token: the seed of a run without --carry
+        """Of completion i behind its first `tokens`. Without any it is that of a run without
+        --carry. Later ones differ: else the same random numbers would come again."""
+        begun = [tokens] if tokens else []
         return hash_seed(self.args.seed, "train", prompt.position, i, *begun)
 
     def metrics(self, samples: list[Sample]) -> dict[str, float]:
