@@ -123,8 +123,7 @@ class Carry:
         ages = step - np.concatenate([s.completion.steps for s in samples])  # of tokens
         oldest = np.array([step - s.completion.steps[0] for s in samples])
         found = {"carry/age_mean": float(oldest.mean()), "carry/age_max": int(oldest.max()),
-                 "carry/token_age_mean": float(ages.mean()),
-                 "carry/token_age_max": int(ages.max()),
+                 "carry/token_age_mean": float(ages.mean()), "carry/token_age_max": int(ages.max()),
                  "carry/old_tokens_frac": float((ages > 0).mean()),
                  "carry/in_flight": len(self.flight) * self.args.group,
                  "rollout/decode_steps": self.decode_steps}
