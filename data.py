@@ -14,7 +14,6 @@ import numpy as np
 from jinja2 import TemplateError
 
 from dist import SettingsError
-from examples import countdown
 from scoring.replies import is_message
 from scoring.verifiers import last_boxed
 
@@ -169,14 +168,10 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         raise SettingsError(
             f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
             f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
-    different = len({row.prompt for row in kept})
-    report = (
+    return kept, (
         f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
         f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
-        f"{len(raw) - len(rows)} empty; duplicates (kept): {len(kept) - different}")
-    if different == 1 < len(kept):
-        report += "; all prompts are the same text: does the chat template use the messages?"
-    return kept, report
+        f"{len(raw) - len(rows)} empty")
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
@@ -261,16 +256,11 @@ def read_json(text: str) -> list[dict]:
 def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    rows = []
-    try:
-        for row in reader:
-            if len(row) != len(reader.fieldnames) or None in row.values():
-                raise ValueError(f"line {reader.line_num} does not fit the first line")
-            rows.append({name: cell or None for name, cell in row.items()})
-    except csv.Error as error:
-        raise ValueError(f"line {reader.reader.line_num}: {error}; is a quotation mark never "
-                         f"closed?") from None
+    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
+    for row in reader:
+        if len(row) != len(reader.fieldnames) or None in row.values():
+            raise ValueError(f"line {reader.line_num} does not fit the first line")
+        rows.append({name: cell or None for name, cell in row.items()})
     return rows
 
 
@@ -290,13 +280,11 @@ def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") 
     there, template = not_null(columns), args.prompt_template
     if columns.keys() & {*PROMPTS}:
         prompt = next((there[name] for name in PROMPTS if name in there), "")
-    elif {"nums", "target"} <= there.keys():
-        prompt = countdown.PROMPT.format(**there)
     elif template is not None:
         prompt, template = fill_template(template, there, flag), None
     else:
         raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
-                            f"{', '.join(PROMPTS)}, nums and target, or --prompt_template.")
+                            f"{', '.join(PROMPTS)}, or --prompt_template.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(map(is_message, messages)):
         raise SettingsError('the prompt must be text or a list of {"role": text, "content": text}, '
@@ -317,8 +305,6 @@ def answer_of(columns: dict):
     verl = there.get("reward_model")
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
         return verl["ground_truth"]
-    if {"nums", "target"} <= there.keys():
-        return {"target": there["target"], "numbers": there["nums"]}
     column = next((name for name in ANSWERS if name in there), None)
     answer = there.get(column)
     box = last_boxed(answer) if column == "solution" and isinstance(answer, str) else None

@@ -128,9 +128,7 @@ class Engine:
         with self.log.phase("sync"):
             if self.on_gpu:
                 self.make_room()
-            adapter = None
-            if self.adapter:
-                adapter = lora.tensors(policy.module.lm, self.world.device)
+            adapter = lora.tensors(policy.module.lm, self.world.device) if self.adapter else None
             self.load(policy.weights(self.dtype, merge=not self.adapter), adapter)
         yield
         if self.on_gpu:

@@ -1,18 +1,11 @@
-"""Countdown: reach a number from others with + - * /. A row has the columns nums and target.
-
-    python grpo.py --data Jiayi-Pan/Countdown-Tasks-3to4 --reward countdown ...
+"""Countdown: reach a number from others with + - * /. A row has the columns nums and target. The
+--prompt_template that asks for it is in docs/use/recipes.md.
 """
 import re
 from collections import Counter
 from fractions import Fraction
 
 from scoring.verifiers import last_answer
-
-# https://github.com/Jiayi-Pan/TinyZero/blob/main/examples/data_preprocess/countdown.py
-PROMPT = """Using the numbers {nums}, create an equation that equals {target}. \
-You can use basic arithmetic operations (+, -, *, /) and each number can only be used once. \
-Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, \
-for example <answer> (1 + 2) / 3 </answer>."""
 
 
 def countdown(completion, target, nums=None, numbers=None, **row):

@@ -37,7 +37,6 @@ CASES = {
     "Qwen3": ("qwen3", dict(head_dim=64), "q and k are normalized"),
     "Phi": ("phi", dict(num_key_value_heads=2), "the head has a bias"),
     "Phi3": ("phi3", {}, "q, k and v are one matrix"),
-    "StableLM": ("stablelm", dict(use_qkv_bias=True), "rotates a part of each head"),
     "SmolLM3": ("smollm3", dict(no_rope_layers=[1, 0]), "layers without rotation"),
     "Gemma": ("gemma", dict(head_dim=64), "scales its embeddings"),
     "Gemma 2": ("gemma2", dict(head_dim=64, sliding_window=64, query_pre_attn_scalar=40,

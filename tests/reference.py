@@ -376,19 +376,15 @@ def minibatches(args, step: Step) -> list[list[int]]:
 def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
     """One step of grpo.py → metrics. reference: the starting model, or None."""
     step = before_update(policy, reference, completions, fates(args, completions))
-    step.advantages, terms, norms, with_grad = grpo_advantages(args, step), [], [], 0
+    step.advantages, terms, norms = grpo_advantages(args, step), [], []
     policy.counts = []
     for rows in minibatches(args, step):
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, name_of(args.loss),
                                        args.kl_loss_coef))
-        # These act also where the advantage is 0; a loss of a file may.
-        acts = bool(args.kl_loss_coef or args.entropy_coef) or ".py:" in args.loss
-        with_grad += sum(acts or any(step.advantages[i]) for i in rows)
     return policy_metrics(args, step, terms, norms) | router_metrics(policy) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),
-        "batch/dropped_overlong": step.fates.count("overlong"), "batch/with_grad": with_grad,
-        "batch/without_grad": sum(map(len, minibatches(args, step))) - with_grad, "lr": lr}
+        "batch/dropped_overlong": step.fates.count("overlong"), "lr": lr}
 
 
 def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: float,
@@ -411,9 +407,7 @@ def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: floa
         if lr:
             norms.append(update_policy(args, policy, step, rows, lr, terms))
     metrics = policy_metrics(args, step, terms, norms) | weighted_means(critic_terms) | {
-        "critic/grad_norm": mean(critic_norms), "lr": lr, "critic/lr": critic_lr,
-        "batch/with_grad": sum(map(len, minibatches(args, step))) if lr else 0,
-        "batch/without_grad": 0}
+        "critic/grad_norm": mean(critic_norms), "lr": lr, "critic/lr": critic_lr}
     if reference is not None:
         kl = [x for i in step.trained() for x in step.kl(i)]
         metrics |= {"policy/kl": mean(kl), "policy/kl_coef": kl_coef}

@@ -37,7 +37,6 @@ def sft(args, policy: Model, completions: list[Completion], lr: float) -> dict[s
         "batch/prompts": len(completions), "batch/trained": fates.count("trained"),
         "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in completions),
         "batch/learned_tokens": sum(sum(c.sampled) for c in completions),
-        "batch/with_grad": sum(map(len, minibatches(args, step))), "batch/without_grad": 0,
         "update/steps": len(norms), "update/skipped": minibatches(args, step).count([])}
 
 
@@ -88,11 +87,9 @@ def distill(args, policy: Model, teacher: Model, completions: list[Completion],
             if total.requires_grad:  # else a bound cuts every token
                 total.backward()
         norms.append(policy.step(lr))
-    learned = [args.divergence != "none" or any(A) for A in step.advantages]
     metrics = {name: value for name, value in policy_metrics(args, step, terms, norms).items()
                if "dropped" not in name}
-    return metrics | {"batch/with_grad": args.epochs * sum(learned), "lr": lr,
-                      "batch/without_grad": args.epochs * (len(learned) - sum(learned))}
+    return metrics | {"lr": lr}
 
 
 def distill_losses(args, policy: Model, step: Step, i: int, theirs) -> list[dict]:

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 from data import DataArgs, Row, Stream, read
 from dist import SettingsError
-from examples import countdown, reasoning_gym_tasks, tiny
+from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
 from trainer.teacher import add_teacher_prompts
 
@@ -97,17 +97,11 @@ VERL = {"prompt": [SYSTEM, user("1+1?")], "data_source": "openai/gsm8k", "answer
     ({"prompt": [user("1+1?"), {"role": "assistant", "content": "Let me see: <think>"}]},
      chat("1+1?") + "Let me see: <think>", None),  # the model goes on
     (VERL, "<|im_start|>system\nBe brief.<|im_end|>\n" + chat("1+1?"), "2"),
-    ({"nums": [44, 19, 35], "target": 98}, chat(countdown.PROMPT.format(
-        nums="[44, 19, 35]", target=98)), {"target": 98, "numbers": [44, 19, 35]}),
-    ({"nums": [1, 2], "target": 3, "prompt": "Make 3."}, chat("Make 3."),
-     {"target": 3, "numbers": [1, 2]}),
     ({"prompt": chat("finished") + "<think>"}, chat("finished") + "<think>", None),
     *(({"problem": "x", **columns}, chat("x"), answer) for columns, answer in [
         ({"solution": r"so \boxed{1}, or rather $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
         ({"solution": r"so \boxed{1}", "answer": "3"}, "3"),
-        ({"solution": r"so \boxed{1}", "answer": None}, "1"),
-        ({"solution": "no box"}, "no box"), ({"solution": r"empty \boxed{}"}, ""),
-        ({"solution": r"cut off \boxed{\frac{1}{2}"}, r"cut off \boxed{\frac{1}{2}"),
+        ({"solution": r"so \boxed{1}", "answer": None}, "1"), ({"solution": "no box"}, "no box"),
         ({"ground_truth": [1, 2]}, [1, 2]), ({"answer": None}, None), ({}, None),
         ({"answer": float("nan")}, None)]),  # what pandas writes for no answer
 ])
@@ -191,7 +185,7 @@ def test_prompt_template_keeps_other_braces():
 @pytest.mark.parametrize("row, template, asked", [
     *((row, "Think.\\n{%s}" % name, "Think.\\nq") for name in ("question", "prompt")
       for row in (QA, {"problem": "q", "answer": 2}, {"prompt": "q"}, {"prompt": [user("q")]})),
-    ({"text": "good film", "target": "positive"}, "Mood of: {text}", "Mood of: good film")])
+    ({"nums": [1, 2], "target": 3}, "Make {target} of {nums}.", "Make 3 of [1, 2].")])
 def test_prompt_template_takes_any_column_and_either_name_of_the_prompt(row, template, asked):
     assert prompt(row, template=template) == chat(asked)
 
@@ -228,7 +222,7 @@ def test_a_tokenizer_without_a_template_and_one_that_refuses():
 
 # ---- What is left out
 
-def test_long_empty_and_duplicate_prompts_are_counted():
+def test_long_and_empty_prompts_are_counted():
     texts = ["a", "x" * 500, "  \n", "a", "", "b", None, "a"]
     rows, report = load_rows(*({"question": text, "answer": "1"} for text in texts),
                              {"prompt": []}, {"prompt": [user(" ")]}, limit=100)
@@ -236,7 +230,7 @@ def test_long_empty_and_duplicate_prompts_are_counted():
     n = len(TOKENIZER(chat("a"))["input_ids"])
     assert report == (
         f"{rows[0].source}: 4 of 10 prompts kept, {n} to {n} tokens; left out: 1 longer than 100 "
-        f"tokens, 5 empty; duplicates (kept): 2")
+        f"tokens, 5 empty")
     # The template's own words do not make a question of nothing.
     _, unasked = load_rows({"prompt": ""}, {"prompt": "q"}, template="Solve: {question}")
     assert " 1 empty" in unasked
@@ -261,21 +255,17 @@ def test_no_prompt_left():
     ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "Expecting ',' delimiter: line 4 column 1"),
     ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "can't decode byte 0xff in position 16"),
     ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "RecursionError: "),
-    ("a.jsonl", b'{"a": 1' + b"0" * 5000 + b"}", "digits"),
     ("a.jsonl", b'{"a": 1}\nnull\n', "row 1 (counted from 0) is not a JSON object"),
     ("a.json", b'[{"a": 1},\n {"a" 2}]', "Expecting ':' delimiter: line 2 column 7"),
-    ("a.json", b'[{"a": 1}, "b"]', "row 1 (counted from 0) is not a JSON object"),
     ("a.parquet", b"PAR1 no table", "cannot be loaded: ArrowInvalid: "),
-    ("a.csv", b"a,b\n1,2\n1,2,3\n", "line 3 does not fit the first line"),
-    ("a.csv", b"a,b\n1,2\n\n1\n", "line 4 does not fit the first line"),
+    ("a.csv", b"a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
     ("a.csv", b"a,a\n1,2\n", "line 2 does not fit the first line"),
-    ("a.csv", b'a\n1\n"open', "line 3: unexpected end of data; is a quotation mark never closed?"),
+    ("a.csv", b'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
     ("a.jsonl.gz", b"", "or does not end in .jsonl, .json, .parquet, .csv."),
-    ("a.jsonl", None, "a.jsonl is no file on this machine"),
-    ("a/b.csv", None, "b.csv is no file on this machine"), ("pipe.csv", None, "is no file on"),
+    ("a.jsonl", None, "a.jsonl is no file on this machine"), ("pipe.csv", None, "is no file on"),
     ("a", None, "a cannot be loaded: FileNotFoundError: "),
     *((name, content, "has no rows") for name, content in [
-        ("a.csv", b"a,b\n"), ("a.csv", b""), ("a.jsonl", b"\n \n"), ("a.json", b"[]")])])
+        ("a.csv", b"a,b\n"), ("a.jsonl", b"\n \n"), ("a.json", b"[]")])])
 def test_files_with_mistakes(tmp_path, name, content, what):
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -320,7 +310,7 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
 
 @pytest.mark.parametrize("row, what", [
     ({"text": "q", "label": "a"},
-     "no prompt column in (text, label); it needs prompt, question, problem, nums and target"),
+     "no prompt column in (text, label); it needs prompt, question, problem, or --prompt"),
     ({}, "no prompt column in ()"),
     *(({"prompt": prompt}, "the prompt must be text or a list of")
       for prompt in (3, ["q"], [user([{"type": "image"}])])),
@@ -355,9 +345,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize("spec, asked", [
     ("set", "train0 train1 train2"), ("set@test", "test0 test1 test2"),
     ("set@train[1:]", "train1 train2"), ("saved", "train0 train1 train2"),
-    ("saved@test", "test0 test1 test2"),
-    ("saved@train[:2]", "train0 train1"), ("one", "train0 train1 train2"),
-    ("one@train", "train0 train1 train2"), ("one@train[1:]+train[:1]", "train1 train2 train0")])
+    ("saved@test", "test0 test1 test2"), ("one", "train0 train1 train2"),
+    ("one@train[1:]+train[:1]", "train1 train2 train0")])
 def test_folders_and_saved_data_sets(folder, spec, asked):
     assert questions(f"{folder}/{spec}") == asked.split()
     name = spec.split("@")[0]

@@ -17,7 +17,7 @@ from trainer import model
 from trainer.packing import pack
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
-RISKY = ("Mistral", "StableLM", "Gemma 2", "Gemma 3", "Granite", "Cohere", "Phi", "GPT-2",
+RISKY = ("Mistral", "Gemma 2", "Gemma 3", "Granite", "Cohere", "Phi", "GPT-2",
          "GPT-NeoX", "Mixtral", "OLMoE", "Qwen3-MoE")
 
 
@@ -97,11 +97,10 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
 
 
 @pytest.mark.parametrize("kind, options, words", [
-    *((kind, {}, f"^.* has model_type {kind}, which is not sup.* of type cohere, .*, stablelm.$")
+    *((kind, {}, f"^.* has model_type {kind}, which is not sup.* of type cohere, .*, smollm3.$")
       for kind in OTHERS),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture .*Sequence"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "has rotary type dynamic, wh"),
-    ("stablelm", {"use_parallel_residual": True}, "has use_parallel_residual, which is not s"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "has mlp_only_layers, which is not s"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "has dense layers among its mixtures, which is n"),
     ("olmoe", {"norm_topk_prob": True}, "has norm_topk_prob, which is not s"),

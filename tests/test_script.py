@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -211,10 +212,14 @@ def rows_like(data: str, n: int) -> list[dict]:
 def test_the_commands_of_the_docs_run_with_the_tiny_model(place, name):
     """Word for word, but for the model, the files (same columns) and the sizes."""
     lines = (ROOT / "docs/use/recipes.md").read_text().replace("\\\n", " ").splitlines()
-    command = next(line.split() for line in lines if "grpo.py --model Qwen" in line
+    command = next(shlex.split(line) for line in lines if "grpo.py --model Qwen" in line
                    and line.endswith(f"--name {name}"))
-    flags = " ".join(command[command.index("grpo.py") + 1:]).removeprefix("--").split(" --")
-    flags = {flag.split()[0]: flag.split()[1:] for flag in flags}
+    flags = {}
+    for word in command[command.index("grpo.py") + 1:]:
+        if word.startswith("--"):
+            values = flags[word.removeprefix("--")] = []
+        else:
+            values.append(word)
     for key in {"data", "eval_data"} & flags.keys():
         rows = rows_like(flags[key][0], 6 if key == "data" else 3)
         suffix = "parquet" if flags[key][0].endswith("parquet") else "jsonl"

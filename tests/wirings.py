@@ -250,8 +250,7 @@ WIRINGS = [
     # ---- batch.py
     ("trainer/batch.py", "if prompt != last:", "if i == 0:", DEFAULT),
     ("trainer/batch.py", "if prompt != last:", "if True:", PACKED),
-    ("trainer/batch.py", "(learning, True), (others, False)", "(others, True), (learning, False)",
-     DEFAULT),
+    ("trainer/batch.py", "has_grad == (learns", "has_grad != (learns", DEFAULT),
     ("trainer/batch.py", "if part or has_grad:", "if has_grad:", DEFAULT),
     ("trainer/batch.py", "np.zeros(1, bool))", "np.ones(1, bool))", ONE_ROW),
     ("trainer/batch.py", "torch.from_numpy(c.sampled) for c in done",

@@ -81,16 +81,15 @@ class Batch:
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
         masks = [c.sampled for c in done]  # never `ids != pad`: pad may end a sequence
         self.sampled = torch.from_numpy(np.concatenate(masks or [np.zeros(0, bool)]))  # (M,)
-        self.spans = []
-        self.sizes = []  # of each row, see dist.Size; equal neighbours share a prompt
+        self.spans, self.sizes = [], []  # of each row; sizes: see dist.Size
         start, last = 0, None
         for i, sample in enumerate(samples):
-            prompt, length = sample.prompt.row.prompt_ids, len(sample.completion.ids)
-            if prompt != last:
+            prompt, end = sample.prompt.row.prompt_ids, start + len(sample.completion.ids)
+            if prompt != last:  # equal neighbours share a prompt
                 owner, last = i, prompt
-            self.sizes.append((owner, len(prompt), length))
-            self.spans.append(slice(start, start + length))
-            start += length
+            self.sizes.append((owner, len(prompt), end - start))
+            self.spans.append(slice(start, end))
+            start = end
 
     def part(self, name: str) -> torch.Tensor:
         """(N,) float64: one of the rewards that --reward adds up, without its weight."""
@@ -112,10 +111,9 @@ class Batch:
 
         learns (N,) bool: the rows with a gradient. The others come last, in other micro-batches.
         """
-        learning = [row for row in rows if learns is None or learns[row]]
-        others = [row for row in rows if learns is not None and not learns[row]]
         micros = []
-        for part, has_grad in (learning, True), (others, False):
+        for has_grad in True, False:
+            part = [row for row in rows if has_grad == (learns is None or bool(learns[row]))]
             if part or has_grad:  # without a row too: the optimizer needs a gradient, even if 0
                 lanes = balance([self.sizes[row] for row in part], world.size, budget)
                 micros += [Micro(self, [part[i] for i in micro], world.device, has_grad)
@@ -124,19 +122,20 @@ class Batch:
         return micros
 
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
-        """forward(micro) → (b, t), without gradient, over all rows → (M,) on every rank."""
+        """forward(micro) → (b, t), without gradient, over all rows → (M,) on every rank. Or a stack
+        (k, b, t) → (k, M)."""
         micros = self.micros(world, range(len(self.sizes)), budget, phase)
         with torch.no_grad():
             found = [forward(micro).cpu() for micro in micros]
-        scores = torch.zeros(len(self.sampled), dtype=found[0].dtype)
+        scores = found[0].new_zeros(*found[0].shape[:-2], len(self.sampled))
         for micro, values in zip(micros, found, strict=True):
             self.put(scores, micro.rows, values)
         return world.sum(scores)  # one rank computed each row, the others add zero
 
     def put(self, scores, rows: list[int], values) -> None:
-        """Rows (b, t) into scores (M,)."""
-        for row, one in zip(rows, values, strict=True):
-            scores[self.spans[row]] = one[:self.sizes[row][2]]
+        """(…, b, t) into scores (…, M)."""
+        for row, one in zip(rows, values.unbind(-2), strict=True):
+            scores[..., self.spans[row]] = one[..., :self.sizes[row][2]]
 
     def slice(self, values, rows: list[int]):
         """(N,) → (b, 1), or (M,) → (b, t) with zeros to the right. None stays None."""
@@ -226,7 +225,6 @@ class Meter:
     def __init__(self, world: World):
         self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
         self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
-        self.rows = [0, 0]  # computed without a gradient, with one
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
 
@@ -239,17 +237,14 @@ class Meter:
             self.sums[name] = self.sums[name] + (weights * values).sum()
             if name == GAP:
                 self.gap_max = torch.cat([self.gap_max, values.flatten()]).max().view(1)
-        self.rows[micro.learns] += len(micro.rows)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
         """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
         finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
-        sums = [float(x) for x in (*self.rows, self.weight, *self.sums.values())]
-        still, learnt, weight, *sums = self.world.sum(
-            torch.tensor(sums, dtype=torch.float64)).tolist()
         out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
-               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped,
-               "batch/with_grad": int(learnt), "batch/without_grad": int(still)}
+               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
+        sums = [float(x) for x in (self.weight, *self.sums.values())]
+        weight, *sums = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         for name, value in zip(self.sums, sums, strict=True):
             out[name if "/" in name else prefix + name] = value / (weight or 1.0)
         if GAP in self.sums:

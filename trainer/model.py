@@ -27,13 +27,12 @@ HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares each with the engine and transformers.
 FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral mixtral olmo2
-    olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm""".split()
+    olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3""".split()
 UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
     "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
     "olmoe": ["clip_qkv", "norm_topk_prob"],
     "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
-    "qwen3_moe": ["use_sliding_window", "mlp_only_layers"],
-    "stablelm": ["use_parallel_residual", "qk_layernorm"]}
+    "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
 
 
 @dataclass
@@ -160,9 +159,6 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
     layers = next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
-    if lm.config.model_type == "stablelm":
-        for layer in layers:
-            layer.register_forward_pre_hook(hand_on, with_kwargs=True)
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     for module in lm.modules():  # rotary frequencies are in no file
@@ -178,11 +174,6 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     if bad := world.gather(bad):
         raise SettingsError(f"{folder}: {bad[0]} has values that are not finite.")
     return root
-
-
-def hand_on(layer, inputs, options):
-    """A layer of StableLM does not pass `packed` on to its attention."""
-    layer.self_attn.packed = options.get("packed")
 
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):

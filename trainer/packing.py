@@ -44,11 +44,10 @@ class Packed:
         """
         groups: list[list[Segment]] = []
         for s in sorted(self.segments, key=lambda s: (s.prefix, -s.length)):
-            head = groups[-1][0] if groups else s  # the longest of its group
-            if groups and s.prefix == head.prefix and s.length >= EVEN * head.length:
-                groups[-1].append(s)
-            else:
-                groups.append([s])
+            longest = groups[-1][0] if groups else s
+            if not groups or s.prefix != longest.prefix or s.length < EVEN * longest.length:
+                groups.append([])
+            groups[-1].append(s)
         blocks, place, done = [], torch.empty(self.tokens, dtype=torch.long), 0
         for group in groups:
             start, length, prefix_start, prefix = torch.tensor(group).unsqueeze(-1).unbind(1)
@@ -108,14 +107,13 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
     return torch.cat(ids).unsqueeze(0), positions.unsqueeze(0), packed, sources
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, packed=None,
+def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
               sliding_window=None, softcap=None, **options):
     """The models' attention: (1, heads, S, d) → (1, S, heads, d). transformers calls it.
 
     sliding_window: keys that a query sees, itself included (Mistral, Gemma 3). softcap: a bound on
     the scores (Gemma 2). None: none.
     """
-    packed = packed or module.packed  # StableLM's layers drop the argument: see model.build
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
         return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None

@@ -13,13 +13,10 @@ SHORT.maxstring = 140  # characters
 def look(run, samples: list[Sample]):
     """Adds the policy's log-probs and entropies of now to `looks`: (2, T). A collective."""
     batch, args = Batch(samples), run.args
-    found = torch.zeros(2, int(batch.lengths.sum()))  # (2, M)
-    with run.log.time("look"), torch.no_grad():
-        for micro in batch.micros(run.world, range(len(samples)), args.update_tokens, "look"):
-            both = run.policy.logprobs(micro, args.temperature, "value")  # (b, t) each
-            for whole, values in zip(found, both, strict=True):
-                batch.put(whole, micro.rows, values.float().cpu())
-        found = run.world.sum(found)
+    with run.log.time("look"):
+        found = batch.score(
+            run.world, args.update_tokens, "look",
+            lambda m: torch.stack(run.policy.logprobs(m, args.temperature, "value")))  # (2, M)
     for s, span in zip(samples, batch.spans, strict=True):
         s.looks += (found[:, span],)
 
