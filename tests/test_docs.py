@@ -160,7 +160,7 @@ def test_a_flag_that_keeps_the_update_may_change_in_a_resumed_run():
     from keeping import checkpoint
     assert not make_flags.SAME_UPDATE & {*checkpoint.FIXED}
     text = BARE["docs/reference/metrics_and_files.md"]
-    listed = re.search(r"cannot change in the middle of a run:(.*?)All others", text, re.S)[1]
+    listed = re.search(r"cannot change in the middle of a run:(.*?)All\s+others", text, re.S)[1]
     assert {*re.findall("--(\\w+)", listed)} == {
         *checkpoint.FIXED} - {"script", "source", "rows", "loss_file", "advantage_file"} | {
         "loss", "advantage"}
