@@ -1,4 +1,4 @@
-"""data.py: rows → prompts (docs/data.md)."""
+"""data.py: rows → prompts (docs/use/data_and_rewards.md)."""
 import csv
 import io
 import json

@@ -7,7 +7,6 @@ import datetime
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -153,6 +152,14 @@ class World:
         td.all_reduce(tensor, op=td.ReduceOp.MAX, group=self.control)
         return tensor
 
+    def together(self, function, *args):
+        """function(*args) → its result. A SettingsError of one rank is raised on all of them.
+        A collective."""
+        mistakes = Mistakes()
+        result = mistakes.attempt(function, *args)
+        Mistakes(self.gather(mistakes)[:1]).stop()  # the first: the others are mostly the same
+        return result
+
     def barrier(self):
         """Wait for every rank. A collective."""
         td.barrier(group=self.control)
@@ -161,11 +168,9 @@ class World:
         """All ranks begin the same phase with the same count, or the run ends: otherwise they would
         wait in different collectives until a watchdog ends them. A collective."""
         phases = self.gather([(phase, self.step, count)])
-        for rank, theirs in enumerate(phases):
-            if theirs != phases[0]:
-                place = "rank {} begins {!r} of step {} with {} parts".format
-                raise RuntimeError(
-                    f"ranks disagree: {place(0, *phases[0])}, but {place(rank, *theirs)}")
+        if len(set(phases)) > 1:
+            raise RuntimeError(f"ranks disagree: rank by rank they begin (phase, step, number of "
+                               f"parts) {phases}")
 
     def differences(self, facts: dict[str, object]) -> list[str]:
         """A sentence for each fact that differs. A collective."""
@@ -187,34 +192,16 @@ class World:
 
 def gpu_mistakes(ranks: int) -> list[str]:
     """Why the GPUs of this machine cannot serve its ranks. []: they can, or it has none."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not torch.cuda.is_available():
-        works = "a driver of version 580 or newer, which CUDA 13 needs"
-        if torch.version.cuda is None:
-            works = "./run.sh setup, or CUDA_VISIBLE_DEVICES= for a run on the CPU"
-        if hidden in ("", "-1") or not installed_gpus():
-            return []
-        return [f"nvidia-smi sees {installed_gpus()} GPUs, and torch {torch.__version__} sees "
-                f"none. Would work: {works}."]
-    count = torch.cuda.device_count()
-    if ranks > count:
+    hidden, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    if count == 0 and hidden not in ("", "-1") and os.path.exists("/dev/nvidia0"):
+        return [f"this machine has NVIDIA GPUs (/dev/nvidia0), and torch {torch.__version__} sees "
+                f"none. Would work: a driver of version 580 or newer, ./run.sh setup, or "
+                f"CUDA_VISIBLE_DEVICES= for a run on the CPU."]
+    if 0 < count < ranks:
         limit = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden})"
         return [f"{ranks} ranks on this machine need {ranks} GPUs, and torch sees {count}{limit}. "
                 f"Would work: torchrun --nproc_per_node {count}."]
-    major, minor = min(torch.cuda.get_device_capability(gpu) for gpu in range(ranks))
-    if major < 8:
-        return [f"a GPU has compute capability {major}.{minor}, and attention in bfloat16 needs "
-                "8.0. Would work: an A100, an RTX 30 or any newer GPU."]
     return []
-
-
-def installed_gpus() -> int:
-    """What nvidia-smi counts, whatever torch can use."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return len(re.findall("^GPU", listed.stdout, re.MULTILINE))
 
 
 def join(timeout: float = 600.0) -> World:

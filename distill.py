@@ -5,7 +5,7 @@
 It is grpo.py with another advantage: A_t = log π_T(t) - log π_old(t). The teacher is loaded like
 grpo.py's reference. --divergence compares whole distributions instead. With --teacher_prompt the
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
-as in grpo.py. What is minimized: docs/distillation.md.
+as in grpo.py. What is minimized: docs/learn/algorithms.md.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from preflight.formulas import ClipArgs
 from preflight.inputs import show_plan
+from preflight.loss_flags import ClipArgs
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples

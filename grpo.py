@@ -16,16 +16,17 @@ request order, M tokens of all of them, one after another. These are the same on
 micro-batch is (b, t), padded.
 """
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 
 import dist
 import losses
+from chats.carry import CarryArgs
 from dist import World
 from keeping.run import CommonArgs, Run, parse, set_up
-from preflight import formulas
+from preflight import loss_flags
 from preflight.inputs import show_plan
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
@@ -36,7 +37,7 @@ from trainer.model import Policy, learning_rate
 
 
 @dataclass
-class Args(formulas.LossArgs, CommonArgs):
+class Args(loss_flags.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
     advantage: str = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
@@ -60,6 +61,8 @@ class Args(formulas.LossArgs, CommonArgs):
     refills: int = 3
     """The most extra rollouts of one step with --dynamic_sampling."""
 
+    carry_args: CarryArgs = field(default_factory=CarryArgs)
+
     script: ClassVar[str] = "grpo.py"
 
     @property
@@ -82,7 +85,7 @@ class Args(formulas.LossArgs, CommonArgs):
         if self.kl_loss_coef and self.kl_reward_coef:
             yield Rule("--kl_loss_coef and --kl_reward_coef must not both be on.",
                        [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])])
-        yield from formulas.rules(self)
+        yield from loss_flags.rules(self)
 
 
 def train(args: Args) -> int:
@@ -97,8 +100,11 @@ def train(args: Args) -> int:
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
                 # 1. Rollout: G completions of each of P prompts.
-                prompts = run.stream.next(args.batch)
-                samples = run.engine.sample(prompts, args.group, args.temperature)
+                if run.carry:  # some go on from the last step
+                    samples = run.carry.sample()
+                else:
+                    prompts = run.stream.next(args.batch)
+                    samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
                 kept, refused = samples, {}
@@ -111,6 +117,8 @@ def train(args: Args) -> int:
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
+            if run.carry:
+                metrics |= run.carry.metrics(kept)
             with run.recorded(step, samples, kept):  # for samples/
                 metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
                                            reference=run.reference, phase=run.log.phase)
@@ -159,7 +167,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     learns = (batch.sums(advantages.abs()) > 0) | acts  # (N,)
-    policy_loss = formulas.loss_of(args.loss)
+    policy_loss = loss_flags.loss_of(args.loss)
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -221,7 +229,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
         rewards = rewards - args.kl_reward_coef * batch.sums(kl)
-    if args.advantage not in formulas.NAMES["advantage"]:
+    if args.advantage not in loss_flags.NAMES["advantage"]:
         return advantages_of_a_file(args, batch, rewards, loss_tokens)
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
@@ -247,7 +255,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens):
     """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (N,)."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
-    return formulas.own("advantage", args.advantage).function(
+    return loss_flags.own("advantage", args.advantage).function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0)
 
@@ -268,7 +276,10 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
         if len(kept) >= args.batch or more == args.refills:
             break
         looked_at = len(samples)
-        new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
+        if run.carry:
+            new = run.carry.sample()
+        else:
+            new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
         score_samples(run, new, args.group)
         samples += new
     refused = {"batch/dropped_equal": len(samples) - len(kept) * args.group,

@@ -1,29 +1,29 @@
 """nano.py: reinforcement learning of a language model, the whole loop in one file.
 
-    python nano.py                         one rank
-    torchrun --nproc_per_node 2 nano.py    two ranks: the same rewards
+    python nano.py         or, with the same rewards:     torchrun --nproc_per_node 2 nano.py
 
 One step: a vLLM engine samples G completions of each of P prompts. A function gives each of these
 N = P·G completions a reward. Its advantage is its reward minus the mean reward of its prompt's
 completions, as in Dr. GRPO (https://arxiv.org/abs/2503.20783). The policy takes one gradient step
-on a mean over all tokens: better completions become more likely. grpo.py is the same loop, with
-flags and checks. A rank's engine has all weights; its policy holds only a part of them.
+on a mean over all tokens: better completions become more likely. grpo.py adds flags and checks.
 """
 import hashlib
+import logging
 import os
 
 # Before the imports, which read them. torchrun sets these. Without it: one rank, any free port (0).
 os.environ.update(dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT="0") | os.environ)
+                       MASTER_PORT="0", TORCH_CPP_LOG_LEVEL="ERROR") | os.environ)
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in this process
                   VLLM_CPU_OMP_THREADS_BIND="nobind",  # else all ranks share the same cores
                   VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")  # no compiling: it is slow
+logging.captureWarnings(True)  # into the log, which leaves out what is only a warning
+logging.disable(logging.WARNING)
 
 import numpy as np
 import torch
 import torch.distributed as td
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
@@ -51,7 +51,7 @@ def seed_of(position: int, i: int) -> int:
 
 def pad(lists: list[list]) -> torch.Tensor:
     """Each list becomes a row of the matrix, with zeros to its right."""
-    return pad_sequence([torch.tensor(one) for one in lists], batch_first=True).to(DEVICE)
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in lists], True).to(DEVICE)
 
 
 def train() -> None:

@@ -19,10 +19,11 @@ import torch
 
 import dist
 import losses
+from chats.carry import CarryArgs
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from preflight.formulas import LossArgs
 from preflight.inputs import show_plan
+from preflight.loss_flags import LossArgs
 from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
@@ -62,6 +63,8 @@ class Args(LossArgs, CommonArgs):
     """Completions over which --kl_reward_coef changes by at most a fifth."""
     critic_args: CriticArgs = field(default_factory=CriticArgs)
 
+    carry_args: CarryArgs = field(default_factory=CarryArgs)
+
     script: ClassVar[str] = "ppo.py"
     needs_old_logprobs: ClassVar[bool] = True
 
@@ -97,8 +100,11 @@ def train(args: Args) -> int:
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
                 # 1. Rollout: a completion of each prompt (--group of them).
-                prompts = run.stream.next(args.batch)
-                samples = run.engine.sample(prompts, args.group, args.temperature)
+                if run.carry:  # some go on from the last step
+                    samples = run.carry.sample()
+                else:
+                    prompts = run.stream.next(args.batch)
+                    samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
             if step == run.start:
@@ -111,6 +117,8 @@ def train(args: Args) -> int:
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics |= run.stream.note(samples)
+            if run.carry:
+                metrics |= run.carry.metrics(samples)
             with run.recorded(step, samples, samples):  # for samples/
                 metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
                                  critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,

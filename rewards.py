@@ -1,7 +1,7 @@
 """rewards.py: completions → numbers, in the processes of scoring/worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
-    --reward mine.py:tidy:0.5     your own function: scoring/signatures.py, docs/rewards.md
+    --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
 """
 import contextlib
 import json
@@ -27,7 +27,7 @@ from scoring.worker import PAUSE, TOGETHER
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # in a row end the run; fewer may be an accident
+FAILED_CALLS = 8  # in a row end the run; fewer: an accident
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Score:
 
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Give samples their texts and scores. `group` in a row share a prompt. A collective."""
+    """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
@@ -155,8 +155,7 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0",  # order of sets
-                       "PYTHONPATH": ROOT}
+                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # an order of sets
         start = f"from scoring import worker; worker.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -183,6 +182,8 @@ class Worker:
             self.received += sent
             self.read_output()
             if self.socket in ready and not sent:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(1)
                 raise OSError(f"the worker ended with code {self.kill()}; it printed: "
                               f"{self.take_printed().strip()}")
         line, _, self.received = self.received.partition(b"\n")
@@ -206,7 +207,8 @@ class Worker:
     def kill(self) -> int:
         """Ends the session. The worker's exit code."""
         if self.code is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # no process is left
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.code = self.process.wait()
             self.socket.close()
         return self.code
@@ -225,11 +227,11 @@ class Scorer:
         self.parts = parse(specs, kind) if specs else []
         self.tried = threading.Event()  # was a worker started, or refused?
         self.groups = False  # does a reward take all completions of a prompt in one call?
-        self.together = False  # is a reward `async def`? Then a worker gets many calls at once
+        self.together = False  # is one `async def`? Then a worker gets many calls at once
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.methods = []  # of a --reply CLASS; the schemas of --tools
         self.refused = ""  # why a worker did not start
-        self.unscored, self.warned = 0, False  # calls in a row without a score; for `report`
+        self.unscored, self.warned = 0, False  # calls in a row without a score
         shared = queue.Queue()  # lists of calls, which are slices of a batch; None ends a thread
         self.inboxes = [queue.Queue() if homes else shared
                         for _ in range(args.reward_workers if specs else 0)]
@@ -249,8 +251,8 @@ class Scorer:
             raise error
 
     def score(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Score]:
-        """A score for each item. Each `size` items in a row are one call. homes: a number for each
-        item; items of the same number have the same worker."""
+        """A score for each item. `size` items in a row are one call. homes: a number for each item;
+        items of the same number have the same worker."""
         if not self.specs:
             return [Score(0.0, {}, None) for _ in items]
         self.items, self.scores, self.refused = items, [None] * len(items), ""
@@ -290,14 +292,16 @@ class Scorer:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError: none does, for the rest of the batch."""
+        """A worker that has loaded the rewards. OSError: none does in this batch."""
         if not self.refused:
-            worker = Worker(self.kind, self.parts, self.args)
+            worker = None
             try:
+                worker = Worker(self.kind, self.parts, self.args)
                 self.groups, self.together, self.methods, self.needs = worker.receive(START_SECONDS)
                 return worker
             except Exception as error:
-                worker.kill()
+                if worker:
+                    worker.kill()
                 self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, "
                                 f"{MEMORY_GB} GB): {error}")
         raise OSError(self.refused)

@@ -78,7 +78,7 @@ def main(shape: str, times: int, where: str) -> None:
         error = timed("save", checkpoint.save, folder / "checkpoints", world, trained, state, 1)
         assert error is None, error
     for _ in range(times):
-        saved, _ = timed("find", checkpoint.find, folder / "checkpoints", world)
+        saved = timed("find", checkpoint.find, folder / "checkpoints", world)
         timed("load", checkpoint.load, saved, world, trained)
     if world.rank == 0:
         size = sum(p.stat().st_size for p in saved.path.iterdir())

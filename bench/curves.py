@@ -1,4 +1,4 @@
-"""The curves of docs/grpo_to_ppo.md: five algorithms, three seeds, the tiny task.
+"""The curves of docs/learn/algorithms.md: five algorithms, three seeds, the tiny task.
 
     python bench/curves.py                   # all: 15 runs of 35 steps on 2 ranks, about 15 minutes
     python bench/curves.py dapo --seeds 0    # one of them

@@ -46,7 +46,7 @@ import rollout
 from data import DataArgs, Prompt, Row
 from examples import tiny
 from keeping import log
-from preflight import memory, plan
+from preflight import memory, plan, worst_case
 from rewards import Score
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
@@ -159,9 +159,9 @@ class Bench:
 
     def in_use(self) -> float:
         if not self.card:
-            return memory.resident()
+            return worst_case.resident()
         torch.cuda.empty_cache()
-        return memory.gpu_in_use()
+        return worst_case.gpu_in_use()
 
 
 def median(values: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""The table of docs/losses.md: advantages and losses on one job, with seeds and intervals.
+"""The table of bench/loss_table.md: advantages and losses on one job, with seeds and intervals.
 
     python bench/loss_table.py run                      # all methods, seeds 0 to 4, one by one
     python bench/loss_table.py run clip sapo --seeds 0  # some of them
@@ -28,7 +28,7 @@ from keeping.log import read_metrics
 from tools.compare import paired_t
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE, PAGE = ROOT / "bench" / "loss_table.json", ROOT / "docs" / "losses.md"
+FILE, PAGE = ROOT / "bench" / "loss_table.json", ROOT / "bench" / "loss_table.md"
 PICTURE = ROOT / "docs" / "pictures" / "losses.svg"
 TARGET, WINDOW = 0.9, 3  # the first step at which the mean reward of 3 steps is at least this
 JOB = ("--batch 16 --warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16 --eval_data tiny@test "
@@ -191,7 +191,7 @@ def picture(found: dict) -> str:
 
 
 def page() -> None:
-    """The lines of docs/losses.md between the comments, and the picture."""
+    """The lines of bench/loss_table.md between the comments, and the picture."""
     found, text = load(), PAGE.read_text()
     for part, methods in found.items():
         begin, end = f"<!-- {part}: written by bench/loss_table.py -->\n", f"<!-- end of {part} -->"

@@ -1,4 +1,4 @@
-"""The picture of docs/sharpening.md: three signals, two teachers, one seed.
+"""The picture of docs/use/start.md: three signals, two teachers, one seed.
 
     python bench/sharpening.py        # 6 runs of 60 steps on 2 ranks, about 10 minutes
 

@@ -1,4 +1,4 @@
-"""The curves of docs/reading_metrics.md: runs of the tiny model that are healthy, and sick ones.
+"""The curves of docs/use/troubleshooting.md: healthy and sick runs of the tiny model.
 
     python bench/sick.py            # all, one after another, on one rank: about 15 minutes
     python bench/sick.py stale kl   # some of them
@@ -7,7 +7,7 @@
 
 Each sick run has one mistake. It is a flag, or it is put into the shipped code of that process. A
 run is runs/sick-NAME. The pictures are docs/pictures/sick_NAME.svg. It also prints the table of
-docs/reading_metrics.md: what each metric was in the last 5 steps of each run.
+docs/use/troubleshooting.md: what each metric was in the last 5 steps of each run.
 """
 import argparse
 import json

@@ -1,5 +1,6 @@
-"""Which ids stand between the turns of a chat? targets.py: which of them sft.py learns.
+"""How does a completion go on, and which of its ids are learned? Read turns.py.
 
-turns.py: episodes of several turns. toolcalls.py: what the model calls in them.
+toolcalls.py: what the model calls in a turn. carry.py: completions that go on in the next step.
+targets.py: which ids of a chat sft.py learns.
 This room may import trainer, rollout and all that they import.
 """

@@ -6,7 +6,7 @@
 A row has `messages`, or a prompt with its completion. The chat template renders the chat up to the
 begin and up to the end of each turn of the assistant. A turn ends where the engine would stop: what
 a template writes after that is left out (Phi-3's puts `<|endoftext|>` after the last turn). So the
-texts are prefixes of each other, and so are their ids. Nothing is decoded. See docs/data.md.
+texts are prefixes of each other, and so are their ids. Nothing is decoded.
 """
 from functools import partial
 

@@ -3,7 +3,7 @@
     assistant: <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>    tool: 3
 
 The functions of --tools run in workers (scoring/replies.py). The trainer reads the calls with the
-parsers of vLLM (`Calls`). turns.py plays the episodes. See docs/turns.md.
+parsers of vLLM (`Calls`). turns.py plays the episodes. See docs/use/turns.md.
 """
 import json
 import logging

@@ -50,19 +50,19 @@ def check(page: Path, fix: bool = False) -> list[str]:
 
 def unlinked(page: Path) -> list[str]:
     """A sentence for each claim about another project that has nothing behind it. A claim is a row
-    of a table, an item of a list or a paragraph with a project's name and a word such as "bug". On
-    details_elsewhere.md every numbered row is one."""
-    wrong = []
-    text = re.sub("^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    of a table, an item of a list or a paragraph with a project's name and a word such as "bug"."""
+    wrong, text = [], re.sub("^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    places = dict(re.findall(r"^(\[[\w-]+\]): (\S+)$", text, re.M))  # [name]: URL, at the end
+    text = re.sub(r"^\[[\w-]+\]: \S+$", "", text, flags=re.M)
+    text = re.sub(r"\](\[[\w-]+\])", lambda m: f"]({places.get(m[1], m[1])})", text)
     for part in re.split(r"\n\s*\n|\n(?=\||\* |\d+\. )", text):
         bare = re.sub(r"\]\([^)]*\)|`[^`]*`", "", part)  # not the names inside links and code
         files = FILE.findall(part)
         for place in files:
             if not re.fullmatch("[0-9a-f]{40}", place):
                 wrong.append(f"{page.name}: a file at {place!r} changes; link it at a commit")
-        row = page.name == "details_elsewhere.md" and re.match(r"\| \d+ \|", part.strip())
-        claim = row or (PROJECTS.search(bare) and BUG.search(bare))
-        pinned = files or THREAD.search(part) or "other_systems.md)" in part  # that page has them
+        claim = PROJECTS.search(bare) and BUG.search(bare)
+        pinned = files or THREAD.search(part)
         if claim and not pinned:
             wrong.append(f"{page.name}: no thread or commit behind {' '.join(part.split())[:70]!r}")
         wrong += [f"{page.name}: {name} is no link" for name in SHORT.findall(bare)]
@@ -70,7 +70,7 @@ def unlinked(page: Path) -> list[str]:
 
 
 def pages() -> list[Path]:
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("exercises/*.md")])
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md"), *ROOT.glob("exercises/*.md")])
 
 
 if __name__ == "__main__":

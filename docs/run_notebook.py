@@ -1,7 +1,7 @@
 """Runs the code cells of a notebook in order, in one namespace. Jupyter is not needed.
 
-    python docs/run_notebook.py docs/tour.ipynb            # compare with the outputs that are kept
-    python docs/run_notebook.py docs/tour.ipynb --write    # keep the outputs of this run
+    python docs/run_notebook.py docs/learn/tour.ipynb          # compare with what is kept
+    python docs/run_notebook.py docs/learn/tour.ipynb --write  # keep the outputs of this run
 
 An output is the text that a cell prints, and the figures that it draws. The text must be equal. A
 cell whose numbers depend on the processor has "tolerance" in its metadata: there the words must be

@@ -1,4 +1,4 @@
-"""A tool: the model may ask for arithmetic as often as it likes. See docs/turns.md.
+"""A tool: the model may ask for arithmetic as often as it likes. See docs/use/turns.md.
 
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main \\
         --tools examples/calculator.py:calculator --reward examples/calculator.py:right \\

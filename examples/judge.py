@@ -1,10 +1,10 @@
-"""A judge: another model grades each completion by a rubric. See docs/rewards.md.
+"""A judge: another model grades each completion by a rubric. See docs/use/data_and_rewards.md.
 
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8001            # or any OpenAI-compatible server
     JUDGE_URL=http://127.0.0.1:8001/v1 JUDGE_MODEL=Qwen/Qwen2.5-7B-Instruct \\
         python grpo.py --reward examples/judge.py:judge --reward_timeout 60
 
-It is an `async def`: --reward_concurrency calls of a worker are open at once. What it raises, such
+It is an `async def`: up to 64 calls of a worker are open at once. What it raises, such
 as a refused connection or an answer that is no grade, is tried again (--reward_retries).
 """
 import json

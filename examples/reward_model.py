@@ -5,7 +5,7 @@
 
 It is loaded once for each worker, when the file is, so a missing model is an error before anything
 else starts. It must have one label: its logit is the reward, which has no fixed scale. A worker has
-4 GiB of memory (MEMORY_GB in rewards.py) and one thread. See docs/rewards.md.
+4 GiB of memory (MEMORY_GB in rewards.py) and one thread. See docs/use/data_and_rewards.md.
 """
 import os
 

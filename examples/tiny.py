@@ -3,7 +3,7 @@
     python examples/tiny.py            makes the model of each task in runs/
     python examples/tiny.py sort kk    makes these
 
-See docs/tiny.md. A run makes the model that it needs: --model tiny, tiny:kk or tiny:guess.
+See docs/use/start.md. A run makes the model that it needs: --model tiny, tiny:kk or tiny:guess.
 """
 import fcntl
 import os
@@ -106,9 +106,9 @@ TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, cl
          "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7),
          # A teacher for distill.py: no bad habits.
          "skilled": Task(sort_digits, batch=128, skill_steps=100, habit_steps=0, clumsy=0.0),
-         # A mixture of experts learns the same: docs/experts.md.
+         # A mixture of experts learns the same: docs/reference/families.md.
          "experts": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
-         # Mostly right, so it needs no reward: docs/sharpening.md.
+         # Mostly right, so it needs no reward: docs/use/start.md.
          "sharpen": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.4)}
 
 

@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/step_N/   after N steps; step_N.partial until it is whole
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
-        state.json                  step, position in the data, settings, sizes of these files
+        state.json                  step, position in the data, settings
 
 No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
 what you wrote.
@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dist import SettingsError, World
 from keeping import log
-from keeping.files import NotWritten, writing
-from keeping.files import read as read_file
+from keeping.files import NotWritten, read, writing
 from trainer.model import Trained
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
@@ -39,23 +38,33 @@ class Saved(NamedTuple):
 def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
     """Writes step_N, N = state["step"], and keeps the newest `keep`. NotWritten if a disk fails:
     then the older ones stay. A collective."""
-    partial = folder / f"step_{state['step']}.partial"
+    path = folder / f"step_{state['step']}"
+    partial = path.with_suffix(".partial")
+    if world.any_rank(path.exists()):  # SIGTERM came after the last save
+        return
     if world.rank == 0:
         make_room(partial)
     world.barrier()
     try:
         with writing(partial):
             dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
-                     process_group=world.control)
+                     process_group=world.control)  # it calls fsync for each file
     except CheckpointException as error:  # on all ranks, with the failures of all ranks
         rank, (cause, *_) = next(iter(error.failures.items()))
         raise NotWritten(f"{partial}/__{rank}_0.distcp cannot be written ({cause}). Would work: "
-                         f"more space on the disk.") from None
-    mine = written(*partial.glob(f"__{world.rank}_*"))
-    sizes = dict(world.gather([*mine.items()]))  # {file: bytes}
+                         f"space on the disk.") from None
+    if world.any_rank(not (partial / ".metadata").exists()):  # rank 0 wrote it
+        raise NotWritten(f"some ranks do not see rank 0's {partial}. Would work: a folder that all "
+                         f"machines share.")
     if world.rank == 0:
-        seal(partial, state, sizes)
-        forget(folder, state["step"], keep)
+        with writing(partial):
+            (partial / "state.json").write_text(json.dumps(state, default=str))
+            os.sync()
+            partial.rename(path)  # now it is whole
+            os.sync()
+            for step in steps(folder)[:-keep]:
+                old = folder / f"step_{step}"
+                shutil.rmtree(old.rename(old.with_suffix(".gone")))  # a kill leaves no half of it
 
 
 def make_room(partial: Path):
@@ -64,29 +73,6 @@ def make_room(partial: Path):
         for left in partial.parent.glob("step_*.*"):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
-
-
-def seal(partial: Path, state: dict, sizes: dict[str, int]):
-    """state.json, and the folder's final name: the checkpoint is whole."""
-    for name in sizes:
-        if not (partial / name).is_file():
-            raise NotWritten(f"{name} is not in rank 0's {partial}. Would work: a folder that all "
-                             f"machines share.")
-    with writing(partial):
-        sizes = sizes | written(partial / ".metadata")
-        (partial / "state.json").write_text(json.dumps(state | {"files": sizes}, default=str))
-        os.sync()
-        path = partial.with_suffix("")
-        remove(path)  # a damaged one
-        partial.rename(path)
-        os.sync()
-
-
-def forget(folder: Path, step: int, keep: int):
-    """Removes all but the newest `keep`. Those after `step` are damaged: they were passed over."""
-    kept = [n for n in steps(folder) if n <= step][-keep:]
-    for old in set(steps(folder)) - set(kept):
-        remove(folder / f"step_{old}")
 
 
 def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
@@ -102,65 +88,39 @@ def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
 
 # ---- resume ----
 
-def newest(args, world: World, folder: Path, settings: dict) -> tuple[Saved | None, list[str]]:
-    """The checkpoint that the run in `folder` goes on from; lines to print. A collective."""
-    saved, notes = find(folder / "checkpoints", world)
-    if saved:
-        changed, step = compare(saved, settings), saved.state["step"]
-        if step > args.steps and not args.eval_args.eval_only:
-            raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
-                                f" Would work: --steps {step}, or more.")
-        notes.append(f"resumed from {saved.path}")
-        if changed:
-            notes[-1] += f"; changed since: {', '.join(changed)}"
-    elif log.finished_steps(folder):
-        raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint to "
-                            f"go on from; choose another --name.")
-    elif (folder / "metrics.jsonl").exists():
-        notes.append(f"{folder} has no checkpoint: the run begins again")
-    return saved, notes
+def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
+    """The checkpoint that the run in `folder` goes on from. None: it begins. A collective."""
+    saved = find(folder / "checkpoints", world)
+    if saved is None:
+        if log.finished_steps(folder):
+            raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
+                                f"to go on from; choose another --name.")
+        return None
+    check(saved, settings)
+    step = saved.state["step"]
+    if step > args.steps and not args.eval_args.eval_only:
+        raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
+                            f" Would work: --steps {step}, or more.")
+    return saved
 
 
-def find(folder: Path, world: World) -> tuple[Saved | None, list[str]]:
-    """The newest whole one; a sentence for each damaged one. A collective."""
-    damaged = []
-    for step in reversed(world.gather([steps(folder)])[0]):
-        path = folder / f"step_{step}"
-        state, wrong = read(path)
-        wrong = world.gather(wrong)
-        if not wrong:
-            return Saved(path, state), damaged
-        damaged.append(f"{path} is passed over: {wrong[0]}.")
-    if damaged:  # to begin again over them would hide the loss
-        raise SettingsError(f"no checkpoint of this run is whole: {' '.join(damaged)} "
-                            f"Choose another --name, or remove {folder}.")
-    return None, []
+def find(folder: Path, world: World) -> Saved | None:
+    """The newest one. A collective."""
+    numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them
+    if not numbers:
+        return None
+    path = folder / f"step_{numbers[-1]}"
+    return Saved(path, world.together(read, path / "state.json"))
 
 
-def read(path: Path) -> tuple[dict, list[str]]:
-    """The state of a checkpoint, and what is wrong with its files."""
-    try:
-        state = read_file(path / "state.json")
-        sizes = state.pop("files")
-        found = written(*(path / name for name in sizes))
-    except FileNotFoundError as error:
-        return {}, [f"{Path(error.filename).name} is missing"]
-    except SettingsError:
-        return {}, ["state.json is missing or damaged"]
-    return state, [f"{name} is not what was written: {found[name]:,} bytes, not {size:,}"
-                   for name, size in sizes.items() if found[name] != size]
-
-
-def compare(saved: Saved, settings: dict) -> list[str]:
-    """A line for each setting that changed. SettingsError if one of FIXED did."""
+def check(saved: Saved, settings: dict):
+    """SettingsError if one of FIXED changed."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
-    changed = [name for name in was | now if was.get(name) != now.get(name)]
     wrong = [f"{name} was {was[name]} and is now {now.get(name)}"
-             for name in changed if name in FIXED and name in was]
+             for name in FIXED if name in was and was[name] != now.get(name)]
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Choose another --name.")
-    return [f"{name} {now.get(name)} (was {was.get(name)})" for name in changed]
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
@@ -177,19 +137,6 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
     dcp.load(tensors(trained), storage_reader=reader, process_group=world.control)
 
 
-# ---- files ----
-
 def steps(folder: Path) -> list[int]:
     """N of each step_N, in order."""
     return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
-
-
-def written(*paths: Path) -> dict[str, int]:
-    """{file: bytes}"""
-    return {path.name: path.stat().st_size for path in paths}
-
-
-def remove(path: Path):
-    """Renames, then removes: a kill leaves no half of a step_N."""
-    if path.exists():
-        shutil.rmtree(path.rename(path.with_suffix(".gone")))

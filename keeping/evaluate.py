@@ -63,7 +63,8 @@ def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float
 
 
 def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward."""
+    """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward.
+    groups_equal: the share of rows whose rewards are all equal: no gradient in grpo.py."""
     n, firsts = args.eval_samples, [next(iter(s.score.parts.values())) for s in samples]
     passed = [first is not None and first >= args.eval_pass for first in firsts]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
@@ -78,19 +79,9 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
     if totals:
         found["reward"] = sum(totals) / len(totals)
     if n > 1:
-        found |= group_spread(samples, n)
+        groups = [{s.score.total for s in samples[i:i + n]} for i in range(0, len(samples), n)]
+        found["groups_equal"] = np.mean([len(rewards) == 1 for rewards in groups])
     return {prefix + name: value for name, value in found.items()}
-
-
-def group_spread(samples: list[Sample], n: int) -> dict[str, float]:
-    """What a reward can teach next: over rows with n completions each, the mean standard deviation
-    of their rewards, and the share of rows whose rewards are all equal: no gradient in grpo.py."""
-    totals = [s.score.total for s in samples]
-    rows = [[x for x in totals[i:i + n] if x is not None] for i in range(0, len(totals), n)]
-    spreads = np.array([np.std(row) for row in rows if len(row) > 1])
-    if not len(spreads):
-        return {}
-    return {"group_std": spreads.mean(), "groups_equal": (spreads < 1e-9).mean()}
 
 
 def held_out_metrics(run) -> dict[str, float]:

@@ -21,8 +21,8 @@ def writing(path: str | Path):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise NotWritten(f"{path} cannot be written ({error}). Would work: more space on the "
-                         f"disk.") from None
+        raise NotWritten(f"{path} cannot be written ({error}). Would work: a folder that you may "
+                         f"write, with space on its disk.") from None
 
 
 def write_whole(path: Path, content: str | bytes):

@@ -76,17 +76,15 @@ def is_evaluation(row: dict) -> bool:
 # ---- lines ----
 
 def evaluation_line(row: dict) -> str:
-    """pass@k with its interval; of several data sources pass@1 alone. Of sft.py the perplexity."""
+    """pass@k with its interval; of sft.py the perplexity."""
     shown = []
-    if row.get("eval/perplexity") is not None:
+    if "eval/perplexity" in row:
         shown.append(f"perplexity {row['eval/perplexity']:.3f}")
     for key, value in row.items():
-        name = key.removeprefix("eval/")
-        if f"{key}_low" in row and (name.startswith("pass@") or name.endswith("/pass@1")):
-            shown.append(f"{name} {value:.3f}")
-            if name.startswith("pass@"):
-                shown[-1] += f" ({row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f})"
-    if row.get("eval/groups_equal") is not None:
+        if f"{key}_low" in row:
+            low, high = row[f"{key}_low"], row[f"{key}_high"]
+            shown.append(f"{key.removeprefix('eval/')} {value:.3f} ({low:.3f} to {high:.3f})")
+    if "eval/groups_equal" in row:
         shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
@@ -94,10 +92,9 @@ def evaluation_line(row: dict) -> str:
 class Log:
     """A run's folder and output. project: of Weights & Biases."""
 
-    def __init__(self, folder: Path, world: World, steps: int, project: str | None = None,
-                 max_gap: float = 1e-3):
+    def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
-        self.max_gap, self.bad_steps, self.writing = max_gap, 0, world.rank == 0
+        self.bad_steps, self.writing = 0, world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
         self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
         self.wandb = None
@@ -155,28 +152,22 @@ class Log:
         """Without a key the run is recorded offline."""
         with self.wandb_may_fail():
             import wandb
-            key = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
+            known = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
             self.wandb = wandb.init(
-                project=self.project, name=self.folder.name, id=self.folder.name,
-                dir=self.folder, config=args, resume="allow", mode=None if key else "offline",
-                settings={"init_timeout": 30, "silent": True})
-            if not key:
-                self.say(f"  wandb has no key: the run is recorded offline, and `wandb sync "
-                         f"{self.folder}/wandb/offline-run-*` sends it")
+                project=self.project, name=self.folder.name, id=self.folder.name, resume="allow",
+                dir=self.folder, config=args, mode=None if known else "offline")
 
     def write_wandb(self, row: dict):
-        kept = {key: value for key, value in row.items() if value is not None}
-        if is_evaluation(row):  # its times would replace the step's
-            kept = {key: value for key, value in kept.items() if key.startswith("eval/")}
+        """Of an evaluation only eval/: its times would replace the step's."""
+        prefix = "eval/" if is_evaluation(row) else ""
         with self.wandb_may_fail():
-            self.wandb.log(kept, step=row["step"])
+            self.wandb.log({key: value for key, value in row.items() if key.startswith(prefix)},
+                           step=row["step"])
 
     def close(self):
-        """W&B's teardown waits for its writes."""
         if self.wandb:
             with self.wandb_may_fail():
-                import wandb
-                wandb.teardown()
+                self.wandb.finish()
 
     @contextmanager
     def wandb_may_fail(self):
@@ -230,22 +221,17 @@ class Log:
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm") == 0 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
-        if (row.get("rollout/logprob_gap_mean") or 0.0) > self.max_gap:
-            shown.append("engine and trainer differ by more than --max_gap")
         count = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
         return "  ".join([f"step {count}", *shown])
 
     def watch(self, metrics: dict):
-        """Counts the steps in a row that had a gradient that is not finite."""
+        """Counts the steps in a row that had a gradient that is not finite. RuntimeError after
+        BAD_STEPS of them."""
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
-            self.say_bad(bad)
-
-    def say_bad(self, updates: int):
-        """RuntimeError after BAD_STEPS such steps in a row."""
-        self.say(f"{updates} updates had a gradient that is not finite and were not applied; such "
-                 f"steps in a row: {self.bad_steps}")
+            self.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
+                     f"steps in a row: {self.bad_steps}")
         if self.bad_steps >= BAD_STEPS:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite;"
                                f" a smaller --lr or --max_grad_norm may help")

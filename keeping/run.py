@@ -14,13 +14,14 @@ import tyro
 import data
 import dist
 import rewards
+from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs
 from dist import Mistakes, SettingsError
 from keeping import checkpoint, log, summary
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.export import export_adapter, export_model
-from preflight import formulas, plan
+from preflight import loss_flags, plan
 from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
@@ -97,7 +98,7 @@ class CommonArgs:
     epochs: int = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
-    """Tokens of one forward and backward, per rank (docs/packing.md). It sets the memory, and never
+    """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
     changes the maths."""
     score_tokens: int = 32768
     """The same for one forward without gradient: old and reference logprobs."""
@@ -116,6 +117,7 @@ class CommonArgs:
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
+    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
     supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
@@ -159,39 +161,34 @@ def set_up(args) -> "Run":
     folder = mistakes.attempt(log.choose_folder, args)
     # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
     world = dist.join(args.run_args.timeout)
-    together(world, mistakes.stop)
+    world.together(mistakes.stop)
     flags, facts = plan.flags(args), {
         "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
-        "eval_rows": len(inputs.eval_rows), **formulas.digests(args)}
+        "eval_rows": len(inputs.eval_rows), **loss_flags.digests(args)}
     same = {f"--{name}": value for name, value in flags.items()} | facts
     Mistakes(world.differences(same)).stop()
     folder = world.gather([folder])[0]  # rank 0's clock may have named it
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
     settings = flags | facts | {"ranks": ranks} | versions
-    saved, notes = checkpoint.newest(args, world, folder, settings)
+    saved = checkpoint.newest(args, world, folder, settings)
     # 4. Open the run's folder.
     run = Run(args, world, folder, inputs, saved, settings)
     open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
     run.log.say(inputs.plan.text(short=True))
-    for note in inputs.notes + notes:
+    for note in inputs.notes:
         run.log.say(f"  {note}")
+    if saved:
+        run.log.say(f"  resumed from {saved.path}")
     # 5. Build the models, the engine, the reward workers.
     with run.log.time("loading"):
         run.build()
     return run
 
 
-def together(world, act, *args):
-    """act(*args). A SettingsError of one rank is raised on all. A collective."""
-    mistakes = Mistakes()
-    mistakes.attempt(act, *args)
-    Mistakes(world.gather(mistakes)[:1]).stop()  # the first one: the others are mostly the same
-
-
 def open_folder(run: "Run", args: dict):
     """From here on only this run writes its folder. args: what args.json gets. A collective."""
-    together(run.world, run.log.open, args, run.inputs.plan.text(), run.start)
+    run.world.together(run.log.open, args, run.inputs.plan.text(), run.start)
     every, folder = run.args.run_args.save_every, run.log.folder
     # Rank 0 made .lock. A rank that does not see it has another disk.
     if run.world.any_rank(every > 0 and not (folder / ".lock").exists()):
@@ -210,7 +207,7 @@ class Run:
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
-        self.log = log.Log(folder, world, args.steps, args.run_args.wandb, self.max_gap)
+        self.log = log.Log(folder, world, args.steps, args.run_args.wandb)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
@@ -227,15 +224,17 @@ class Run:
     def build(self):
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
         self.build_models()
-        self.engine = self.episodes = None
+        self.engine = self.episodes = self.carry = None
         if self.args.needs_engine:
             self.build_engine()
-        together(self.world, self.scorer.wait)
-        if self.saved:
-            self.restore(self.saved.state)
+        if self.args.carry_args and self.args.carry_args.carry:
+            self.carry = Carry(self.args, self.stream, self.engine)
+        self.world.together(self.scorer.wait)
         if not self.args.eval_args.eval_only:
             try_worst_case(self)
             self.stop = dist.Stop(self.world)  # until here SIGTERM ends the process
+        if self.saved:
+            self.restore(self.saved.state)
 
     def build_models(self):
         """The policy; the critic of ppo.py; the reference: the teacher, or the starting model."""
@@ -281,15 +280,12 @@ class Run:
         """Goes on from the checkpoint."""
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.restore(state)
+        if self.carry:
+            self.carry.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
-        was = state["settings"]
-        same = all(was.get(k) == v for k, v in self.settings.items() if k.startswith("eval_"))
-        there = self.world.any_rank((self.log.folder / "best").exists())
-        best = state["best"]
-        if best and same and (there or best["step"] == 0):  # else its score does not compare, or
-            self.best = best                                # a killed run wrote another over it
+        self.best = state["best"]
 
     # ---- between the steps ----
 
@@ -332,6 +328,8 @@ class Run:
         folder = self.log.folder / "checkpoints"
         state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
+        if self.carry:
+            state |= self.carry.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 

@@ -7,11 +7,6 @@ import numpy as np
 from keeping.files import write_whole
 from keeping.log import Log, is_evaluation
 
-NOTHING_LEARNED = (
-    "no step had a gradient: nothing was learned. Likely causes: all rewards of a group are equal "
-    "(samples/ has them), because the task is too hard or too easy or the reward is constant; no "
-    "row has a message of the assistant (sft.py); the teacher is the model itself (distill.py)")
-
 
 def grade(run_log: Log, flags) -> bool:
     """Prints how the run began and ended, and draws it → whether it missed a grade."""
@@ -43,8 +38,6 @@ def grade(run_log: Log, flags) -> bool:
     seconds = sum(row["time/step"] for row in steps)
     tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
     run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
-    if steps and not any(row.get("grad/norm") for row in steps):
-        run_log.say(NOTHING_LEARNED)
     return missed
 
 

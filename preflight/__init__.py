@@ -1,6 +1,6 @@
-"""Will this run work? Read plan.py, memory.py, inputs.py: all before the weights load.
+"""Will this run work? Read plan.py, memory.py, rules.py, inputs.py: all before the weights load.
 
-formulas.py: the flags of the loss, and --loss FILE.py:NAME. worst_case.py: what is tried before the
-first update.
+loss_flags.py: the flags of the loss, and --loss FILE.py:NAME. worst_case.py and same_policy.py:
+what is tried before the first update.
 This room may import chats and all below it.
 """

@@ -141,7 +141,7 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
     folder = find_model(args.teacher, make, "teacher")
     theirs = model.skeleton(folder, flag="teacher") if folder else None
     if shape:
-        shape.teacher = find_shape(args.teacher, theirs, args.plan_args.plan)
+        shape.teacher = find_shape(args.teacher, theirs, args.plan_args.plan, "teacher")
     if not (folder and tokenizer):
         return folder  # a plan, which needs its sizes alone
     if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != tokenizer.get_vocab():
@@ -176,14 +176,14 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-def find_shape(name: str, lm, planning: bool) -> memory.Shape | None:
+def find_shape(name: str, lm, planning: bool, flag: str = "model") -> memory.Shape | None:
     """The model's sizes. If it is not here: from the table of memory.py, or from the hub."""
     if lm:
         return memory.shape_from(lm)
     # Without --plan the model will be here. A folder that cannot be read is a mistake already.
     if not planning or (Path(name).is_dir() and not is_tiny(name)):
         return None
-    return memory.shape_of(name) or memory.shape_from(model.skeleton(name))
+    return memory.shape_of(name) or memory.shape_from(model.skeleton(name, flag=flag))
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:

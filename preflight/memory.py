@@ -285,9 +285,9 @@ def holds(plan, shape, card) -> int:
 
 def fits(plan, shape, card) -> bool:
     """Every phase leaves 3 % of the memory, and the cache holds a sequence."""
-    limit = 0.97 * (card or plan.free)
+    limit = card or plan.free
     largest = max(load.total for load in loads(plan, shape, card))
-    return largest <= limit and holds(plan, shape, card) > 0
+    return largest <= 0.97 * limit and holds(plan, shape, card) > 0
 
 
 # ---- the search for flags with which it fits ----

@@ -1,4 +1,5 @@
 """plan.py: the sizes of every part of a step, from the settings alone."""
+import math
 from dataclasses import dataclass, is_dataclass, replace
 
 from dist import KEYS
@@ -95,7 +96,11 @@ class Plan:
         last = rows % a.batch or full  # the last batch of an epoch
         self.longest = a.data_args.max_prompt_tokens + a.max_tokens
         self.batches = sorted({full, last}, reverse=True)  # in prompts
-        most = max(full * a.group, self.n_eval * a.eval_args.eval_samples)
+        self.in_flight = full  # prompts that the engine works on
+        if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
+            self.batches = [a.batch]
+            self.in_flight = math.ceil(a.batch * (1 + a.carry_args.carry))
+        most = max(self.in_flight * a.group, self.n_eval * a.eval_args.eval_samples)
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 
     def phases(self, prompts: int) -> list[Phase]:
@@ -134,6 +139,11 @@ class Plan:
                          f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
                          f"{spread(n, self.ranks)} a rank for its "
                          f"{a.reward_args.reward_workers} reward workers")
+        if self.in_flight > prompts:
+            tokens = a.carry_args.carry_tokens
+            lines.append(f"  carry      {self.in_flight:,} prompts in flight, a step trains on "
+                         f"{prompts:,}; rounds of {tokens:,} tokens, at most "
+                         f"{ceil_div(a.max_tokens, tokens):,} for a completion")
         lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(prompts)]
         if self.n_eval and a.needs_engine:
             samples = a.eval_args.eval_samples

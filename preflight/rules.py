@@ -39,7 +39,8 @@ def typed(flag: str, value: object) -> str:
 INF = float("inf")
 RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers: at least 0
     ("batch group minibatches epochs max_prompt_tokens max_tokens max_turns eval_samples tp ranks "
-     "steps keep samples_every", "at least 1", lambda x: 1 <= x < INF),
+     "steps keep samples_every carry_tokens", "at least 1", lambda x: 1 <= x < INF),
+    ("carry", "from 0 to 8", lambda x: 0 <= x <= 8),
     ("reward_workers", "from 1 to 4,096", lambda x: 1 <= x <= 4096),
     ("max_num_seqs", "from 0 to 4,096", lambda x: 0 <= x <= 4096),
     ("reward_retries", "from 0 to 10", lambda x: 0 <= x <= 10),
@@ -104,6 +105,19 @@ def run_rules(plan: Plan):
             if given[name] != default[name] and not any(map(given.get, needed.split())):
                 words = " or --".join(needed.split())
                 yield Rule(f"--{name} needs --{words}.", [(name, [default[name]])])
+
+
+def carry_rules(args):
+    """--carry. Old policies sampled a part of its tokens."""
+    given, off = flags(args), ("carry", [0.0])
+    if given["engine_correction"] == "none":
+        yield Rule("--engine_correction must be on with --carry: older policies sampled some of a "
+                   "step's tokens.",
+                   [("engine_correction", ["truncate"]), off])
+    for name in ("reply", "tools", "stop"):
+        if given[name]:
+            yield Rule(f"--{name} needs whole completions, and --carry stops them between rounds.",
+                       [off, (name, [type(given[name])()])])
 
 
 def tool_rules(args):
@@ -238,6 +252,8 @@ def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=N
              *divisor_rules(plan, shape, local_size)]
     if usable.turn_args.tools:
         found += tool_rules(usable)
+    if usable.carry_args and usable.carry_args.carry:
+        found += carry_rules(usable)
     if usable.plan_args.strict:
         found += strict_rules(plan)
     return found

@@ -3,7 +3,7 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from dist import SettingsError
-from trainer.batch import Batch, Micro, Sample
+from trainer.batch import Batch, Completion, Micro, Sample
 
 LAST = 64  # tokens of a completion that are compared
 
@@ -17,15 +17,15 @@ def compare_policies(run, samples: list[Sample]):
     """
     world, policy = run.world, run.policy
     mine = world.mine(samples) or samples
-    sample = max(mine, key=lambda s: s.completion.tokens)
+    sample = max(mine, key=lambda s: int(sampled_in(world.step, s.completion).sum()))
     twice = Micro(Batch([sample, sample]), [0, 1], world.device)
     with torch.no_grad():
         trainer = policy.logprobs(twice, run.args.temperature)[0][1][twice.sampled[1]]
     trainer = trainer[-LAST:].cpu().double()
-    done = sample.completion
+    done, now = sample.completion, sampled_in(world.step, sample.completion)[-LAST:]
     engine = torch.from_numpy(done.logprobs[done.sampled][-LAST:])
-    gaps = [(trainer - other).abs().mean()
-            for other in (plain_logprobs(run, sample)[-LAST:], engine)]
+    gaps = [(trainer - plain_logprobs(run, sample)[-LAST:]).abs().mean(),
+            ((trainer - engine).abs() * now).sum() / now.sum().clamp(min=1)]
     gaps = world.max(torch.stack(gaps).nan_to_num(torch.inf)).tolist()
     causes = [
         ("trainer and transformers", "LogprobModel in model.py or attention in packing.py lacks "
@@ -37,6 +37,13 @@ def compare_policies(run, samples: list[Sample]):
             raise SettingsError(
                 f"{who} differ before the first update by {gap:.2g} nats a token, more than "
                 f"--max_gap {run.max_gap:g}; likely cause: {cause}")
+
+
+def sampled_in(step: int, c: Completion) -> torch.Tensor:
+    """(n,) bool: the sampled tokens of this step. With --carry others are of older policies."""
+    if c.steps is None:
+        return torch.ones(c.tokens, dtype=torch.bool)
+    return torch.from_numpy(c.steps == step)
 
 
 def plain_logprobs(run, sample: Sample):

@@ -1,7 +1,6 @@
 """worst_case.py: before the first update, the largest micro-batch of each phase is tried."""
 import re
 import resource
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -95,9 +94,9 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Mic
 
 
 def end(world, phase: Phase, failed: int):
+    """Ends the run. All ranks may be out of memory at once: the first one says it."""
     if world.size > 1 and td.distributed_c10d._get_default_store().add("worst case", 1) > 1:
-        time.sleep(1)  # the first rank prints first
-        raise SystemExit(2)
+        raise RuntimeError("Connection closed by peer")  # dist.run: another rank has the cause
     flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
     advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"
     error = SettingsError(f"{flag} {phase.budget} needs too much memory: a micro-batch with "

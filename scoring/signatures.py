@@ -1,6 +1,6 @@
 """signatures.py: a function of ours, TRL, verl or OpenRLHF: found, called, its result checked.
 
-The names of its parameters show whose it is. See docs/rewards.md.
+The names of its parameters show whose it is. See docs/use/data_and_rewards.md.
 """
 import importlib.util
 import inspect

@@ -77,7 +77,7 @@ async def score_waiting(rewards: list[Reward], calls: list[Call], timeout: float
 async def score_one(call: Call, reward: Reward, values: list, part: slice, timeout: float,
                     retries: int) -> None:
     """One call of a coroutine, and retries where it raises or is late."""
-    items, error = call.items[part], ""
+    items, error, why = call.items[part], "", ""
     seconds = timeout * len(items)
 
     async def once():
@@ -86,7 +86,7 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
     for retry in range(retries + 1):
         if retry:
             pause = PAUSE * 2 ** (retry - 1)
-            print(f"tried again in {pause:g} s: {error.strip().splitlines()[-1]}")
+            print(f"tried again in {pause:g} s: {why}")
             call.retries += 1
             await asyncio.sleep(pause)
         task = asyncio.create_task(once())
@@ -94,7 +94,7 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             task.cancel()
-            error = f"no answer within {seconds:g} seconds"
+            error = why = f"no answer within {seconds:g} seconds"
         elif task.exception() is None:
             values[part] = task.result()
             return
@@ -102,6 +102,7 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
             raise task.exception()
         else:
             error = "".join(traceback.format_exception(task.exception()))[-2000:]
+            why = repr(task.exception())[:200]
     call.error = error
 
 

@@ -1,5 +1,6 @@
 """Random models of every family in model.FAMILIES, and how far engine and trainer are from
-transformers. `python tests/families.py` prints the table of docs/families.md (10 minutes)."""
+transformers. `python tests/families.py` prints the table of
+docs/reference/evidence.md (10 minutes)."""
 import os
 import pickle
 import subprocess
@@ -179,7 +180,7 @@ def worker(folder: str, out: str) -> None:
 
 
 def row(name: str) -> str:
-    """A line of the table in docs/families.md."""
+    """A line of the table in docs/reference/evidence.md."""
     trainer, engine = with_engine(name)
     kind, _, special = CASES[name]
     return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine:.0e} |"

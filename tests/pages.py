@@ -1,8 +1,8 @@
 """Runs the Python blocks of a page in order. What a block prints stands in the `text` block after
 it.
 
-    python tests/pages.py docs/one_step.md            # compare
-    python tests/pages.py docs/one_step.md --write    # put what is printed into the page
+    python tests/pages.py docs/learn/one_step.md            # compare
+    python tests/pages.py docs/learn/one_step.md --write    # put what is printed into the page
 
 A page that goes on where another ends begins with `globals().update(names_after("docs/X.md"))`.
 """

@@ -279,10 +279,10 @@ def evaluated() -> str:
     """What sympy, as a reward worker has it, does with code in a formula."""
     from sympy.parsing import sympy_parser
 
-    from scoring import worker as reward_worker
+    from scoring import verifiers
     kept = sympy_parser.stringify_expr
     try:
-        reward_worker.shut_eval()
+        verifiers.shut_sympy()
         sympy_parser.parse_expr("__import__('os').getpid()")
     except ValueError:
         return "refused"

@@ -440,7 +440,7 @@ def weighted_means(terms: list[tuple[float, dict]]) -> dict[str, float]:
 
 
 def policy_metrics(args, step: Step, terms: list, norms: list[float]) -> dict[str, float]:
-    """What both scripts have: docs/metrics.md."""
+    """What both scripts have: docs/reference/metrics_and_files.md."""
     n, trained, pairs = len(step.fates), step.trained(), []
     for i in trained:
         pairs += zip(step.old[i], step.completions[i].engine_logprobs, strict=True)

@@ -125,12 +125,9 @@ def test_one_run_a_side_claims_nothing_about_seeds(tmp_path, capsys):
 
 def test_mistakes_are_one_sentence(tmp_path):
     a, b = (write(tmp_path / x, 0, [0.5] * 3) for x in "ab")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/metrics.jsonl").write_text("")
     for words, sentence in [
             ([a], "no set B"), ([a, "--"], "no set B"), ([a, "--", "x"], "x is not a run"),
             ([a, b, "--", b], r"A has a seed twice \(\[0, 0\]\)"),
-            ([tmp_path / "broken", "--", a], "cannot be read as a run: FileNotFound"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
             compare.main([str(word) for word in words])

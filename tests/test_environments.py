@@ -1,5 +1,5 @@
-"""Environments with a state: --reply FILE.py:CLASS. The same episodes after a worker's death, and
-on any ranks."""
+"""Environments with a state: --reply FILE.py:CLASS. The same episodes on any ranks, and after a
+worker's death."""
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -313,7 +313,7 @@ def test_the_command_runs_exercises_and_shows_solutions():
 def test_exercises_name_lines_that_are_there():
     for number in SOLUTIONS:
         path, = (ROOT / "exercises").glob(f"{number}_*.py")
-        code, file = re.search(r"^# In the project: `(.*?)`.*? in (\w+\.py)", path.read_text(),
+        code, file = re.search(r"^# In the project: `(.*?)`.*? in ([\w/]+\.py)", path.read_text(),
                                re.M).groups()
         assert code in (ROOT / file).read_text(), path
         assert f"]({path.name})" in (ROOT / "exercises/README.md").read_text()

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rewards import Move, RewardArgs, Scorer  # noqa: E402
+from rewards import RewardArgs, Scorer  # noqa: E402
+from scoring.replies import Move  # noqa: E402
 
 SPEC = f"{ROOT}/examples/frozen_lake.py:Lake"
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
@@ -33,24 +34,24 @@ def test_without_the_library_it_is_one_sentence(tmp_path):
 
 
 def test_an_episode_is_the_librarys(tmp_path):
-    """Each episode is played here with gymnasium alone, and again in a worker at its end."""
+    """Each episode is played here with gymnasium alone, and its end once more from its turns."""
     gymnasium = pytest.importorskip("gymnasium")
     with closing(Scorer([SPEC], RewardArgs(2, 60.0), "reply", homes=True)) as scorer:
         scorer.wait()
         assert scorer.methods == ["reply", "reward", "close"]
         results = []
         for seed in range(30):
-            env, turns, replies, ended = gymnasium.make("FrozenLake-v1", desc=MAP), [], [], False
+            env, turns, seen, ended = gymnasium.make("FrozenLake-v1", desc=MAP), [], [], False
             env.reset(seed=seed)
             won = 0.0
             for n in range(20):
                 action = [1, 2][(seed + n) % 2]  # down and right
                 turns.append(said("assistant", f"I go {WORDS[action]}."))
-                move = Move(ROW, seed, turns, replies)
+                move = Move(ROW, seed, turns, seen)
                 score, = scorer.score([move], homes=[seed])
                 assert not score.error, score.error
                 place, won, ended, _, _ = env.step(action)
-                replies = [*replies, score.parts["reply"]]
+                seen = [*seen, len(turns)]
                 if ended:
                     assert score.parts["reply"] is None
                     break
@@ -59,9 +60,10 @@ def test_an_episode_is_the_librarys(tmp_path):
                 assert cells.index("P") == place and len(cells) == 16
                 assert cells.replace("P", "") == "".join(MAP)[:place] + "".join(MAP)[place + 1:]
                 turns = [*turns, message]
-            over = Move(ROW, seed, turns, replies, over=True, checked=True)
-            score, = scorer.score([over], homes=[seed])
-            assert not score.error and score.parts["reward"] == won
+            for home in seed, seed + 1:  # its worker, and the other one
+                over = Move(ROW, seed, turns, seen, over=True)
+                score, = scorer.score([over], homes=[home])
+                assert not score.error and score.parts["reward"] == won
             results.append((ended, won))
     assert {(True, 1.0), (True, 0.0)} <= {*results}
 

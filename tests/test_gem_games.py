@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rewards import Move, RewardArgs, Scorer
+from rewards import RewardArgs, Scorer
+from scoring.replies import Move
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT, GAME = ROOT / "examples/gem_games.py", "game:GuessTheNumber-v0-easy"
@@ -29,7 +30,7 @@ def test_without_the_library_it_is_one_sentence(tmp_path):
 
 
 def test_an_episode_is_the_librarys():
-    """Each game is played here with GEM alone, and again in a worker at its end."""
+    """Each game is played here with GEM alone, and its end once more from its turns."""
     gem = pytest.importorskip("gem")
     out = subprocess.run([sys.executable, SCRIPT, GAME], text=True, capture_output=True, check=True)
     rows, rewards = [json.loads(line) for line in out.stdout.splitlines()], set()
@@ -38,23 +39,23 @@ def test_an_episode_is_the_librarys():
         scorer.wait()
         assert scorer.methods == ["reply", "reward"]
         for i, row in enumerate(rows[:20]):
-            env, turns, replies, gained = gem.make(GAME), [], [], 0.0
+            env, turns, seen, gained = gem.make(GAME), [], [], 0.0
             env.reset(seed=row["seed"])
             for guess in ("5", "the 7", "2", "9", "3"):
                 text = guess if guess.startswith("the") else f"\\boxed{{{guess}}}"
                 turns = [*turns, said("assistant", text)]
-                score, = scorer.score([Move(row, i, turns, replies)], homes=[i])
+                score, = scorer.score([Move(row, i, turns, seen)], homes=[i])
                 assert not score.error, score.error
                 theirs, gain, ended, cut, info = env.step(text)
                 gained += gain
-                replies = [*replies, score.parts["reply"]]
+                seen = [*seen, len(turns)]
                 if ended or cut:
                     break
                 assert score.parts["reply"] == [said("user", f"{theirs}\n{info['suffix']}")]
                 turns = [*turns, *score.parts["reply"]]
             assert score.parts["reply"] is None
-            over = Move(row, i, turns, replies, over=True, checked=True)
-            score, = scorer.score([over], homes=[i])
-            assert not score.error and score.parts["reward"] == pytest.approx(gained)
+            for home in i, i + 1:  # its worker, and the other one
+                score, = scorer.score([Move(row, i, turns, seen, over=True)], homes=[home])
+                assert not score.error and score.parts["reward"] == pytest.approx(gained)
             rewards.add(gained)
     assert len(rewards) > 1

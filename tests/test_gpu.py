@@ -20,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = Path(torch.__file__).parent.parent
 
 
-def gpus(monkeypatch, count: int, capability=(9, 0), name="NVIDIA H100"):
+def gpus(monkeypatch, count: int, name="NVIDIA H100"):
     """This machine has so many GPUs, and torch sees them."""
-    for function, value in dict(is_available=count > 0, device_count=count, get_device_name=name,
-                                get_device_capability=capability).items():
+    for function, value in dict(is_available=count > 0, device_count=count,
+                                get_device_name=name).items():
         monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
 
 
@@ -43,33 +43,15 @@ def test_a_driver_that_is_too_old(monkeypatch):
     """torch sees no GPU then, and the run took the CPU in silence."""
     gpus(monkeypatch, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(dist, "installed_gpus", lambda: 4)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(dist.os.path, "exists", lambda path: path == "/dev/nvidia0")
     said, = dist.gpu_mistakes(4)
-    assert said.startswith("nvidia-smi sees 4 GPUs, and torch ") and "driver of version 580" in said
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "CUDA_VISIBLE_DEVICES= for a run on the CPU" in dist.gpu_mistakes(4)[0]
+    assert "has NVIDIA GPUs (/dev/nvidia0), and torch " in said and "version 580" in said
+    assert "CUDA_VISIBLE_DEVICES= for a run on the CPU" in said
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are hidden on purpose
     assert dist.gpu_mistakes(4) == []
-
-
-@pytest.mark.parametrize("listed, count", [
-    ("GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n", 2),
-    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 0)])
-def test_what_nvidia_smi_counts(listed, count, monkeypatch, tmp_path):
-    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\nprintf "{listed}"\n')
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert dist.installed_gpus() == count
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert dist.installed_gpus() == 0
-
-
-def test_a_card_that_is_too_old(monkeypatch):
-    gpus(monkeypatch, 1, (7, 5), "Tesla T4")
-    said, = dist.gpu_mistakes(1)
-    assert said.startswith("a GPU has compute capability 7.5, and ")
-    assert "needs 8.0. Would work: an A100" in said
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(dist.os.path, "exists", lambda path: False)  # a machine without one
+    assert dist.gpu_mistakes(4) == []
 
 
 def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):

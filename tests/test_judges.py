@@ -117,7 +117,7 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         assert bool(call.error) == (value is None)
     assert "the server is away" in call.error
     said = capsys.readouterr().out
-    assert "tried again in 1 s: ConnectionError: the server is away" in said
+    assert "tried again in 1 s: ConnectionError('the server is away')" in said
     assert "tried again in 2 s: no answer within 0.2 seconds" in said
 
 
@@ -126,7 +126,7 @@ def test_the_metrics_have_the_retries(own):
                "    if len(tries) == 1: raise ConnectionError('away')\n    return 1")
     scores = score([spec], ["x", "y"], reward_workers=1)
     assert [(s.total, s.retries) for s in scores] == [(1, 1), (1, 0)]
-    assert "tried again in 1 s: ConnectionError: away" in scores[0].printed
+    assert "tried again in 1 s: ConnectionError('away')" in scores[0].printed
 
 
 def test_groups_and_plain_rewards_beside_coroutines(own):
@@ -229,8 +229,7 @@ def test_the_judge_behind_a_server(judge, monkeypatch):
                                 NO_PROXY="127.0.0.1").items():
             monkeypatch.setenv(name, value)
         scores = score([f"{ROOT}/examples/judge.py:judge"], ["42", "away", "odd"],
-                       reward_workers=1, reward_retries=1,
-                       reward_timeout=60.0)
+                       reward_workers=1, reward_retries=1, reward_timeout=60.0)
         server.shutdown()
     assert [(s.total, s.retries) for s in scores] == [(0.5, 0), (0.5, 1), (None, 1)]
     assert "no grade from 0 to 10 for correct, complete, brief" in scores[2].error

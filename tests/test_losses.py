@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import losses
 import reference
-from preflight.formulas import LossArgs
+from preflight.loss_flags import LossArgs
 
 F64, nan, inf = torch.float64, math.nan, math.inf
 WIDE = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 import learning
@@ -49,7 +48,7 @@ def test_situation_4_fits_with_the_flags_it_names(group):
     line, checkpointed = (
         planned(grpo, 4, QWEN_7B, 80, batch=8, group=group, max_tokens=4096, checkpointing=on)
         for on in (False, True))
-    assert "does not fit" in line and flags_in(line) == {"checkpointing": []}
+    assert "does not fit" in line and flags_in(line) == {"update_tokens": ["4608"]}
     assert "  fits: 63." in checkpointed, checkpointed
 
 
@@ -60,19 +59,18 @@ def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
         [PYTHON, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert told.returncode == 1, told.stderr
     for part in ("parameters", "gradients", "optimizer", "micro-batch", "engine weights",
-                 "kv cache", "total", "would with --checkpointing"):
+                 "kv cache", "total", "would with --update_tokens 4608: "):
         assert part in told.stdout
 
 
 @pytest.mark.parametrize("flags, n_eval, sequences", [
     (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6),
-    (dict(batch=4, group=2), 20, 21), (dict(batch=4096, group=8, max_num_seqs=4096), 0, None),
-    (dict(batch=4, group=2, kv_cache_gb=0.5), 0, "0.5")])
+    (dict(batch=4, group=2), 20, 21), (dict(batch=4096, group=8, max_num_seqs=4096), 0, None)])
 def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
     args = plan.changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
     shape = memory.shape_of("tiny")
     two_blocks = 256 * 2 * shape.layers * shape.kv * 4      # a block of vLLM has 128 tokens there
-    expected = {None: GIB, "0.5": GIB / 2}.get(sequences) or sequences * two_blocks
+    expected = sequences * two_blocks if sequences else GIB
     made = plan.Plan(args, 1, 1000 if sequences else 10**6, n_eval)
     assert memory.EngineMemory(made, shape, None).cache == expected
 
@@ -92,21 +90,8 @@ def test_what_the_search_names_fits(script, name, ranks, gpu_gb):
         assert not flags or not memory.fits(made, shape, card)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi", "gemma3_text", "qwen3"])
-def test_parameters_are_counted_exactly(name):
-    config = AutoConfig.for_model(
-        name, vocab_size=999, hidden_size=96, intermediate_size=200, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=name == "gpt2")
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
-    shape = memory.shape_from(lm)
-    assert shape.params == sum(p.numel() for p in lm.parameters())
-    assert (shape.layers, shape.heads, shape.vocab, shape.tied) == (3, 4, 999, name == "gpt2")
-
-
 @pytest.mark.parametrize("name, parameters", [  # as their model cards count them
-    ("tiny", 370_048), ("Qwen/Qwen2.5-0.5B", 494_032_768), ("Qwen/Qwen2.5-7B", 7_615_616_512),
-    ("Qwen/Qwen3-0.6B", 596_049_920), ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400)])
+    ("Qwen/Qwen2.5-7B", 7_615_616_512), ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400)])
 def test_known_models(name, parameters):
     assert memory.shape_of(name).params == parameters
 
@@ -218,45 +203,6 @@ def test_weight_sync_streams(two_ranks):
     for peak, largest, everything in (found["sync"] for found in two_ranks[1]):
         assert largest <= peak <= 4 * largest      # its parts, the whole, and the one before
         assert peak < everything / 4
-
-
-def peaks_of(world, folder: str, settings: list[dict]) -> list[int]:
-    """Peak of live bytes beyond the loaded model, of one `grpo.learn` a setting."""
-    found = []
-    for options in settings:
-        prompts = options.pop("prompts")
-        args = learning.arguments(dtype="float32", head_chunk=8, **options)
-        policy = build(world, f"{folder}/wide", args)
-        samples = fabricate("long", prompts, args.group)       # the budget is filled
-        for sample in samples:
-            sample.score.total = sample.score.total or 0.0
-        with Live() as live:
-            grpo.learn(args, world, policy, samples, lr=args.lr)
-        found.append(live.peak)
-    return found
-
-
-def test_peak_is_flat_in_batch_and_group_and_affine_in_the_budget(tmp_path):
-    make_wide(str(tmp_path))
-    L = learning.LONGEST
-    sizes = [dict(prompts=p, group=g, update_tokens=8 * L, score_tokens=8 * L)
-             for p, g in ((5, 4), (20, 4), (5, 16))]
-    budgets = [dict(prompts=p, group=8, update_tokens=n * L, score_tokens=n * L)
-               for p, n in ((18, 16), (21, 32))]     # each budget is filled to 96 % and more
-    found = results(1, peaks_of, str(tmp_path), sizes + budgets)[0]
-    assert max(found[:3]) <= 1.05 * min(found[:3]), found          # in batch and group
-    at8, at16, at32 = found[1:2] + found[3:]
-    slope = (at32 - at16) / (16 * L)                               # bytes per token of the budget
-    assert abs(at8 - (at16 - 8 * L * slope)) < 0.02 * at8, found   # on the line of the other two
-    shape = memory.shape_from(model.skeleton(str(tmp_path / "wide")))
-    p, c = learning.PROMPT, learning.COMPLETION - 1
-    keys = (p + 8 * (p + c)) / (p + 8 * c)             # of a token of these groups of 8
-
-    def plans(tokens):
-        return planned_bytes(shape, "update", tokens, keys)
-
-    theirs = (plans(32 * L) - plans(16 * L)) / (16 * L)
-    assert abs(slope / theirs - 1) < 0.1 and 0.85 < at32 / plans(32 * L) <= 1
 
 
 def planned_bytes(shape, phase: str, tokens: int, keys: float) -> float:

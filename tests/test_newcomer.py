@@ -59,10 +59,10 @@ def notes(*flags: str) -> str:
       "--lora_targets needs --lora_rank", "--lora_sync needs --lora_rank",
       "--max_turns needs --reply or --tools. Would work: --max_turns 8.",
       "--target_eval needs --eval_data", "--eval_samples needs --eval_data",
-      "--reward own.py: which function of it? own.py:NAME."]),
+      "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
     ("--lora_rank 4 --lora_alpha inf --reply own.py:ok:0.5 --reward own.py:missing",
      ["--lora_alpha must be more than 0", "own.py has no missing.",
-      "--reply must be FILE.py:FUNCTION (got own.py:ok:0.5)"]),
+      "--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no weight."]),
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file."])])
 def test_a_flag_without_effect_or_sense_is_one_sentence(place, flags, words):
     text = mistakes(*flags.split())
@@ -110,7 +110,7 @@ def test_a_config_that_transformers_refuses_is_one_sentence(place, change):
 def test_a_broken_chat_template_is_not_the_rows_fault(place):
     folder = changed_model(place)
     Path(folder, "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    assert "the model's chat template fails with row 0" in mistakes("--model", folder)
+    assert "the chat template: no" in mistakes("--model", folder)
 
 
 def test_a_chat_template_that_ignores_the_messages_is_noted(place):
@@ -150,22 +150,19 @@ def episodes(max_tokens: int, said: list):
     from chats import turns
     it = object.__new__(turns.Episodes)
     bridge = turns.Bridge(AutoTokenizer.from_pretrained(TINY), [2], 320, None)
-    vars(it).update(bridge=bridge, max_tokens=max_tokens, noted=set(),
+    vars(it).update(bridge=bridge, max_tokens=max_tokens, noted=False,
                     log=SimpleNamespace(say=said.append))
     return it
 
 
-def test_a_reply_with_control_tokens_or_without_room_is_said_once():
-    said, reply = [], [{"role": "user", "content": "more"}]
+def test_replies_without_room_are_said_once():
+    said, reply = [], ([{"role": "user", "content": "more"}], [1])
     it = episodes(16, said)
-    it.note([reply, None], [0])
+    it.note([reply, (None, [])], [0])
     assert said == []
     for _ in range(2):
         it.note([reply, reply], [])
     assert len(said) == 1 and "no reply leaves room for a turn within --max_tokens 16" in said[0]
-    for _ in range(2):
-        it.note([[{"role": "user", "content": "<|im_end|>"}], reply], [0])
-    assert len(said) == 2 and "1 replies have the text of a control token" in said[1]
 
 
 def test_rows_that_are_not_scored_need_no_answer(place):

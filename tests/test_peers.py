@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import losses
-from preflight import formulas
+from preflight import loss_flags
 from test_losses import F64, close, gradient
 from test_variants import advantages, ragged, variant
 from test_variants import loss as ours_of
@@ -131,7 +131,7 @@ def ours(loss, mask, kind: str = "sequence"):
 def edited(monkeypatch):
     """Constants of variants/ that act more on these numbers."""
     def edit(name: str, **values):
-        module = sys.modules[formulas.own("loss", variant(name)).function.__module__]
+        module = sys.modules[loss_flags.own("loss", variant(name)).function.__module__]
         for constant, value in values.items():
             monkeypatch.setattr(module, constant, value)
     return edit
@@ -228,7 +228,7 @@ def our_gdpo(parts, eps: float):
     """(N, 2), with weights 1 and 0.5 → (N,)"""
     scored = ~parts.isnan().any(1)
     exact, short = torch.nan_to_num(parts).T
-    return formulas.own("advantage", variant("gdpo")).function(
+    return loss_flags.own("advantage", variant("gdpo")).function(
         exact, 4, scored=scored, eps=eps, trained=scored,
         parts={"exact": (1.0, exact), "short": (0.5, short)})
 

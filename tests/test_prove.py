@@ -83,7 +83,7 @@ FAST = ["a mean over the micro-batch", "a sum over padding", "a loss that reads 
         "weights from this rank's rows", "unscored completions in a denominator",
         "a sum over replies", "a whitening of each micro-batch", "old log-probs in another order",
         "state outside the checkpoint"]
-PAGE = (ROOT / "docs/recipes.md").read_text()
+PAGE = (ROOT / "docs/use/recipes.md").read_text()
 RECIPES = re.findall(r"^\| .*\| `((?:ppo\.py )?--[^`]+)` \|$", PAGE, re.M)
 SOFT = '''import torch
 import losses

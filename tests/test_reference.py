@@ -572,9 +572,9 @@ def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock
         given.append(options | {"models": models, "samples": samples})
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
-    for name, fake in dict(set_up=lambda args: run, learn=learn, compare=MagicMock(),
-                           score_samples=MagicMock(), look=MagicMock()).items():
-        monkeypatch.setattr(script, name, fake, raising=False)
+    for name, fake in dict(set_up=lambda args: run, learn=learn, compare_policies=MagicMock(),
+                           score_samples=MagicMock()).items():
+        monkeypatch.setattr(script, name, fake)
     script.train(args)
     return given, run
 

@@ -211,16 +211,13 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("error: no metrics.jsonl in ")
 
 
-def test_a_run_without_args_and_a_page_that_cannot_be_written_are_one_sentence(tmp_path):
-    folders = [write_run(tmp_path / name, 1, lambda step: []) for name in "ab"]
-    (folders[0] / "args.json").unlink()
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
+    folder = write_run(tmp_path / "a", 1, lambda step: [])
     (tmp_path / "file").touch()
-    outs = ["x.html", "file/x.html"]
-    for folder, out, words in zip(folders, outs, ["has no whole args.json", "Not a directory: "],
-                                  strict=True):
-        done = subprocess.run([PYTHON, ROOT / "tools/report.py", folder, "--out", tmp_path / out],
-                              text=True, capture_output=True)
-        assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1
+    done = subprocess.run([PYTHON, ROOT / "tools/report.py", folder, "--out",
+                           tmp_path / "file/x.html"], text=True, capture_output=True)
+    assert done.returncode == 1 and "file/x.html cannot be written" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
@@ -230,16 +227,11 @@ def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
     assert report.changed({"group": 8, "batch": 512, "script": "ppo.py"}) == [
         ["--group", "8", "1"]]
     assert report.changed({"group": 1, "reward": [], "script": "sft.py"}) == []
-    found, documented = report.healthy(), (ROOT / "docs/metrics.md").read_text()
+    found, documented = report.healthy(), (ROOT / "docs/reference/metrics_and_files.md").read_text()
     assert len(found) >= 8 and found["rollout/logprob_gap_mean"]["high"] > 0
     for name, one in found.items():
         assert f"`{name}`" in documented and (one["low"] is not None or one["high"] is not None)
         assert len(one["means"]) > 20 and len(one["try"]) > 10
-
-
-def test_sizes():
-    assert (ROOT / "tools/report.py").stat().st_size <= 12_000
-    assert (ROOT / "tools/report.html").stat().st_size <= 20_000
 
 
 # ---- in a browser

@@ -1,5 +1,4 @@
-"""Rewards: verifiers by hand, signatures, hostile rewards, hostile completions. Real rows are not
-in the repository."""
+"""Rewards: verifiers by hand, signatures, hostile rewards and completions, real rows (not here)."""
 import json
 import os
 import re

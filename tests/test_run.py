@@ -35,7 +35,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
     vars(it).update(
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
         kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
-        policy=None, adapter=None, engine=None, episodes=None, scorer=MagicMock(),
+        policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
         inputs=SimpleNamespace(eval_rows=[1], source="source"))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
@@ -96,7 +96,7 @@ def test_one_overall_pass_rate_and_one_of_each_source():
     assert not any(key.startswith("eval/a/") for key in one)
     line = log.evaluation_line({"step": 3} | found)
     assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
-    assert "a/pass@1 0.500" in line and "b/pass@1 0.000" in line
+    assert "a/pass@1 0.500 (" in line and "b/pass@1 0.000 (" in line
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.95])
@@ -111,11 +111,34 @@ def test_the_interval_covers_the_true_rate(rate, rows, n):
     assert covered >= 180
 
 
+def test_the_share_of_rows_whose_rewards_are_equal():
+    """The third row has one reward and one completion without any."""
+    samples = [sample(i // 2, value) for i, value in enumerate([1.0, 1.0, 1.0, 0.0, 0.0, None])]
+    found = evaluate.evaluation_metrics(samples, evaluate.EvalArgs(eval_samples=2))
+    assert found["eval/groups_equal"] == pytest.approx(1 / 3)
+
+
 def test_rows_that_all_fail_do_not_prove_that_all_do():
     low, high = evaluate.interval(np.zeros(20))
     assert low == 0 and 0.05 < high < 0.3
     low, high = evaluate.interval(np.ones(1000))
     assert 0.99 < low < 1 and high == 1
+
+
+# ---- what is kept of a step
+
+@pytest.mark.parametrize("step, shown", [(0, True), (1, False), (2, True), (3, True)])
+def test_a_step_is_recorded_around_its_update(tmp_path, monkeypatch, step, shown):
+    """--steps is 4: each second step, and the last one."""
+    order, engine = [], MagicMock()
+    monkeypatch.setattr(run, "look", lambda it, samples: order.append(samples))
+    it = made(tmp_path, "--samples_every", "2", engine=engine)
+    it.log.samples = lambda *all, **options: order.append((all, options))
+    with it.recorded(step, ["all"], ["learned from"]):
+        order.append("update")
+    kept = (f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
+    expected = [["learned from"], "update", ["learned from"], kept] if shown else ["update"]
+    assert order == expected
 
 
 # ---- checkpoints and the end
@@ -129,16 +152,25 @@ def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
     assert state["step"] == 5 and state["best"] == {"step": 2}
 
 
-@pytest.mark.parametrize("step, there, kept", [
-    (3, True, True), (3, False, False), (0, False, True)])
-def test_the_best_model_of_a_checkpoint_is_on_the_disk(tmp_path, monkeypatch, step, there, kept):
-    """A killed run may have written a later one over it. Then the next evaluation is the best."""
+def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
+    saved, carry = [], MagicMock()
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]))
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
-    if there:
-        (tmp_path / "best").mkdir()
-    it, best = made(tmp_path, saved=MagicMock()), {"step": step, "score": 0.5}
-    it.restore({"bad_steps": 0, "settings": {}, "best": best})
-    assert it.best == (best if kept else None)
+    carry.state.return_value = {"flight": ["a group"]}
+    it = made(tmp_path, carry=carry, saved=MagicMock())
+    it.inputs.rows = ["a row"]
+    it.save(5)
+    assert saved[0]["flight"] == ["a group"]
+    state = saved[0] | {"best": None}
+    it.restore(state)
+    carry.restore.assert_called_once_with(state, ["a row"])
+
+
+def test_the_best_evaluation_is_that_of_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
+    it, best = made(tmp_path, saved=MagicMock()), {"step": 3, "score": 0.5}
+    it.restore({"bad_steps": 2, "best": best})
+    assert it.best == best and it.log.bad_steps == 2
 
 
 def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
@@ -199,15 +231,6 @@ def test_a_target_of_exactly_0_is_reached(monkeypatch):
     assert not graded(monkeypatch, rows, target_reward=(-0.5, 0.0))[0]
 
 
-@pytest.mark.parametrize("norms, told", [
-    ([0.0, 0.0], True), ([0.0, 0.1], False), ([0.1], False), ([], False)])
-def test_a_run_that_learned_nothing_says_so_with_likely_causes(monkeypatch, norms, told):
-    rows = [{"time/step": 1.0, "batch/tokens": 7, "grad/norm": norm} for norm in norms]
-    said = graded(monkeypatch, rows)[1]
-    assert (said[-1] == summary.NOTHING_LEARNED) == told
-    assert "no step had a gradient" in summary.NOTHING_LEARNED
-
-
 # ---- how a process ends: dist.run
 
 ENDINGS = """
@@ -247,10 +270,11 @@ def test_how_a_process_ends(tmp_path, body, status, words, traceback):
 def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
     handlers = {}
     monkeypatch.setattr(dist.signal, "signal", lambda number, act: handlers.update({number: act}))
-    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: flag))
-    assert stop.agreed() is False
+    asked = []
+    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: asked.append(flag) or "agreed"))
+    assert stop.agreed() == "agreed"
     handlers[dist.signal.SIGTERM](15, None)
-    assert stop.agreed() is True
+    assert stop.agreed() == "agreed" and asked == [False, True]
 
 
 def test_a_machine_without_git_has_versions_too(monkeypatch):

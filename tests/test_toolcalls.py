@@ -22,6 +22,7 @@ from dist import SettingsError
 from examples import calculator, tiny
 from preflight import plan, rules
 from rewards import RewardArgs, Scorer
+from scoring import replies
 from test_layouts import run
 from test_sft import tokenizer_of
 from test_turns import ALONE
@@ -45,7 +46,7 @@ def spell(word: str, times: int = 1) -> list:
         word: what to spell
         times: how often
     """
-    return list(word) * times
+    return list(word) * times if word else ["é"]
 def trap(kind: str) -> str:
     """Does what no tool should.
 
@@ -213,7 +214,7 @@ def own(tmp_path_factory):
 def make_tools():
     made = {}
     exec(OWN, made)
-    return toolcalls.Tools([made[name] for name in NAMES])
+    return replies.Tools({name: made[name] for name in NAMES})
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def play(bridge, tools, *texts, world=ALONE):
     row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer, [], data.DataArgs(),
                         tools.schemas)
     episodes = turns.Episodes.__new__(turns.Episodes)
-    episodes.bridge, episodes.world, episodes.noted = bridge, world, set()
+    episodes.bridge, episodes.world, episodes.noted = bridge, world, False
     episodes.max_turns, episodes.max_tokens, episodes.stateful = 9, 10**6, False
     episodes.workers, episodes.log = Inside(tools), SimpleNamespace(say=print)
     engine, prompts = Scripted(tokenizer, texts), [data.Prompt(i, row) for i in range(len(texts))]
@@ -346,8 +347,8 @@ def test_a_template_that_cannot_be_used_is_one_sentence(tools, text, words):
 
 
 @pytest.mark.parametrize("spec, words", [
-    ("own.py", "which function of it"), ("none.py:add", "--tools none.py:add: no such file"),
-    ("own.py:nothing", r"own.py needs a function nothing \(def, not async def\)"),
+    ("own.py", "must be FILE.py:FUNCTION"), ("none.py:add", "--tools none.py:add: no such file"),
+    ("own.py:nothing", r"--tools needs a function nothing \(def, not async def\)"),
     ("own.py:waits", "needs a function waits"),
     ("own.py:bare", "A tool needs a docstring with a line `NAME: what it is` below `Args:`")])
 def test_a_function_that_is_no_tool_is_refused(own, monkeypatch, spec, words):
@@ -436,7 +437,7 @@ def test_hostile_calls_cost_themselves_only(own):
     hostile = "hang", "exit", "memory", "raise", "huge", "set", "surrogate"
     turn = calls_of(*(("trap", {"kind": kind}) for kind in hostile), ("nothing", {}),
                     ("add", "{oops"), ("add", {"a": 1}), ("add", {"a": 1, "c": 2}),
-                    ("add", {"a": "x", "b": 1}), TWO[0], TWO[1])
+                    ("add", {"a": "x", "b": 1}), TWO[0], ("spell", {"word": ""}))
     specs = [f"{own}:{name}" for name in NAMES]
     with closing(Scorer(specs, RewardArgs(2, 3.0), "tools")) as workers:
         workers.wait()
@@ -449,8 +450,7 @@ def test_hostile_calls_cost_themselves_only(own):
             "error: TypeError: Object of type set is not JSON", "?", "error: there is no tool "
             "'nothing', only add, spell, trap", "error: the arguments must be one JSON object",
             "error: TypeError: add() missing 1 required", "error: TypeError: add() got an "
-            "unexpected keyword argument 'c'", "error: TypeError: ", "3", '["n", "o", "n", "o"]'],
-            strict=True):
+            "unexpected keyword argument 'c'", "error: TypeError: ", "3", '["é"]'], strict=True):
         assert text.startswith(start) and len(text) < 600
     assert [m["tool_call_id"] for m in score.parts["reply"]] == [f"{i:09d}" for i in range(14)]
     assert score.total == 0 and [s.parts["reply"] for s in plain] == [None, None]
@@ -466,7 +466,8 @@ def test_hostile_calls_cost_themselves_only(own):
     ("9*" * 5000 + "9", "error: ValueError: an expression has at most 200 characters"),
     *((text, "error: ") for text in ("(" * 199, "", "1;2", "\0", 3))])
 def test_the_calculator_computes_arithmetic_and_nothing_else(text, start):
-    found = toolcalls.Tools([calculator.calculator]).result("calculator", {"expression": text})
+    tools = replies.Tools({"calculator": calculator.calculator})
+    found = tools.result("calculator", {"expression": text})
     assert found.startswith(start) and len(found) < 300
 
 

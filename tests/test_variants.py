@@ -20,7 +20,7 @@ import reference
 import reference_losses
 from dist import SettingsError
 from keeping import checkpoint
-from preflight import formulas, plan, rules
+from preflight import loss_flags, plan, rules
 from test_losses import (
     F64,
     FULL,
@@ -52,16 +52,16 @@ def variant(name: str) -> str:
 
 def loss(name: str, logprobs, old, A, mask, engine=None, **bounds):
     """Of a name, with the bounds above."""
-    function = formulas.loss_of(name if name in losses.LOSSES else variant(name))
+    function = loss_flags.loss_of(name if name in losses.LOSSES else variant(name))
     return function(logprobs, old, A, mask, engine_logprobs=old if engine is None else engine,
                     **BOUNDS[name] | bounds)
 
 
 def advantages(name: str, rewards, group, scored=None, eps=1e-6):
     scored = ~rewards.isnan() if scored is None else scored
-    if name in formulas.NAMES["advantage"]:
+    if name in loss_flags.NAMES["advantage"]:
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
-    return formulas.own("advantage", variant(name)).function(
+    return loss_flags.own("advantage", variant(name)).function(
         rewards, group, scored=scored, eps=eps, parts={}, trained=scored)
 
 
@@ -70,7 +70,7 @@ def edited(monkeypatch):
     """Constants that act more, in the files and in the reference."""
     for name, values in CONSTANTS.items():
         for constant, value in values.items():
-            module = sys.modules[formulas.own("loss", variant(name)).function.__module__]
+            module = sys.modules[loss_flags.own("loss", variant(name)).function.__module__]
             monkeypatch.setattr(module, constant, value)
     monkeypatch.setattr(reference_losses, "SAPO_TAUS", (1.0, 1.5))
     monkeypatch.setattr(reference_losses, "IPO_COEF", 0.3)
@@ -326,7 +326,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "torn.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
-    formulas.own.cache_clear()
+    loss_flags.own.cache_clear()
     args = plan.changed(grpo.Args(), lr=1e-6, **settings)
     found = [str(rule) for rule in rules.problems(args, 1)]
     assert len(found) == 1 and words in found[0], found
@@ -335,20 +335,20 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
 
 def test_a_file_is_found_here_or_in_the_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    formulas.own.cache_clear()
-    assert formulas.own("loss", variant("sapo")).function.__code__.co_filename == str(
+    loss_flags.own.cache_clear()
+    assert loss_flags.own("loss", variant("sapo")).function.__code__.co_filename == str(
         ROOT / "variants/sapo.py")
     (tmp_path / "mine.py").write_text(MINE)
     args = plan.changed(grpo.Args(), loss="mine.py:good", advantage=variant("gdpo"))
     assert not rules.problems(plan.changed(args, lr=1e-6), 1)
-    assert formulas.digests(args).keys() == {"loss_file", "advantage_file"}
-    assert formulas.digests(grpo.Args()) == {}
+    assert loss_flags.digests(args).keys() == {"loss_file", "advantage_file"}
+    assert loss_flags.digests(grpo.Args()) == {}
 
 
 def files_of(world, folder: str) -> list[str]:
     """What set_up compares, where each rank has a file of its own."""
     path = Path(folder, f"{world.rank // 2}.py")
-    return world.differences(formulas.digests(plan.changed(grpo.Args(), loss=f"{path}:good")))
+    return world.differences(loss_flags.digests(plan.changed(grpo.Args(), loss=f"{path}:good")))
 
 
 def test_a_file_is_the_same_on_all_ranks_and_in_a_resumed_run(tmp_path):
@@ -357,9 +357,9 @@ def test_a_file_is_the_same_on_all_ranks_and_in_a_resumed_run(tmp_path):
     assert ranks.results(2, files_of, str(tmp_path))[0] == []
     found, = ranks.results(3, files_of, str(tmp_path))[0]
     assert found.startswith("loss_file is ") and "rank 2; it must be the same" in found
-    digests = [formulas.digests(plan.changed(grpo.Args(), loss=f"{tmp_path}/{name}.py:good"))
+    digests = [loss_flags.digests(plan.changed(grpo.Args(), loss=f"{tmp_path}/{name}.py:good"))
                for name in "01"]
     saved = checkpoint.Saved(tmp_path, {"settings": digests[0]})
-    assert checkpoint.compare(saved, digests[0]) == []
+    checkpoint.check(saved, digests[0])
     with pytest.raises(SettingsError, match="loss_file was .* and is now"):
-        checkpoint.compare(saved, digests[1])
+        checkpoint.check(saved, digests[1])

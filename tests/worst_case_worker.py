@@ -28,7 +28,7 @@ class Fails(torch.autograd.Function):
 
 def main(folder: str, where: str, rank: str, call: str) -> None:
     world = dist.join(60)
-    dist.Stop(world, 25)
+    dist.Stop(world)
     args = learning.arguments(update_tokens=1024, score_tokens=1024, minibatches=2,
                               dtype="float32")
     module = model.build(model.LogprobModel, f"{folder}/untied", world, args.model_args)

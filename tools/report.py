@@ -29,7 +29,7 @@ PAGE = 7_800_000  # bytes at most
 POINTS = 2000  # of a curve at most
 AT_THE_END = 8_000_000  # bytes of samples/ that a run's end reads: under a second
 CUT = 1000  # characters of a text, if there is no room
-SICK = "docs/reading_metrics.md"
+SICK = "docs/use/troubleshooting.md"
 RANGE = re.compile(r"(above|below|between) ([-\d.e]+)(?: and ([-\d.e]+))?")
 
 
@@ -60,7 +60,7 @@ def healthy() -> dict[str, dict]:
 
 
 def in_words(value) -> str:
-    """A flag's value as docs/flags.md and flags_run.md write it."""
+    """A flag's value as docs/use/flags.md writes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value in (None, [], ()):
@@ -71,7 +71,7 @@ def in_words(value) -> str:
 def changed(args: dict) -> list[list[str]]:
     """[flag, value, default] of the flags that have another value than the default."""
     found = []
-    for name, default, *_ in cells("docs/flags.md", 4) + cells("docs/flags_run.md", 4):
+    for name, default, *_ in cells("docs/use/flags.md", 4):
         name = name.strip("`-")
         default, *others = default.split("; ")  # "8; ppo.py, sft.py 1"
         for other in others:
@@ -145,6 +145,8 @@ def tokens(rows: list[dict]) -> dict | None:
     numbers = {"logprob": before, "change": flat("logprobs_after") - before,
                "entropy": flat("entropies"), "gap": np.abs(before - flat("engine_logprobs")),
                "advantage": flat("advantages")}
+    if "steps" in seen[0]:  # whose policy sampled it, with --carry
+        numbers["age"] = flat("steps").max() - flat("steps")
     found = {}
     for name, values in numbers.items():
         values = np.where(sampled, values, 0)
@@ -216,18 +218,20 @@ def fitting(rows: list[dict], room: int, later: int) -> tuple[str, str]:
 
 def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], list[str]]:
     """(what each file of samples/ is, its block). As many as there is room for, in bytes of the
-    page, and in bytes to read; the others are named, with an empty block."""
+    page, and in bytes to read; the others are named, with an empty block. seen: the mean
+    |advantage|: the page opens where it is largest."""
     files, found, bare = sample_files(runs), [], 0
     for i, (_, k, kind, step, path) in enumerate(files):
-        text, lacks, size = "", "completions", path.stat().st_size
+        text, lacks, size, seen = "", "completions", path.stat().st_size, 0.0
         if size <= most_read:
             most_read -= size
             rows = read(path)
+            seen = sum(abs(row.get("advantage") or 0.0) for row in rows) / max(1, len(rows))
             if i == 0:
                 bare = len(block(rows, False, CUT))
             text, lacks = fitting(rows, room, bare * (len(files) - i - 1))
             room -= len(text)
-        found.append(({"run": k, "kind": kind, "step": step, "lacks": lacks}, text))
+        found.append(({"run": k, "kind": kind, "step": step, "lacks": lacks, "seen": seen}, text))
     found.sort(key=lambda one: (one[0]["run"], one[0]["kind"], one[0]["step"]))
     return [one for one, _ in found], [text for _, text in found]
 

@@ -30,6 +30,7 @@ class Completion:
     sampled: np.ndarray = None  # (T,) bool: not what a reply put in (turns.py)
     turns: list[dict] | None = None  # messages; None: one turn
     failed: bool = False  # its reply failed
+    steps: np.ndarray | None = None  # (T,) int32, of --carry: the step whose policy sampled it
     routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): the experts of each token
 
     def __post_init__(self):
@@ -51,7 +52,7 @@ class Sample:
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # (T,), or () if its tokens have the same
-    looks: tuple = ()  # log.look's, before and after the update
+    looks: tuple = ()  # samples.look's, before and after the update
 
 
 def given(prompt: Prompt) -> Sample:
@@ -263,7 +264,7 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
     turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
     metrics = {
         "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
-        "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / seconds,
+        "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / (seconds or math.inf),
         "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
         "rollout/reply_failed": sum(c.failed for c in done),

@@ -1,4 +1,4 @@
-"""lora.py: a layer's weights W stay, and a small product beside them is trained: docs/lora.md.
+"""lora.py: a layer's weights W stay, and a small product beside them is trained.
 
     y = W x + alpha / rank · B (A x)    A (rank, in), B (out, rank)    arxiv.org/abs/2106.09685
 """
@@ -18,7 +18,7 @@ LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLL
 
 @dataclass
 class LoraArgs:
-    """LoRA (docs/lora.md)."""
+    """LoRA (docs/use/memory_and_machines.md)."""
     lora_rank: int = 0
     """Train adapters of this rank and nothing else (and the critic's head). 0: all weights."""
     lora_alpha: float | None = None

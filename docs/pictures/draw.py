@@ -3,7 +3,8 @@
     python docs/pictures/draw.py             # all of them
     python docs/pictures/draw.py memory      # one
 
-Numbers come from where they are made: docs/one_step.md, memory.py, bench/curves.json, results/.
+Numbers come from where they are made: docs/learn/one_step.md, preflight/memory.py,
+bench/curves.json, results/.
 """
 import json
 import re
@@ -52,8 +53,8 @@ def page(height: float, *parts: str) -> str:
 
 
 def shift() -> str:
-    """Completion 1 of docs/one_step.md: ids, outputs, log-probs, mask."""
-    found = (ROOT / "docs/one_step.md").read_text()
+    """Completion 1 of docs/learn/one_step.md: ids, outputs, log-probs, mask."""
+    found = (ROOT / "docs/learn/one_step.md").read_text()
     numbers = re.search(r"^logprobs \(6, 3\)\n.*\n +\[(.*?)\]", found, re.M)[1].split(", ")
     ids = [1, 3, 2, 4, 4, 0]
     names = ["&lt;user&gt;", "a", "&lt;assistant&gt;", "b", "b", "&lt;end&gt;"]

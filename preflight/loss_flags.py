@@ -1,4 +1,4 @@
-"""formulas.py: the flags of the loss, and the functions that --loss and --advantage name.
+"""loss_flags.py: the flags of the loss, and the functions that --loss and --advantage name.
 
 Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in variants/. The file is
 found from the current folder or from the project's, and loaded before weights are.

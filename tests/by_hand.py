@@ -1,0 +1,45 @@
+"""What docs/learn/one_step.md makes up: a model of 30 weights, and samples that no engine made."""
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from data import Prompt, Row
+from rewards import Score
+from trainer.batch import Completion, Sample
+
+torch.set_printoptions(precision=4, sci_mode=False, linewidth=96)
+
+
+class Small(torch.nn.Module):
+    """The state of a token is E[token] + P[position]; the logits are that state times E."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=8)
+        g = torch.Generator().manual_seed(0)
+        E, P = (torch.randn(n, 2, generator=g, dtype=torch.float64).round(decimals=1)
+                for n in (8, 7))
+        self.E, self.P = torch.nn.Parameter(E), torch.nn.Parameter(P)
+
+    def forward(self, input_ids, position_ids=None, packed=None, use_cache=False):
+        if position_ids is None:  # rows: 0, 1, 2, ...
+            position_ids = torch.arange(input_ids.shape[1])
+        return SimpleNamespace(last_hidden_state=self.E[input_ids] + self.P[position_ids])
+
+    def lm_head(self, hidden):
+        return hidden @ self.E.T
+
+    base_model = property(lambda self: self)
+
+
+def samples_of(prompt_ids: list[int], position: int, completions: list) -> list[Sample]:
+    """A group: (ids, the engine's log-probs, reward) of each completion."""
+    row = Row(position, "", prompt_ids, None, {}, "by hand")
+    return [Sample(Prompt(position, row), Completion(
+                np.array(ids, np.int32), np.array(logprobs, np.float32), ids[-1] != 0), "",
+                Score(reward, {"by hand": reward}, None)) for ids, logprobs, reward in completions]
+
+
+def show(name: str, x: torch.Tensor) -> None:
+    print(f"{name} {tuple(x.shape)}\n{x}")

@@ -1,0 +1,30 @@
+"""A file imports only what stands below it, so no import runs in a circle."""
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LAYERS = """scoring/ dist/ losses/ rewards/ data/ trainer/ rollout/ chats/ preflight/ keeping/
+            grpo ppo sft distill""".split("/")  # from the lowest
+PLACE = {name: i for i, names in enumerate(LAYERS) for name in names.split()}
+
+
+def imported(path: Path) -> set[str]:
+    """The files of this project that it imports, as "losses" or "trainer.batch"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.partition(".")[0] in PLACE}
+
+
+def test_no_file_imports_what_stands_above_it_and_no_room_has_a_circle():
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
+             for top in PLACE for path in [*ROOT.glob(f"{top}.py"), *ROOT.glob(f"{top}/*.py")]}
+    below = {name: imported(path) & names.keys() for name, path in names.items()}
+    assert not [(name, other) for name in names for other in below[name]
+                if PLACE[other.partition(".")[0]] > PLACE[name.partition(".")[0]]]
+    while free := [name for name in below if not below[name] & below.keys() - {name}]:
+        below = {name: others for name, others in below.items() if name not in free}
+    assert not below, "these import each other"
