@@ -64,6 +64,23 @@ def share(n: int, ranks: int, rank: int) -> slice:
     return slice(start, start + small + (rank < extra))
 
 
+def pad_to_multiple(items: list, multiple: int, filler) -> list:
+    """The items, and fillers up to a multiple."""
+    return items + [filler] * (-len(items) % multiple)
+
+
+def assert_divisible(n: int, by: int, what: str, per: str) -> int:
+    """n // by, or a SettingsError with the nearest values of both that work."""
+    if n % by == 0:
+        return n // by
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    values = {n - n % by, n + by - n % by} - {0}
+    near = {max(d for d in divisors if d < by), min((d for d in divisors if d > by), default=n)}
+    values, near = (" or ".join(map(str, sorted(numbers))) for numbers in (values, near))
+    raise SettingsError(f"{what} is {n} and {per} is {by}: {n} is not a multiple of {by}. "
+                        f"Would work: {what} {values}, or {per} {near}.")
+
+
 # A row's size: its prompt's number, the prompt's tokens p, the completion's tokens c. A micro-batch
 # has each of its prompts once, and completions without their last token, which predicts nothing.
 Size = tuple[int, int, int]
@@ -109,7 +126,7 @@ def balance(sizes: list[Size], ranks: int, budget: int) -> list[list[list[int]]]
         micros.remove(largest)
         micros += [largest[:len(largest) // 2], largest[len(largest) // 2:]]
     micros.sort(key=lambda m: tokens(m, sizes), reverse=True)
-    micros += [[]] * (rounds * ranks - len(micros))
+    micros = pad_to_multiple(micros or [[]], rounds * ranks, [])
     return [micros[rank::ranks] for rank in range(ranks)]
 
 

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from data import Prompt
-from dist import World, share
+from dist import World, assert_divisible, share
 from trainer import lora
 from trainer.batch import Completion, Sample
 from trainer.model import Policy, Trained
@@ -75,7 +75,7 @@ class Engine:
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
-        self.engines = world.size // args.tp
+        self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0
         self.bar = False

@@ -16,7 +16,7 @@ class Small(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.config = SimpleNamespace(vocab_size=8)
+        self.config = SimpleNamespace(vocab_size=8, model_type="by hand")
         g = torch.Generator().manual_seed(0)
         E, P = (torch.randn(n, 2, generator=g, dtype=torch.float64).round(decimals=1)
                 for n in (8, 7))

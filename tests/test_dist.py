@@ -1,4 +1,5 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
+import re
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ranks
-from dist import KEYS, balance, cut, share, tokens
+from dist import KEYS, SettingsError, assert_divisible, balance, cut, pad_to_multiple, share, tokens
 from learning import fabricate
 from trainer.batch import Batch
 
@@ -21,6 +22,32 @@ def test_share_gives_every_item_once_in_order_and_evenly(n, ranks):
     assert [i for part in parts for i in part] == items
     sizes = [len(part) for part in parts]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+@given(st.lists(st.integers(), max_size=40), st.integers(1, 17))
+def test_pad_to_multiple(items, multiple):
+    padded = pad_to_multiple(items, multiple, None)
+    assert len(padded) % multiple == 0 and len(padded) - len(items) < multiple
+    assert padded[:len(items)] == items
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_assert_divisible_names_the_numbers_and_values_that_work(n, by):
+    if n % by == 0:
+        assert assert_divisible(n, by, "--batch", "ranks") == n // by
+        return
+    with pytest.raises(SettingsError) as caught:
+        assert_divisible(n, by, "--batch", "ranks")
+    text = str(caught.value)
+    assert f"--batch is {n} and ranks is {by}" in text
+    works = re.fullmatch(r".*work: --batch ([\d or]+), or ranks ([\d or]+)\.", text)
+    batches, ranks_ = works.groups()
+    for value in map(int, batches.split(" or ")):
+        assert value > 0 and assert_divisible(value, by, "", "") and abs(value - n) < by
+    for value in map(int, ranks_.split(" or ")):
+        assert value != by and assert_divisible(n, value, "", "")
+        between = range(min(value, by) + 1, max(value, by))
+        assert not any(n % d == 0 for d in between if d != by), "there is a nearer one"
 
 
 # ---- balance ----
