@@ -276,8 +276,7 @@ def completion_of(output) -> Completion:
     if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
         raise RuntimeError(
             f"the engine's weights are broken: {len(ids)} tokens have the log-probs {logprobs}")
-    return Completion(
-        ids, logprobs, output.finish_reason == "length", routes=output.routed_experts)
+    return Completion(ids, logprobs, output.finish_reason == "length", routes=output.routed_experts)
 
 
 def prepare_environment(gpu: bool, args: EngineArgs) -> None:
