@@ -104,10 +104,10 @@ def test_an_end_inside_the_reply_is_not_the_turns_end():
 
 
 @pytest.mark.parametrize("template, role, words", [
-    (QWEN3, "user", r"rewrites earlier turns: .*'.*<think>.*' becomes '.*yes.*'"),
+    (QWEN3, "user", "rewrites earlier turns before a message of role user"),
     (LLAMA2, "tool", "takes no messages of the roles user, assistant, tool .*only user"),
     (tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1), "user",
-     "rewrites earlier turns: before a message of role user")])
+     "rewrites earlier turns before a message of role user")])
 def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, words):
     with pytest.raises(SettingsError, match=words):
         bridge(template).ids(END, [USER | {"role": role}])
@@ -161,7 +161,7 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="a", methods=()):
+def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="a"):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=room,
                            reward_args=RewardArgs(2, timeout))
@@ -170,9 +170,7 @@ def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="
     engine, said, seed = FakeEngine(), [], lambda i, turn=0: 10 * i + turn
     done = engine.complete([rollout.Request(p.row.prompt_ids, seed(i))
                             for i, p in enumerate(prompts)])
-    there = bridge()
-    there.methods = [*methods]
-    episodes = turns.Episodes(args, there, world, SimpleNamespace(say=said.append))
+    episodes = turns.Episodes(args, bridge(), world, SimpleNamespace(say=said.append))
     with closing(episodes.workers):
         episodes.play(prompts, done, engine.complete, seed)
     return prompts, done, engine, said
@@ -410,7 +408,6 @@ SIGNATURES = """
 def ours(completion, turns, **row): return len(turns)
 def alone(turns): return float(turns[-1]["content"] == "b")
 def compute_score(solution_str, ground_truth, turns): return len(turns)
-def queries(queries, turns): return [len(turns[0])]
 def trl(completions, turns):
     assert [c if isinstance(c, list) else None for c in completions] in (turns, [None] * len(turns))
     return [len(c) for c in turns]
@@ -425,12 +422,12 @@ def test_every_kind_of_reward_sees_the_turns(tmp_path, monkeypatch, prompt):
     episode = [turns.said("a"), USER, turns.said("b")]
     items = [Item("q", text, "", {"prompt": prompt}, 1, False, [1], chat)
              for text, chat in (("a z b", episode), ("b", None))]
-    names = ("ours", "alone", "compute_score", "queries", "trl")
+    names = ("ours", "alone", "compute_score", "trl")
     with closing(Scorer([f"own.py:{n}" for n in names], RewardArgs(1))) as scorer:
         scorer.wait()
         scores = scorer.score(items, 2)
     assert not any(s.error for s in scores), scores
-    assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3, 3), (1, 1, 1, 1, 1)]
+    assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3), (1, 1, 1, 1)]
 
 
 def test_what_the_calculator_said_is_no_answer():
@@ -462,24 +459,16 @@ def test_the_game_and_the_correction():
     ("def reply(row, turns): return None", "own.py", "must be FILE.py:FUNCTION"),
     ("def reply(row): return None", "own.py:reply", r"with a parameter turns \(it has \['row'\]"),
     ("import nothing_like_it", "own.py:reply", "--reply cannot load"),
-    ("def reply(row, turns): return turns[-1]['content'][0]", "own.py:reply", "IndexError"),
     ("def reply(turns, colour): return None", "own.py:reply", "reply needs 'colour'; 1 of 1 rows"),
-    ("def reply(row, turns): return [{'role': 'tool', 'content': 'z'}]", "own.py:reply",
-     "takes no messages of the roles user, assistant, tool")])
+    ("def reply(row, turns): return None", "own.py:reply", r"roles system, user .*only user")])
 def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(code)
     args = SimpleNamespace(turn_args=turns.TurnArgs(flag), reward_args=RewardArgs(1), reward=(),
-                           data_args=data.DataArgs())
+                           data_args=data.DataArgs(system="Be kind."))
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
         turns.check(args, with_template(LLAMA2), [END], tiny.VOCAB, [row])
-
-
-def test_a_template_that_takes_no_system_message_is_refused():
-    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
-    with pytest.raises(SettingsError, match=r"roles system, user, assistant \(No system\)"):
-        turns.Bridge(with_template(gemma + tiny.CHATML), [END], tiny.VOCAB, "Be kind.")
 
 
 # ---- the real engine
