@@ -105,11 +105,11 @@ QWEN3_CALLS = (
     + JSON + "\n</tool_call>{% endfor %}<|im_end|>\n")
 LLAMA = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n" + PLAIN + "<|eot_id|>"
 LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>",
-                "<|eot_id|>"]
+LLAMA_TOKENS = ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|> "
+                "<|eot_id|>")
 LLAMA_TOOL = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
-MISTRAL_TOKENS = ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-                  "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
+MISTRAL_TOKENS = ("<s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
+                  "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [ARGS] </s>")
 AVAILABLE = "[AVAILABLE_TOOLS] [" + TOOLS + "][/AVAILABLE_TOOLS]"
 
 
@@ -139,10 +139,10 @@ def xml(*calls):
         + "</function>\n</tool_call>" for name, given in calls)
 
 
-FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as written; parser)
-    "qwen2.5": (["<|im_start|>", "<|im_end|>"], template(
+FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as written; parser)
+    "qwen2.5": ("<|im_start|> <|im_end|>", template(
         SYSTEM, CHATML, CHATML, QWEN_CALLS, GROUP, "<|im_start|>assistant\n"), hermes, "hermes"),
-    "qwen3": (["<|im_start|>", "<|im_end|>"], LAST + template(
+    "qwen3": ("<|im_start|> <|im_end|>", LAST + template(
         SYSTEM, CHATML, CHATML, QWEN3_CALLS, GROUP, "<|im_start|>assistant\n"),
         lambda *calls: "<think>\nhm\n</think>\n\n" + hermes(*calls), "hermes"),
     "llama 3.1": (LLAMA_TOKENS, template(
@@ -156,13 +156,13 @@ FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as 
         "{% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}{% if not loop.last "
         "%}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|eot_id|>",
         LLAMA_TOOL, LLAMA_HEADER), python, "pythonic"),
-    "mistral v11": ([*MISTRAL_TOKENS, "[ARGS]", "</s>"], template(
+    "mistral v11": (MISTRAL_TOKENS, template(
         "<s>", AVAILABLE + "[INST]" + PLAIN + "[/INST]", PLAIN + "</s>",
         CALLS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]" + ARGS + "{% endfor %}</s>",
         "[TOOL_RESULTS]" + PLAIN + "[/TOOL_RESULTS]", ""),
         lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"
                                for name, given in calls), "mistral"),
-    "granite": (["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"],
+    "granite": ("<|start_of_role|> <|end_of_role|> <|tool_call|> <|end_of_text|>",
                 template(
         TOOLS, "<|start_of_role|>{{ m.role }}<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
         "<|start_of_role|>assistant<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
@@ -171,14 +171,14 @@ FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as 
         "<|start_of_role|>tool_response<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
         "<|start_of_role|>assistant<|end_of_role|>"),
         lambda *calls: "<tool_call>" + listed(*calls), "granite"),
-    "phi4-mini": (["<|system|>", "<|user|>", "<|assistant|>", "<|tool_response|>", "<|end|>"],
+    "phi4-mini": ("<|system|> <|user|> <|assistant|> <|tool_response|> <|end|>",
                   template(
         "<|system|>" + TOOLS + "<|end|>", "<|user|>" + PLAIN + "<|end|>",
         "<|assistant|>" + PLAIN + "<|end|>", "<|assistant|>functools[" + CALLS + JSON
         + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end|>",
         "<|tool_response|>" + PLAIN + "<|end|>", "<|assistant|>"),
         lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
-    "qwen3-coder": (["<|im_start|>", "<|im_end|>"], template(
+    "qwen3-coder": ("<|im_start|> <|im_end|>", template(
         SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n<function="
         "{{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}<parameter="
         "{{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
@@ -319,7 +319,7 @@ NO_TOOL = FAMILIES["qwen2.5"][1].replace("{% if m.role == 'tool' %}", "{% if m.r
     (REWRITES, "rewrites a turn with calls once they are answered"),
     (NO_TOOL, r"--tools: the chat template takes no messages of the roles .*tool \(no tools\)")])
 def test_a_template_that_cannot_be_used_is_one_sentence(tools, text, words):
-    tokenizer = tokenizer_of(["<|im_start|>", "<|im_end|>"], text or "")
+    tokenizer = tokenizer_of("<|im_start|> <|im_end|>", text or "")
     if text is None:
         tokenizer.chat_template = None
     with pytest.raises(SettingsError, match=words):
