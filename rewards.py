@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass
 
 from dist import SettingsError
-from scoring.replies import Move, messages
-from scoring.signatures import Item, Part, number
+from scoring.replies import Move
+from scoring.signatures import Item, Part
 from scoring.verifiers import REWARDS
 from scoring.worker import PAUSE, TOGETHER
 
@@ -47,7 +47,6 @@ class Score:
     total: float | None  # sum of weight * part; None if a part is None
     parts: dict[str, float | None]
     error: str | None  # None if the reward returned None
-    printed: str = ""  # by the call
     retries: int = 0  # of `async def` rewards
 
 
@@ -77,25 +76,19 @@ def item_of(sample, tokenizer) -> Item:
 
 
 def report(scorer, log, scores: list[Score], calls: int) -> None:
-    """Print what the calls printed, and what failed."""
-    printed = "".join(score.printed for score in scores)[-1000:]
-    if printed:
-        log.say(f"--{scorer.kind} printed (the last 1,000 characters):\n{printed}")
+    """A run's first failure is printed. SettingsError after FAILED_CALLS in a row without a
+    score."""
     scorer.unscored += calls
     if any(score.total is not None for score in scores):
         scorer.unscored = 0
-    if scorer.unscored or any(score.error for score in scores):
-        report_failure(scorer, log, scores)
-
-
-def report_failure(scorer, log, scores: list[Score]) -> None:
-    """A run's first one is printed. SettingsError after FAILED_CALLS in a row without a score."""
-    failure = next((s.error for s in scores if s.error), "every reward returned None")
+    failure = next((score.error for score in scores if score.error), None)
+    if scorer.unscored and not failure:
+        failure = "every reward returned None"
     if scorer.unscored >= FAILED_CALLS:
         raise SettingsError(
             f"None of this batch's {len(scores)} completions has a reward, because of "
             f"--{scorer.kind}:\n{failure}")
-    if not scorer.warned:
+    if failure and not scorer.warned:
         log.say(f"a completion has no reward, because of --{scorer.kind}; it is counted (printed "
                 f"once):\n{failure}")
         scorer.warned = True
@@ -151,7 +144,7 @@ class Worker:
     """A process that leads a session: all that its rewards fork is killed with it."""
 
     def __init__(self, kind: str, parts: list[Part], args: RewardArgs):
-        self.received, self.printed, self.code = b"", b"", None
+        self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
@@ -160,11 +153,7 @@ class Worker:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", start], stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
-                start_new_session=True, env=environment)
-        self.output = self.process.stdout.fileno()
-        os.set_blocking(self.output, False)
-        self.files = [self.socket, self.output]
+                pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
         self.send((kind, parts, int(MEMORY_GB * 2**30), args.reward_timeout, args.reward_retries))
 
     def send(self, message) -> None:
@@ -177,32 +166,15 @@ class Worker:
             left = deadline - time.monotonic()
             if left < 0:
                 raise TimeoutError(f"no answer within {seconds:g} seconds")
-            ready = select.select(self.files, [], [], left)[0]
-            sent = self.socket.recv(1 << 16) if self.socket in ready else b""
-            self.received += sent
-            self.read_output()
-            if self.socket in ready and not sent:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(1)
-                raise OSError(f"the worker ended with code {self.kill()}; it printed: "
-                              f"{self.take_printed().strip()}")
+            if select.select([self.socket], [], [], left)[0]:
+                sent = self.socket.recv(1 << 16)
+                self.received += sent
+                if not sent:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(1)  # it may still be on its way out
+                    raise OSError(f"the worker ended with code {self.kill()}")
         line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
-
-    def read_output(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            printed = os.read(self.output, 1 << 16)
-            self.printed = (self.printed + printed)[-4000:]
-            if not printed:  # a reward closed it
-                self.files = [self.socket]
-
-    def take_printed(self) -> str:
-        printed, self.printed = self.printed.decode(errors="replace"), b""
-        return printed
-
-    def silent(self) -> bool:
-        """Between calls. False: it ended, or a reward wrote what nobody asked for."""
-        return not self.received and not select.select([self.socket], [], [], 0)[0]
 
     def kill(self) -> int:
         """Ends the session. The worker's exit code."""
@@ -278,13 +250,10 @@ class Scorer:
             worker = self._start()
         self.tried.set()
         while calls := inbox.get():
-            if worker and not worker.silent():
-                worker.kill()
-                worker = None
             try:
                 worker = worker or self._start()
                 self._ask(worker, calls)
-            except Exception as error:  # a reward can write anything into the socket
+            except Exception as error:  # whatever a reward did to its worker
                 self._fail(inbox, calls, worker, error)
                 worker = None
             inbox.task_done()
@@ -297,7 +266,10 @@ class Scorer:
             worker = None
             try:
                 worker = Worker(self.kind, self.parts, self.args)
-                self.groups, self.together, self.methods, self.needs = worker.receive(START_SECONDS)
+                loaded = worker.receive(START_SECONDS)
+                if isinstance(loaded, str):
+                    raise OSError(loaded)
+                self.groups, self.together, self.methods, self.needs = loaded
                 return worker
             except Exception as error:
                 if worker:
@@ -307,47 +279,42 @@ class Scorer:
         raise OSError(self.refused)
 
     def _ask(self, worker: Worker, calls: list[slice]) -> None:
-        """Gives these calls their scores. An exception if the worker has no valid answer."""
+        """Gives these calls their scores. An exception if the worker has no answer."""
         batch = [self.items[call] for call in calls]
         seconds, retries = self.args.reward_timeout * len(batch[0]), self.args.reward_retries
+        if self.together:  # all tries of the coroutines, after the other rewards
+            seconds = seconds * (retries + 2) + PAUSE * (2**retries - 1) + 1
         worker.send(batch)
-        for _ in batch:
-            worker.receive(seconds)  # the plain rewards of a call are done
-        seconds = seconds * (retries + 1) + PAUSE * (2**retries - 1) + 1  # of the others
-        for call, items, answer in zip(calls, batch, worker.receive(seconds), strict=True):
-            self.scores[call] = self._scores(items, *answer)
-        self.scores[calls[0].start].printed = worker.take_printed()
+        for call, answer in zip(calls, worker.receive(seconds), strict=True):
+            self.scores[call] = self._scores(*answer)
 
     def _fail(self, inbox: queue.Queue, calls: list[slice], worker: Worker | None,
               error: Exception) -> None:
         """Ends the worker. A lone call has no score; of several, each is made again, alone."""
-        printed = ""
         if worker:
             worker.kill()
-            printed = worker.take_printed()
         if len(calls) > 1:
             for call in calls:
                 inbox.put([call])
             return
         items = self.items[calls[0]]
         why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
-        scores = self._scores(items, [[None] * len(self.parts)] * len(items), why)
-        scores[0].printed, self.scores[calls[0]] = printed, scores
+        nothing = [[None] * len(self.parts)] * len(items)
+        self.scores[calls[0]] = self._scores(nothing, why)
 
-    def _scores(self, items: list[Item], values: list, error: str | None, retries: int = 0
-                ) -> list[Score]:
-        """The scores of a call, from a worker's answer. An exception if it is no valid one."""
-        scores = [self._sum(of_one, error) for _, of_one in zip(items, values, strict=True)]
-        scores[0].retries = int(retries)
+    def _scores(self, values: list, error: str | None, retries: int = 0) -> list[Score]:
+        """The scores of a call, from a worker's answer: a list of values for each item."""
+        scores = [self._sum(of_one, error) for of_one in values]
+        scores[0].retries = retries
         return scores
 
     def _sum(self, values: list, error: str | None) -> Score:
         if self.kind != "reward":
             reply = values[0]
             if isinstance(reply, float):  # the reward of an environment
-                return Score(0.0, {"reply": None, "reward": number(reply)}, error)
-            return Score(None if error else 0.0, {"reply": messages(reply)}, error)
-        parts = {p.name: number(v) for p, v in zip(self.parts, values, strict=True)}
+                return Score(0.0, {"reply": None, "reward": reply}, error)
+            return Score(None if error else 0.0, {"reply": reply}, error)
+        parts = {part.name: value for part, value in zip(self.parts, values, strict=True)}
         if None in parts.values():
             return Score(None, parts, error)
         return Score(sum(p.weight * parts[p.name] for p in self.parts), parts, None)

@@ -153,12 +153,9 @@ def extended(ids: list[int], text: str, longer: str, tokenizer) -> list[int]:
     """The ids of `longer`, which begin with `ids`, those of `text`. Where a tokenizer would join
     tokens over the end of `text`, the rest has ids of its own, as in a rollout."""
     if not longer.startswith(text):
-        at = next(i for i, c in enumerate(text) if longer[i:i + 1] != c)
-        part = slice(max(0, at - 20), at + 20)
         raise SettingsError(
-            f"the chat template rewrites what comes before a message: {text[part]!r} becomes "
-            f"{longer[part]!r}. Would work: one row for each turn of the assistant, or a template "
-            f"that leaves earlier turns as they are.")
+            "the chat template rewrites what comes before a message. Would work: one row for each "
+            "turn of the assistant, or a template that leaves earlier turns as they are.")
     whole = tokenizer(longer, add_special_tokens=False)["input_ids"]
     if whole[:len(ids)] == ids:
         return whole

@@ -42,7 +42,6 @@ class Bridge:
     eos_ids: list[int]
     vocab: int
     system: str | None
-    methods: list[str] = field(default_factory=list)  # of a --reply CLASS
     calls: Calls | None = None  # of --tools
 
     def __post_init__(self):
@@ -87,11 +86,8 @@ class Bridge:
         after, before = self.render([said(WORDS), *messages], True), start + WORDS
         after = start + after[len(start):].lstrip()  # the model may begin with a space
         if not after.startswith(before):
-            at = next(i for i, c in enumerate(before) if after[i:i + 1] != c)
-            part = slice(max(0, at - 20), at + 20)
-            raise SettingsError(
-                f"--reply: the chat template rewrites earlier turns: before a message of role "
-                f"{roles}, {before[part]!r} becomes {after[part]!r}.")
+            raise SettingsError(f"--reply: the chat template rewrites earlier turns before a "
+                                f"message of role {roles}.")
         return after[len(before):]
 
     def after_calls(self, messages: list[dict]) -> str:
@@ -131,14 +127,16 @@ class Bridge:
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
-    messages, methods = first_reply(spec, args.reward_args, rows)
+    with closing(Scorer([spec], args.reward_args, "reply")) as scorer:
+        scorer.wait()
+        check_rows(scorer.needs, rows, "reply")
     rewards = [reward.partition(":")[0] for reward in args.reward]
-    if "environment" in rewards and "reward" not in methods:
+    if "environment" in rewards and "reward" not in scorer.methods:
         raise SettingsError(f"--reward environment needs a class with reward() in --reply {spec}.")
     if not tokenizer:
         return None
-    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system, methods)
-    bridge.ids(-1, messages or [{"role": "user", "content": "z"}])
+    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
+    bridge.ids(-1, [{"role": "user", "content": "z"}])
     return bridge
 
 
@@ -153,28 +151,9 @@ def check_tools(args, schemas: list[dict], tokenizer, eos_ids: list[int], vocab:
                             "work: --reply, with the tools in --system.")
     prepare_environment(torch.cuda.is_available(), args.engine_args)  # vLLM is imported here
     calls.choose(bridge.body)
-    toolcalls.check_rounds(bridge)
+    made = toolcalls.call("first", {}, "0" * 9)
+    bridge.after_calls([toolcalls.message(made, "z")])
     return bridge
-
-
-def first_reply(spec: str, args, rows: list[Row]) -> tuple[list[dict] | None, list[str]]:
-    """Messages for the first row and an empty turn, and the methods of a class. SettingsError if it
-    fails."""
-    with closing(Scorer([spec], args, "reply")) as scorer:
-        scorer.wait()
-        check_rows(scorer.needs, rows, "reply")
-        if not rows:
-            return None, scorer.methods
-        empty = np.zeros(0, np.int32)
-        first = Episode(0, rows[0], Completion(empty, empty, False, turns=[said("")]), 0)
-        score, = scorer.score([first.asked()])
-        reply = score.parts["reply"]
-        if scorer.methods and not score.error:
-            first.seen.append(1)
-            score, = scorer.score([first.asked(over=True)])
-        if score.error:
-            raise SettingsError(f"--reply {spec} must answer an empty turn too:\n{score.error}")
-        return reply, scorer.methods
 
 
 @dataclass
@@ -199,13 +178,12 @@ class Episodes:
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        self.stateful = bool(bridge.methods)
         kind, specs = "reply", [args.turn_args.reply]
         if bridge.calls:
             kind, specs = "tools", list(args.turn_args.tools)
-        self.workers = Scorer(specs, args.reward_args, kind, homes=self.stateful)
+        self.workers = Scorer(specs, args.reward_args, kind, homes=kind == "reply")
         self.workers.wait()
-        self.noted = False
+        self.stateful = kind == "reply" and bool(self.workers.methods)  # of a class
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -217,7 +195,7 @@ class Episodes:
             c.turns = []
         episodes = [Episode(i, prompt.row, c, seed(i, 0))
                     for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
-        self.mine = set(self.world.mine(range(len(completions))))  # it keeps their environments
+        self.mine = set(self.world.mine(range(len(completions))))  # this rank answers them
         new, running = completions, episodes  # `new` has a turn of each `running`
         for turn in range(1, self.max_turns + 1):
             for it, message in zip(running, self.read(new, turn), strict=True):
@@ -231,7 +209,6 @@ class Episodes:
                 break
             running = [it for it, reply in zip(running, replies, strict=True)
                        if self.goes_on(it.completion, *reply)]
-            self.note(replies, running)
             new = complete([Request(
                 it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
                 self.max_tokens - len(it.completion.ids)) for it in running])
@@ -244,7 +221,7 @@ class Episodes:
     def end(self, episodes: list[Episode]) -> None:
         """Ends the environments. The last turn gets their rewards as `reward`. A collective."""
         for it, (reward, _) in zip(episodes, self.reply(episodes, over=True), strict=True):
-            if "reward" in self.bridge.methods:
+            if "reward" in self.workers.methods:
                 it.completion.turns[-1]["reward"] = reward
 
     def read(self, turns: list[Completion], number: int) -> list[dict]:
@@ -256,11 +233,9 @@ class Episodes:
         return self.world.gather([said(decode(c.ids, skip_special_tokens=True)) for c in mine])
 
     def reply(self, episodes: list[Episode], over: bool = False) -> list[tuple]:
-        """For each its reply (over: its reward) and the ids to append. Each rank makes its share.
-        A collective."""
-        mine, made = self.world.mine(episodes), []
-        if self.stateful:
-            mine = [it for it in episodes if it.number in self.mine]
+        """For each its reply (over: its reward) and the ids to append. A rank answers the same
+        episodes in each turn: it has their environments. A collective."""
+        mine, made = [it for it in episodes if it.number in self.mine], []
         if self.bridge.calls:
             scores = toolcalls.answers(self.workers, [it.completion.turns[-1] for it in mine])
         else:
@@ -281,13 +256,6 @@ class Episodes:
         report(self.workers, self.log, [score for score, _ in made], len(made))
         part = "reward" if over else "reply"
         return [(score.parts.get(part), ids) for score, ids in made]
-
-    def note(self, replies: list[tuple], running: list[Episode]) -> None:
-        """Prints once that no reply has room. running: the episodes that go on."""
-        if not running and not self.noted and any(messages for messages, _ in replies):
-            self.noted = True
-            self.log.say("note (printed once): no reply leaves room for a turn within "
-                         f"--max_tokens {self.max_tokens}: the episodes end here")
 
     def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
         """Appends a reply, if the episode goes on and a token has room after it."""

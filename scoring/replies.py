@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 LONGEST_REPLY = 1_000_000  # characters
 LONGEST_ERROR = 500  # characters
-MOST_LIVE = 1000  # environments in one worker; the one that waited longest is made again
 
 
 class Move(NamedTuple):
@@ -63,8 +62,6 @@ class Environments:
             return reward
         said = messages(it.reply([dict(turn) for turn in move.turns]))
         self.live[move.seed] = it
-        if len(self.live) > MOST_LIVE:
-            self.close(self.live.pop(next(iter(self.live))))
         return said
 
     def played_again(self, move: Move):
@@ -106,8 +103,6 @@ class Tools:
         """As text. What goes wrong is a sentence for the model."""
         if name not in self.functions:
             return f"error: there is no tool {name[:50]!r}, only {', '.join(self.functions)}"
-        if not isinstance(arguments, dict):
-            return "error: the arguments must be one JSON object"
         try:
             text = self.functions[name](**arguments)
             if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""signatures.py: a function of ours, TRL, verl or OpenRLHF: found, called, its result checked.
+"""signatures.py: a function of ours, TRL or verl: found, called, its result checked.
 
 The names of its parameters show whose it is. See docs/use/data_and_rewards.md.
 """
@@ -15,8 +15,7 @@ from scoring.replies import Environments, Move, messages
 from scoring.verifiers import GUARDS, REWARDS
 
 # A parameter of a reward shows its kind. The first that fits counts.
-KINDS = {"completions": "trl", "queries": "openrlhf", "solution_str": "verl",
-         "completion": "ours", "turns": "ours"}
+KINDS = {"completions": "trl", "solution_str": "verl", "completion": "ours", "turns": "ours"}
 
 
 class Item(NamedTuple):
@@ -60,9 +59,9 @@ class Reward(NamedTuple):
             return [number(result) if items[0].over else result]
         if self.kind == "reply":
             return [messages(result)]
-        if isinstance(result, dict) and self.kind in ("verl", "openrlhf"):
-            result = result["score" if self.kind == "verl" else "rewards"]
-        results = list(result) if self.kind in ("trl", "openrlhf") else [result]
+        if isinstance(result, dict) and self.kind == "verl":
+            result = result["score"]
+        results = list(result) if self.kind == "trl" else [result]
         if len(results) != len(items):
             raise ValueError(f"{len(results)} values for {len(items)} completions")
         return [number(value) for value in results]
@@ -115,8 +114,8 @@ def arguments(kind: str, items: list[Item | Move]) -> dict:
         return items[0].row | {"row": items[0].row, "turns": items[0].turns}
     items = [item._replace(turns=item.turns or [{"role": "assistant", "content": item.completion}])
              for item in items]
-    if kind in ("trl", "openrlhf"):
-        return as_lists(kind, items)
+    if kind == "trl":
+        return as_lists(items)
     fields = items[0]._asdict()
     row = fields.pop("row")
     if kind == "verl":
@@ -126,20 +125,16 @@ def arguments(kind: str, items: list[Item | Move]) -> dict:
     return row | fields
 
 
-def as_lists(kind: str, items: list[Item]) -> dict:
+def as_lists(items: list[Item]) -> dict:
     """A list for each column of the rows and for each field of the items."""
     row = items[0].row
     given = {name: [item.row.get(name) for item in items] for name in row}
     given |= {name: [getattr(item, name) for item in items] for name in Item._fields}
     del given["row"]
     prompts, completions = given["prompt"], given["completion"]
-    if kind == "openrlhf":
-        queries = [item.prompt + item.completion for item in items]
-        return given | {"queries": queries, "prompts": prompts, "labels": given["answer"]}
     if isinstance(row.get("prompt"), list):  # TRL's conversational form
         prompts, completions = [item.row["prompt"] for item in items], given["turns"]
-    return given | {"prompts": prompts, "completions": completions, "log_extra": print,
-                    "log_metric": print}
+    return given | {"prompts": prompts, "completions": completions}
 
 
 def number(value) -> float | None:

@@ -1,7 +1,7 @@
 """worker.py: calls rewards in a process that rewards.py may kill. It imports no torch.
 
-In: pickles: what to load, then lists of calls. Out: lines of JSON: what it loaded, then for each
-list a line for each call whose plain rewards are done, and one line with all answers.
+In: pickles: what to load, then lists of calls. Out: lines of JSON: what it loaded (or a text, why
+it cannot), then a line for each list. What a reward prints goes where the trainer's does.
 """
 import asyncio
 import ctypes
@@ -77,7 +77,7 @@ async def score_waiting(rewards: list[Reward], calls: list[Call], timeout: float
 async def score_one(call: Call, reward: Reward, values: list, part: slice, timeout: float,
                     retries: int) -> None:
     """One call of a coroutine, and retries where it raises or is late."""
-    items, error, why = call.items[part], "", ""
+    items = call.items[part]
     seconds = timeout * len(items)
 
     async def once():
@@ -85,16 +85,14 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
 
     for retry in range(retries + 1):
         if retry:
-            pause = PAUSE * 2 ** (retry - 1)
-            print(f"tried again in {pause:g} s: {why}")
             call.retries += 1
-            await asyncio.sleep(pause)
+            await asyncio.sleep(PAUSE * 2 ** (retry - 1))
         task = asyncio.create_task(once())
         # Not asyncio.timeout: it waits for a coroutine that does not let itself be cancelled.
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             task.cancel()
-            error = why = f"no answer within {seconds:g} seconds"
+            error = f"no answer within {seconds:g} seconds"
         elif task.exception() is None:
             values[part] = task.result()
             return
@@ -102,7 +100,6 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
             raise task.exception()
         else:
             error = "".join(traceback.format_exception(task.exception()))[-2000:]
-            why = repr(task.exception())[:200]
     call.error = error
 
 
@@ -124,7 +121,12 @@ def work(fd: int) -> None:
     kind, parts, memory, timeout, retries = pickle.load(inbox)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    rewards, methods = load(kind, parts)
+    try:
+        rewards, methods = load(kind, parts)
+    except SystemExit as error:  # a sentence that says why
+        return send(str(error))
+    except Exception:
+        return send(traceback.format_exc()[-2000:])
     groups = any(reward.kind == "trl" for reward in rewards)
     together = any(reward.waits for reward in rewards)
     send([groups, together, methods, [need for reward in rewards for need in reward.needs]])
@@ -132,7 +134,6 @@ def work(fd: int) -> None:
         calls = [Call(items, rewards) for items in pickle.load(inbox)]
         for call in calls:
             score_plain(rewards, call)
-            send("its plain rewards are done")
         if together:
             LOOP.run(score_waiting(rewards, calls, timeout, retries))
         send([call.answer() for call in calls])

@@ -244,7 +244,7 @@ ROWS = [
         "details.py::test_each_completion_has_a_seed_of_its_own", "seeds()",
         "different seeds of 64 × 8 completions: {} → {}"),
     # ---- rewards, and the run
-    Row("rewards.py", "if left < 0:", "if False:",
+    Row("rewards.py", "[self.socket], [], [], left)", "[self.socket], [], [], None)",
         "rewards.py::test_hostile_rewards_cost_their_completion_only", "reward_that_hangs()",
         "after 2 s a completion has {} → {}", 60),
     Row("scoring/verifiers.py", "if not isinstance(node, NODES) or called",

@@ -13,7 +13,6 @@ from dist import SettingsError
 from examples import tiny
 from faults import Attempt, differences
 from rewards import RewardArgs
-from scoring import replies
 from test_layouts import run
 from test_layouts import same as same_run
 from test_turns import ALONE, END, bridge, play
@@ -55,8 +54,7 @@ def spec(tmp_path):
 
 def rolled(world, spec, kinds, folder, max_turns=4):
     """Episodes of these kinds → their completions."""
-    return play(world, spec, kinds, max_turns, 20.0, room=200, answer=str(folder),
-                methods=["reply", "reward", "close"])[1]
+    return play(world, spec, kinds, max_turns, 20.0, room=200, answer=str(folder))[1]
 
 
 def seen(done):
@@ -101,30 +99,6 @@ def test_a_dead_worker_changes_no_other_episode(spec, tmp_path):
     assert made[1] > made[0]
 
 
-def test_no_more_than_a_number_live_at_once(monkeypatch):
-    """The one that waited longest is closed, and made again."""
-    monkeypatch.setattr(replies, "MOST_LIVE", 2)
-    log = []
-
-    class Counter:
-        def __init__(self, row, seed):
-            self.seed, self.n = seed, 0
-
-        def reply(self, turns):
-            self.n += 1
-            return f"{self.seed}: {self.n}"
-
-        def close(self):
-            log.append(self.seed)
-
-    it, one = replies.Environments(Counter), [said("a")]
-    for seed in range(3):
-        it.play(replies.Move({}, seed, one, []))
-    assert log == [0] and [*it.live] == [1, 2]
-    found = it.play(replies.Move({}, 0, [*one, {"role": "user", "content": "0: 1"}, *one], [1]))
-    assert found == [{"role": "user", "content": "0: 2"}]
-
-
 def layouts(world, spec, folder):
     return seen(rolled(world, spec, KINDS, folder))
 
@@ -139,9 +113,7 @@ def test_every_rank_has_the_same_episodes(spec, tmp_path):
 @pytest.mark.parametrize("code, reward, words", [
     (CLASS.replace("def reply", "def answer"), "exact", "needs a method reply"),
     (CLASS.replace("def reply", "async def reply"), "exact", "must be def, not async def"),
-    (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward"),
-    (CLASS.replace("sum(self.rolls)", "'much'"), "exact", "TypeError: unsupported"),
-    (CLASS.replace("(self, row, seed)", "(self, row)"), "exact", "2 positional arguments")])
+    (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward")])
 def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
     (tmp_path / "dice.py").write_text(code)
     args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/dice.py:Dice"), reward=(reward,),

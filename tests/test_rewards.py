@@ -196,10 +196,12 @@ def test_real_rows_score_their_own_solutions():
     (["math", "math:2"], "twice"), ([], "empty"), (["nowhere.py:f"], "no such file"),
     (["own.py"], "FILE.py:FUNCTION"), (["own.py:missing"], "own.py has no missing"),
     (["own.py:std"], "reward/std is"), (["own.py:batch"], r"it has \['data_sources'"),
-    (["broken.py:f"], "ZeroDivisionError"), (["exit.py:f"], "ended with code 7")])
+    (["broken.py:f"], "ZeroDivisionError"), (["exit.py:f"], "ended with code 7"),
+    (["says.py:f"], r"GB\): set KEY first$")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
     own("def batch(data_sources): return 1\n")
     own("1 / 0\n", "broken.py"), own("os._exit(7)\n", "exit.py")
+    own("sys.exit('set KEY first')\n", "says.py")
     with pytest.raises(SettingsError, match=sentence):
         rewards.check(specs)
 
@@ -210,8 +212,7 @@ def test_weights_and_names(own):
         ("math", 1, None), ("format", 0.2, None), ("exact", 1, None), ("f", -0.5, "own.py")]
 
 
-@pytest.mark.parametrize("kind, spec", [
-    ("tools", "nope"), ("tools", "own.py:f:2"), ("reply", "nope"), ("reply", "gone.py:f")])
+@pytest.mark.parametrize("kind, spec", [("tools", "own.py:f:2"), ("reply", "gone.py:f")])
 def test_a_mistake_names_its_own_flag(own, kind, spec):
     """`--tools nope` spoke of a reward."""
     own(F + "return 1")
@@ -220,7 +221,7 @@ def test_a_mistake_names_its_own_flag(own, kind, spec):
     assert f"--{kind} {spec}" in str(error.value) and "reward" not in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kk", "countdown", "own.py:f", "math", "reasoning_gym"])
+@pytest.mark.parametrize("spec", ["kk", "countdown", "own.py:f", "math", "reasoning_gym"])
 def test_a_worker_loads_no_torch(own, spec):
     """In another folder than the project's. What a reward does not need is not loaded either."""
     own("def f(completion): return None")
@@ -265,15 +266,12 @@ class Verl:
     async def __call__(self, data_source, solution_str, ground_truth, extra_info):
         return {"score": len(solution_str)}
 waiting_verl = Verl()
-def openrlhf(queries, prompts, labels, **kwargs):
-    print("judging", queries)
-    rewards = torch.tensor([float(q == p + a) for q, p, a in zip(queries, prompts, labels)])
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
-async def trl(completions, prompts, level, log_metric=None, **columns):
+def plain_trl(prompts, completions, answer, **columns):
+    return torch.tensor([float(c[-1]["content"] == a) for c, a in zip(completions, answer)])
+async def trl(completions, prompts, level, **columns):
     await asyncio.sleep(0)
     assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [2, 2]
     assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
-    log_metric("seen", len(completions))
     return [len(message["content"]) for (message,) in completions]
 client = []
 async def alone(completion):   # a client that lives longer than one call
@@ -290,7 +288,7 @@ def test_rewards_of_others_unchanged(own):
     row = dict(level=2, data_source="here", extra_info={"i": 1}, reward_model={"ground_truth": "b"},
                prompt=[{"role": "user", "content": "q"}])
     items = [Item("<q>", text, "b", row, 1, False) for text in ("a", "b", "bb", "b")]
-    names = ["ours", "few", "verl", "waiting_verl", "openrlhf", "trl", "alone"]
+    names = ["ours", "few", "verl", "waiting_verl", "plain_trl", "trl", "alone"]
     specs = [f"own.py:{name}" for name in names]
     assert rewards.check(specs) == [["few", "level"], ["trl", "level"]]
     with closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
@@ -300,8 +298,6 @@ def test_rewards_of_others_unchanged(own):
     assert [tuple(s.parts.values()) for s in scores] == [
         (121, 2, 0, 1, 0, 1, 1), (121, 2, 1, 1, 1, 1, 1), (122, 2, 0, 2, 0, 2, 1),
         (121, 2, 1, 1, 1, 1, 1)], scores[0].error
-    printed = report(scores)   # what a reward prints is seen
-    assert "judging ['<q>bb']" in printed and "seen 2" in printed
     plain = [i._replace(row={}) for i in items]  # prompts that are texts
     assert totals(score(["own.py:texts"], plain, group=2)) == [0, 1, 1, 0]
 
@@ -336,13 +332,12 @@ HOSTILE = {   # how a completion is lost: what the reward does
         "raise RuntimeError('on purpose')", "return float('nan')", "return float('inf')",
         "return '1.0'", r"raise RuntimeError('\ud800')"],
     "exception, death or timeout": ["return 9**9**9**9"],
-    "timeout": ["time.sleep(1e9)", "os.kill(os.getpid(), 19)", "while True: pass",
-                "while True: print('x' * 100_000, file=sys.stderr)"],
+    "timeout": ["time.sleep(1e9)", "os.kill(os.getpid(), 19)", "while True: pass"],
     "death": ["os._exit(3)", "sys.exit(0)", "os.kill(os.getpid(), 11)", "os.closerange(3, 99)",
               "while True: hoard.append(bytearray(1 << 26))",
               "time.sleep(1e9) if os.fork() == 0 else os._exit(0)", "os.killpg(0, 9)"],
     "": ["os.fork()", "if os.fork() == 0: time.sleep(1e9)", "return True",
-         "print('x' * 30_000_000)", r"print('\ud800')", "os.close(1), os.close(2)"]}
+         r"print('\ud800')", "os.close(1), os.close(2)"]}
 
 
 def test_hostile_rewards_cost_their_completion_only(own, monkeypatch):
@@ -395,11 +390,11 @@ def test_what_a_reward_forks_dies_with_its_worker(own, end):
     """Closed, late, or crashed."""
     spec = own("import subprocess\n" + F + "pid = os.fork()\n    if not pid: time.sleep(1e9)\n"
                "    shell = subprocess.Popen(['sleep', '99'])\n"
-               f"    print(pid, shell.pid, os.getpid(), flush=True)\n    {end}\n    return 1")
+               "    print(pid, shell.pid, os.getpid(), file=open('pids', 'w'), flush=True)\n"
+               f"    {end}\n    return 1")
     with closing(Scorer([spec], RewardArgs(1, 2.0))) as scorer:
-        one, = scorer.score([item("x")])
-        said = one.printed or one.error.partition("printed: ")[2]
-        pids = [int(pid) for pid in said.split("\n")[0].split()]
+        scorer.score([item("x")])
+        pids = [int(pid) for pid in Path("pids").read_text().split()]
         assert len(pids) == 3 and (end or all(map(running, pids)))
     assert all(map(gone, pids))
 
@@ -427,29 +422,6 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
     assert totals(scores) == [None] * 20 and lost(scores) == {"death": 20}
 
 
-def test_a_worker_that_died_between_calls_costs_nothing(own):
-    spec = own("import threading\n" + F + "threading.Timer(0.1, os._exit, (3,)).start()\n"
-               "    return 1")
-    with closing(Scorer([spec], RewardArgs(1))) as scorer:
-        for _ in range(2):
-            assert totals(scorer.score([item("x")])) == [1]
-            time.sleep(0.5)
-
-
-def test_an_answer_that_is_none_is_not_believed(own):
-    """A wrong number of scores or lines, or a value that is no number."""
-    spec = own(F + """if completion:
-        for fd in range(3, 99):
-            try: os.write(fd, completion.encode())
-            except OSError: pass
-    return 1""")
-    answers = ["[[[[9.0], [9.0]], null, 0]]", '[[[["9"]], null, 0]]', "[[[[NaN]], null, 0]]",
-               "[[[[9.0, 9.0]], null, 0]]", "[[null, null, 0]]", "[]"]
-    wrong = ["x\n", "3\n", *(f"0\n{answer}\n" for answer in answers)]
-    scores = score([spec], [t for text in wrong for t in (text, "")])
-    assert totals(scores) == [None, 1] * len(wrong)
-
-
 def test_order_and_reuse(own):
     with closing(Scorer([own(F + "return float(completion)")], RewardArgs())) as scorer:
         for size in (1000, 0, 3, 1):
@@ -460,10 +432,10 @@ def test_order_and_reuse(own):
         assert totals(scorer.score([item(big)] * 5)) == [1.0] * 5
 
 
-def test_what_a_dead_worker_printed_is_in_the_error(own):
+def test_what_a_reward_prints_goes_where_the_trainers_output_goes(own, capfd):
     one, = score([own(F + "print('no space left'), os._exit(3)")], ["x"])
-    assert one.error == ("the worker ended with code 3; it printed: no space left\n"
-                         "The completion: 'x'")
+    assert one.error == "the worker ended with code 3\nThe completion: 'x'"
+    assert capfd.readouterr().out == "no space left\n"
 
 
 # ---- a batch

@@ -105,11 +105,11 @@ QWEN3_CALLS = (
     + JSON + "\n</tool_call>{% endfor %}<|im_end|>\n")
 LLAMA = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n" + PLAIN + "<|eot_id|>"
 LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>",
-                "<|eot_id|>"]
+LLAMA_TOKENS = ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|> "
+                "<|eot_id|>")
 LLAMA_TOOL = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
-MISTRAL_TOKENS = ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-                  "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
+MISTRAL_TOKENS = ("<s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
+                  "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [ARGS] </s>")
 AVAILABLE = "[AVAILABLE_TOOLS] [" + TOOLS + "][/AVAILABLE_TOOLS]"
 
 
@@ -127,11 +127,6 @@ def parameters(call):
     return json.dumps({"name": name, "parameters": given})
 
 
-def with_ids(*calls):
-    return json.dumps([{"name": name, "arguments": given, "id": f"abcDEF{i:03d}"}
-                       for i, (name, given) in enumerate(calls)])
-
-
 def python(*calls):
     def one(name, given):
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
@@ -144,16 +139,12 @@ def xml(*calls):
         + "</function>\n</tool_call>" for name, given in calls)
 
 
-FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as written; parser)
-    "qwen2.5": (["<|im_start|>", "<|im_end|>"], template(
+FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as written; parser)
+    "qwen2.5": ("<|im_start|> <|im_end|>", template(
         SYSTEM, CHATML, CHATML, QWEN_CALLS, GROUP, "<|im_start|>assistant\n"), hermes, "hermes"),
-    "qwen3": (["<|im_start|>", "<|im_end|>"], LAST + template(
+    "qwen3": ("<|im_start|> <|im_end|>", LAST + template(
         SYSTEM, CHATML, CHATML, QWEN3_CALLS, GROUP, "<|im_start|>assistant\n"),
         lambda *calls: "<think>\nhm\n</think>\n\n" + hermes(*calls), "hermes"),
-    "hermes 2 pro": (["<|im_start|>", "<|im_end|>"], template(
-        SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n" + JSON
-        + "\n</tool_call>{% endfor %}<|im_end|>\n",
-        GROUP.replace("user{", "tool{"), "<|im_start|>assistant\n"), hermes, "hermes"),
     "llama 3.1": (LLAMA_TOKENS, template(
         "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA,
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}"
@@ -165,21 +156,13 @@ FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as 
         "{% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}{% if not loop.last "
         "%}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|eot_id|>",
         LLAMA_TOOL, LLAMA_HEADER), python, "pythonic"),
-    "mistral v3": ([*MISTRAL_TOKENS, "</s>"], template(
-        "<s>", AVAILABLE + "[INST] " + PLAIN + "[/INST]", " " + PLAIN + "</s>",
-        "[TOOL_CALLS] [" + CALLS + JSON[:-1] + ', "id": "{{ c.id }}"}{% if not loop.last %}, '
-        "{% endif %}{% endfor %}]</s>",
-        "{% if m.tool_call_id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
-        '[TOOL_RESULTS] {"content": ' + PLAIN + ', "call_id": "{{ m.tool_call_id }}"}'
-        "[/TOOL_RESULTS]", ""),
-        lambda *calls: "[TOOL_CALLS] " + with_ids(*calls), "mistral"),
-    "mistral v11": ([*MISTRAL_TOKENS, "[ARGS]", "</s>"], template(
+    "mistral v11": (MISTRAL_TOKENS, template(
         "<s>", AVAILABLE + "[INST]" + PLAIN + "[/INST]", PLAIN + "</s>",
         CALLS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]" + ARGS + "{% endfor %}</s>",
         "[TOOL_RESULTS]" + PLAIN + "[/TOOL_RESULTS]", ""),
         lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"
                                for name, given in calls), "mistral"),
-    "granite": (["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"],
+    "granite": ("<|start_of_role|> <|end_of_role|> <|tool_call|> <|end_of_text|>",
                 template(
         TOOLS, "<|start_of_role|>{{ m.role }}<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
         "<|start_of_role|>assistant<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
@@ -188,14 +171,14 @@ FAMILIES = {  # name: (control tokens, the last ends a turn; template; calls as 
         "<|start_of_role|>tool_response<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
         "<|start_of_role|>assistant<|end_of_role|>"),
         lambda *calls: "<tool_call>" + listed(*calls), "granite"),
-    "phi4-mini": (["<|system|>", "<|user|>", "<|assistant|>", "<|tool_response|>", "<|end|>"],
+    "phi4-mini": ("<|system|> <|user|> <|assistant|> <|tool_response|> <|end|>",
                   template(
         "<|system|>" + TOOLS + "<|end|>", "<|user|>" + PLAIN + "<|end|>",
         "<|assistant|>" + PLAIN + "<|end|>", "<|assistant|>functools[" + CALLS + JSON
         + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end|>",
         "<|tool_response|>" + PLAIN + "<|end|>", "<|assistant|>"),
         lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
-    "qwen3-coder": (["<|im_start|>", "<|im_end|>"], template(
+    "qwen3-coder": ("<|im_start|> <|im_end|>", template(
         SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n<function="
         "{{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}<parameter="
         "{{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
@@ -260,7 +243,7 @@ def play(bridge, tools, *texts, world=ALONE):
     row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer, [], data.DataArgs(),
                         tools.schemas)
     episodes = turns.Episodes.__new__(turns.Episodes)
-    episodes.bridge, episodes.world, episodes.noted = bridge, world, False
+    episodes.bridge, episodes.world = bridge, world
     episodes.max_turns, episodes.max_tokens, episodes.stateful = 9, 10**6, False
     episodes.workers, episodes.log = Inside(tools), SimpleNamespace(say=print)
     engine, prompts = Scripted(tokenizer, texts), [data.Prompt(i, row) for i in range(len(texts))]
@@ -324,8 +307,6 @@ def test_the_prompt_has_the_schemas_that_transformers_makes(tools):
 
 REWRITES = FAMILIES["qwen2.5"][1].replace(
     "<tool_call>", "{% if messages[-1].role == 'tool' %}-{% endif %}<tool_call>")
-GROWS = FAMILIES["qwen2.5"][1].replace(
-    "<tool_response>", "{% if messages | length > 3 %}-{% endif %}<tool_response>")
 OTHER = FAMILIES["qwen2.5"][1].replace("<tool_call>", "CALL ").replace('"name": ', "")
 NO_TOOL = FAMILIES["qwen2.5"][1].replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}"
                                          "{{ raise_exception('no tools') }}")
@@ -336,10 +317,9 @@ NO_TOOL = FAMILIES["qwen2.5"][1].replace("{% if m.role == 'tool' %}", "{% if m.r
     (tiny.CHATML, "the chat template of the model has no place for tools. Would work: --reply"),
     (OTHER, "none of vLLM's parsers .* reads a call as the chat template writes it: 'CALL "),
     (REWRITES, "rewrites a turn with calls once they are answered"),
-    (GROWS, "rewrites earlier calls once there are more of them"),
     (NO_TOOL, r"--tools: the chat template takes no messages of the roles .*tool \(no tools\)")])
 def test_a_template_that_cannot_be_used_is_one_sentence(tools, text, words):
-    tokenizer = tokenizer_of(["<|im_start|>", "<|im_end|>"], text or "")
+    tokenizer = tokenizer_of("<|im_start|> <|im_end|>", text or "")
     if text is None:
         tokenizer.chat_template = None
     with pytest.raises(SettingsError, match=words):
@@ -373,39 +353,6 @@ def test_a_finished_chat_takes_no_tools(tools):
 
 # ---- calls that go wrong
 
-def written(bridge, text):
-    tokenizer = bridge.tokenizer
-    ids = tokenizer(text + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-    return bridge.calls.read(ids, 1)
-
-
-BAD = ["<tool_call>{oops</tool_call>", "<tool_call>" + "[" * 10_000, "<tool_call>",
-       "<tool_call>3</tool_call>", "<tool_call>null</tool_call>",
-       '<tool_call>{"name": "add"}</tool_call>',
-       hermes(TWO[0]) + "<tool_call>{oops</tool_call>"]
-
-
-def test_calls_that_cannot_be_read_are_answered(tools):
-    """A wrong call gets a sentence. Text without a call ends the episode."""
-    bridge = bridge_of(tools, tokenizer_of(*FAMILIES["qwen2.5"][:2]))
-    for text in BAD:
-        turn = written(bridge, text)
-        assert turn == {"role": "assistant", "content": text, "error": toolcalls.UNREADABLE}
-        score, = toolcalls.answers(Inside(tools), [turn])
-        assert score.parts["reply"] == [{"role": "tool", "name": "", "tool_call_id": "0" * 9,
-                                         "content": toolcalls.UNREADABLE}]
-    for text in ("", "It is 3.", '{"name": "add", "arguments": {}}'):
-        assert written(bridge, text) == turns.said(text)
-        assert toolcalls.answers(Inside(tools), [turns.said(text)])[0].parts["reply"] is None
-    (_, done), = play(bridge, tools, [BAD[0], hermes(*TWO), "3"])
-    assert [t["role"] for t in done.turns] == ["assistant", "tool", "assistant", "tool", "tool",
-                                               "assistant"]
-    # Llama's calls have no control token: what begins as one and is none.
-    bridge = bridge_of(tools, tokenizer_of(*FAMILIES["llama 3.1"][:2]))
-    assert "error" in written(bridge, '{"name": "add", oops')
-    assert "error" not in written(bridge, "the set {1, 2}")
-
-
 def test_calls_that_the_template_cannot_write_end_their_episode(tools):
     """Llama 3.1's takes one a turn."""
     bridge = bridge_of(tools, tokenizer_of(*FAMILIES["llama 3.1"][:2]))
@@ -416,14 +363,14 @@ def test_calls_that_the_template_cannot_write_end_their_episode(tools):
 
 def layouts(world):
     bridge = bridge_of(make_tools(), tokenizer_of(*FAMILIES["qwen2.5"][:2]))
-    texts = [[hermes(*TWO), "3"], ["no"], [BAD[0], hermes(ONE), hermes(*TWO), ""],
+    texts = [[hermes(*TWO), "3"], ["no"], [hermes(ONE), hermes(*TWO), "<tool_call>{oops"],
              [hermes(ONE), "x"], ["a", "b"]]
     return [(c.ids.tolist(), c.turns) for _, c in play(bridge, make_tools(), *texts, world=world)]
 
 
 def test_every_rank_has_the_same_episodes():
     alone = layouts(ALONE)
-    assert [sum(t["role"] == "tool" for t in said) for _, said in alone] == [2, 0, 4, 1, 0]
+    assert [sum(t["role"] == "tool" for t in said) for _, said in alone] == [2, 0, 3, 1, 0]
     assert ranks.results(2, layouts) == [alone] * 2
 
 
@@ -448,7 +395,7 @@ def test_hostile_calls_cost_themselves_only(own):
             "error: no answer within 3 seconds", "error: the worker ended with code 3",
             "error: ", "error: KeyError: 'no such thing'", "error: the result has 10,000,000 char",
             "error: TypeError: Object of type set is not JSON", "?", "error: there is no tool "
-            "'nothing', only add, spell, trap", "error: the arguments must be one JSON object",
+            "'nothing', only add, spell, trap", "error: TypeError: ",
             "error: TypeError: add() missing 1 required", "error: TypeError: add() got an "
             "unexpected keyword argument 'c'", "error: TypeError: ", "3", '["é"]'], strict=True):
         assert text.startswith(start) and len(text) < 600

@@ -22,7 +22,7 @@ import rollout
 from chats import turns
 from dist import SettingsError
 from examples import again, calculator, guess, tiny
-from faults import Attempt, differences, metrics
+from faults import metrics
 from forked import PYTHON
 from rewards import Item, RewardArgs, Score, Scorer, score_samples
 from scoring.replies import messages
@@ -56,8 +56,6 @@ def chat(begin, middle, end, trim=False):
             "{{ '" + begin + "assistant" + middle + "' }}{% endif %}")
 
 
-DEFAULT_SYSTEM = ("{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind."
-                  "<|im_end|>\n' }}{% endif %}" + tiny.CHATML)
 LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() "
           "+ ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' "
           "}}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}")
@@ -76,10 +74,8 @@ CHATML_Z = "\n<|im_start|>{}\nz<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.mark.parametrize("template, messages, expected", [
     (tiny.CHATML, [USER], "<|im_end|>" + CHATML_Z.format("user")),
-    (tiny.CHATML, [USER | {"role": "tool"}], "<|im_end|>" + CHATML_Z.format("tool")),
     (chat("<|im_start|>", "\n", "<|im_end|>\n", trim=True), [USER | {"content": " z\n"}],
      "<|im_end|>" + CHATML_Z.format("user")),
-    (DEFAULT_SYSTEM, [USER], "<|im_end|>" + CHATML_Z.format("user")),   # no second system prompt
     (SPEAKER, [USER], "<|im_end|>user: z<|im_end|>assistant: "),
     (GROUPS, [{"role": "tool", "content": c} for c in "ab"],
      "<|im_end|>\n<|im_start|>user\n<r>a</r>\n<r>b</r><|im_end|>\n<|im_start|>assistant\n"),
@@ -104,10 +100,10 @@ def test_an_end_inside_the_reply_is_not_the_turns_end():
 
 
 @pytest.mark.parametrize("template, role, words", [
-    (QWEN3, "user", r"rewrites earlier turns: .*'.*<think>.*' becomes '.*yes.*'"),
+    (QWEN3, "user", "rewrites earlier turns before a message of role user"),
     (LLAMA2, "tool", "takes no messages of the roles user, assistant, tool .*only user"),
     (tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1), "user",
-     "rewrites earlier turns: before a message of role user")])
+     "rewrites earlier turns before a message of role user")])
 def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, words):
     with pytest.raises(SettingsError, match=words):
         bridge(template).ids(END, [USER | {"role": role}])
@@ -161,7 +157,7 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="a", methods=()):
+def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="a"):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=room,
                            reward_args=RewardArgs(2, timeout))
@@ -170,9 +166,7 @@ def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="
     engine, said, seed = FakeEngine(), [], lambda i, turn=0: 10 * i + turn
     done = engine.complete([rollout.Request(p.row.prompt_ids, seed(i))
                             for i, p in enumerate(prompts)])
-    there = bridge()
-    there.methods = [*methods]
-    episodes = turns.Episodes(args, there, world, SimpleNamespace(say=said.append))
+    episodes = turns.Episodes(args, bridge(), world, SimpleNamespace(say=said.append))
     with closing(episodes.workers):
         episodes.play(prompts, done, engine.complete, seed)
     return prompts, done, engine, said
@@ -290,11 +284,6 @@ def test_the_longest_reply():
         messages([USER, USER | {"content": "x" * 10**6}])
 
 
-def test_replies_that_always_fail_end_the_run(spec):
-    with pytest.raises(SettingsError, match="(?s)batch's 9 .* --reply.*no such thing"):
-        play(ALONE, spec, ["raise"] * 9)
-
-
 def texts(world, spec):
     """The episodes, and how many turns this rank decoded."""
     kind, count = type(TOKENIZER), []
@@ -316,6 +305,8 @@ def test_every_rank_has_the_same_episodes_and_decodes_its_share(spec, played):
 
 class Bigram:
     """A policy whose logits see only the token before: what else changes is no condition."""
+    metrics = {}
+
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
 
@@ -410,7 +401,6 @@ SIGNATURES = """
 def ours(completion, turns, **row): return len(turns)
 def alone(turns): return float(turns[-1]["content"] == "b")
 def compute_score(solution_str, ground_truth, turns): return len(turns)
-def queries(queries, turns): return [len(turns[0])]
 def trl(completions, turns):
     assert [c if isinstance(c, list) else None for c in completions] in (turns, [None] * len(turns))
     return [len(c) for c in turns]
@@ -425,12 +415,12 @@ def test_every_kind_of_reward_sees_the_turns(tmp_path, monkeypatch, prompt):
     episode = [turns.said("a"), USER, turns.said("b")]
     items = [Item("q", text, "", {"prompt": prompt}, 1, False, [1], chat)
              for text, chat in (("a z b", episode), ("b", None))]
-    names = ("ours", "alone", "compute_score", "queries", "trl")
+    names = ("ours", "alone", "compute_score", "trl")
     with closing(Scorer([f"own.py:{n}" for n in names], RewardArgs(1))) as scorer:
         scorer.wait()
         scores = scorer.score(items, 2)
     assert not any(s.error for s in scores), scores
-    assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3, 3), (1, 1, 1, 1, 1)]
+    assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3), (1, 1, 1, 1)]
 
 
 def test_what_the_calculator_said_is_no_answer():
@@ -462,24 +452,16 @@ def test_the_game_and_the_correction():
     ("def reply(row, turns): return None", "own.py", "must be FILE.py:FUNCTION"),
     ("def reply(row): return None", "own.py:reply", r"with a parameter turns \(it has \['row'\]"),
     ("import nothing_like_it", "own.py:reply", "--reply cannot load"),
-    ("def reply(row, turns): return turns[-1]['content'][0]", "own.py:reply", "IndexError"),
     ("def reply(turns, colour): return None", "own.py:reply", "reply needs 'colour'; 1 of 1 rows"),
-    ("def reply(row, turns): return [{'role': 'tool', 'content': 'z'}]", "own.py:reply",
-     "takes no messages of the roles user, assistant, tool")])
+    ("def reply(row, turns): return None", "own.py:reply", "system, user, assistant .*only user")])
 def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(code)
     args = SimpleNamespace(turn_args=turns.TurnArgs(flag), reward_args=RewardArgs(1), reward=(),
-                           data_args=data.DataArgs())
+                           data_args=data.DataArgs(system="Be kind."))
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
         turns.check(args, with_template(LLAMA2), [END], tiny.VOCAB, [row])
-
-
-def test_a_template_that_takes_no_system_message_is_refused():
-    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
-    with pytest.raises(SettingsError, match=r"roles system, user, assistant \(No system\)"):
-        turns.Bridge(with_template(gemma + tiny.CHATML), [END], tiny.VOCAB, "Be kind.")
 
 
 # ---- the real engine
@@ -549,10 +531,6 @@ def test_hostile_replies_among_real_ones(real):
 
 # ---- the real script
 
-AGAIN = ("--reply", f"{ROOT}/examples/again.py:reply", "--max_turns", "3", "--max_tokens", "120",
-         "--reward", f"{ROOT}/examples/again.py:right")
-
-
 @pytest.mark.slow
 def test_a_reply_that_always_ends_changes_nothing(tmp_path):
     """To the bit, in metrics and weights."""
@@ -565,23 +543,6 @@ def test_a_reply_that_always_ends_changes_nothing(tmp_path):
                    for name in ("without", "with"))
     assert left == right and left[0]["rollout/turns_mean"] == 1
     assert torch.equal(ran[0].weights, ran[1].weights)
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
-    """ppo.py. test_environments.py has grpo.py, and other layouts."""
-    def go(name, faults=""):
-        return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
-                       "--steps", "5", *AGAIN, script="ppo", faults=faults).end()
-
-    status, text = go("alone")
-    assert status == 0, text
-    status, text = go("x", "reply:1:3:kill")
-    assert status == 1 and "exitcode  : -9" in text, text
-    status, text = go("x")
-    assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
-    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
-    assert max(row["rollout/turns_mean"] for row in metrics(tmp_path / "runs/x")) > 1.5
 
 
 @pytest.mark.slow
