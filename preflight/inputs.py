@@ -15,7 +15,7 @@ from chats import targets, toolcalls, turns
 from dist import Mistakes, SettingsError
 from preflight import memory, rules
 from preflight.plan import Plan
-from trainer import model
+from trainer import experts, model
 from trainer.teacher import add_teacher_prompts
 
 
@@ -195,8 +195,13 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
-    if args.expert_args.replay_routing and not (torch.cuda.is_available() or args.plan_args.plan):
+    on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
+    adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
+    if on_cpu and args.expert_args.replay_routing:
         found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
+    if on_cpu and adapts and config.model_type in experts.NAMES:
+        found.append("--lora_sync adapter needs a GPU for a model with experts. Would work: "
+                     "--lora_sync merged.")
     for row in rows:
         learned = row.target[0] if row.target else []
         largest = max(row.prompt_ids + learned, default=None)

@@ -188,6 +188,9 @@ def expert_rules(args, shape):
     if given.replay_routing and (args.turn_args.reply or args.turn_args.tools):
         yield Rule("--replay_routing is for one turn: of a reply's tokens no experts are known.",
                    [off["replay_routing"]])
+    if given.replay_routing and args.carry_args and args.carry_args.carry:
+        yield Rule("--replay_routing is for completions of one round, and --carry goes on with "
+                   "them.", [off["replay_routing"], ("carry", [0.0])])
     if given.replay_routing and args.teacher_prompt:
         yield Rule("--replay_routing has no experts for the prompts of --teacher_prompt.",
                    [off["replay_routing"]])

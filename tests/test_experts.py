@@ -17,7 +17,7 @@ import rollout
 from dist import World
 from keeping import run
 from keeping.export import export_model
-from preflight import memory, plan, rules
+from preflight import inputs, memory, plan, rules
 from ranks import results
 from trainer import experts, lora, model
 from trainer.batch import Batch
@@ -184,12 +184,24 @@ def test_the_load_of_a_layer():
     (dict(freeze_router=True, router_aux_coef=0.1), "and --freeze_router keeps them. Would work"),
     (dict(router_aux_coef=-1.0), "--router_aux_coef must be at least 0"),
     (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
+    (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing is for "
+     "completions of one round"),
     (dict(freeze_router=True), None), (dict(replay_routing=True), None)])
 def test_refusals(folder, flags, words):
     shape = memory.shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))
     args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
     found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
     assert len(found) == bool(words) and (not words or words in found[0]), found
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(replay_routing=True), ["--replay_routing needs a GPU"]),
+    (dict(lora_rank=4, lora_sync="adapter"), ["--lora_sync adapter needs a GPU"]),
+    (dict(lora_rank=4), []), (dict(replay_routing=True, plan=True), [])])
+def test_what_vllm_has_on_a_gpu_alone(folder, flags, words):
+    args = plan.changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64, **flags)
+    found = inputs.model_limits(args, model.config_of(f"{folder}/Qwen3-MoE"), [])
+    assert [sentence[:len(start)] for sentence, start in zip(found, words, strict=True)] == words
 
 
 @pytest.mark.parametrize("flag, value", [

@@ -41,7 +41,7 @@ NAMES = {"mixtral": Names("block_sparse_moe", "w1", "w3", "w2"),
 
 @dataclass
 class ExpertArgs:
-    """Mixtures of experts (docs/experts.md)."""
+    """Mixtures of experts (docs/use/memory_and_machines.md)."""
     router_aux_coef: float = 0.0
     """c of a loss that makes the use of experts even. 0: none. It costs a second pass."""
     freeze_router: bool = False
