@@ -53,9 +53,7 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
         rank, (cause, *_) = next(iter(error.failures.items()))
         raise NotWritten(f"{partial}/__{rank}_0.distcp cannot be written ({cause}). Would work: "
                          f"space on the disk.") from None
-    if world.any_rank(not (partial / ".metadata").exists()):  # rank 0 wrote it
-        raise NotWritten(f"some ranks do not see rank 0's {partial}. Would work: a folder that all "
-                         f"machines share.")
+    check_shared(partial, world)
     if world.rank == 0:
         with writing(partial):
             (partial / "state.json").write_text(json.dumps(state, default=str))
@@ -65,6 +63,13 @@ def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, k
             for step in steps(folder)[:-keep]:
                 old = folder / f"step_{step}"
                 shutil.rmtree(old.rename(old.with_suffix(".gone")))  # a kill leaves no half of it
+
+
+def check_shared(partial: Path, world: World):
+    """NotWritten if a machine has another disk: then the parts lie in several folders."""
+    if world.any_rank(not (partial / ".metadata").exists()):  # rank 0 wrote it
+        raise NotWritten(f"some ranks do not see rank 0's {partial}. Would work: a folder that all "
+                         f"machines share.")
 
 
 def make_room(partial: Path):

@@ -27,7 +27,7 @@ PLACES = {
     "forward": (model.Policy, "logprobs"), "backward": (model.Policy, "backward"),
     "update": (model.Policy, "step"), "log": (log.Log, "step"),
     "samples": (log.Log, "samples"), "done": (log.Log, "finish"), "save": (checkpoint.dcp, "save"),
-    "saved": (checkpoint, "written"), "evaluate": (run.Run, "evaluate"),
+    "saved": (checkpoint, "check_shared"), "evaluate": (run.Run, "evaluate"),
     "weights": (model.Policy, "weights"), "export": (run, "export_model"),
     "load": (checkpoint, "load"), "setup": (model, "build")}
 

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +28,6 @@ def some(completion, answer, **row):
 """
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
-
-
-def test_flags_of_both_pages_that_are_not_the_default():
-    args = {"script": "ppo.py", "batch": 512, "lam": 0.9, "tp": 2, "export": False, "seed": 0}
-    assert report.changed(args) == [["--lam", "0.9", "0.95"], ["--tp", "2", "1"],
-                                    ["--export", "off", "on"]]
 
 
 def unpacked(text: str):
@@ -112,6 +105,7 @@ def test_the_numbers_of_the_tokens_are_those_of_metrics_jsonl(run):
     """Their means, in samples/ and in the page, to 1e-6. (With several updates a step,
     policy/entropy is taken while the policy moves.)"""
     metrics, (head, blocks) = lines(run / "metrics.jsonl"), parts(run / "report.html")
+    assert ["time/look" in row for row in metrics] == [True, False, True]
     assert [(b["kind"], b["step"], b["lacks"]) for b in head["blocks"]] == [
         ("step", 1, ""), ("step", 3, "")]
     assert head["runs"][0]["done"] and head["runs"][0]["curves"]["step"] == [1, 2, 3]
@@ -140,10 +134,6 @@ def test_the_numbers_of_the_tokens_are_those_of_metrics_jsonl(run):
             assert s["advantage"] is None or abs(advantages.mean() - s["advantage"]) < 1e-6
             text = "".join(s["token_texts"]).replace("<|im_end|>", "")
             assert all(turn["content"].replace("<|im_end|>", "") in text for turn in s["turns"])
-
-
-def test_a_step_that_is_not_kept_is_not_looked_at(run):
-    assert ["time/look" in row for row in lines(run / "metrics.jsonl")] == [True, False, True]
 
 
 # ---- the page
@@ -184,9 +174,7 @@ def test_a_large_run_is_under_8_mb_and_what_has_no_room_is_named(large):
 
 def test_the_end_of_a_run_reads_no_more_than_a_limit(large):
     size = (large / "samples/step_00000.jsonl").stat().st_size
-    began = time.monotonic()
     write_page([large], large / "short.html", most_read=int(3.5 * size))
-    print(f"{time.monotonic() - began:.2f} s")
     head, blocks = parts(large / "short.html")
     kept = [b["step"] for b, block in zip(head["blocks"], blocks, strict=True) if block]
     assert kept == [0, 30, 59]                             # the first, the last and the middle
@@ -205,12 +193,6 @@ def test_a_run_that_goes_on_has_a_page(tmp_path):
     assert not head["runs"][0]["done"] and [len(b["rows"]) for b in blocks] == [1, 1, 1]
 
 
-def test_a_folder_without_runs_is_refused(tmp_path):
-    done = subprocess.run([PYTHON, ROOT / "tools/report.py", tmp_path], text=True,
-                          capture_output=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: no metrics.jsonl in ")
-
-
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
     folder = write_run(tmp_path / "a", 1, lambda step: [])
     (tmp_path / "file").touch()
@@ -227,6 +209,8 @@ def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
     assert report.changed({"group": 8, "batch": 512, "script": "ppo.py"}) == [
         ["--group", "8", "1"]]
     assert report.changed({"group": 1, "reward": [], "script": "sft.py"}) == []
+    assert report.changed({"script": "ppo.py", "batch": 512, "lam": 0.9, "tp": 2}) == [
+        ["--lam", "0.9", "0.95"], ["--tp", "2", "1"]]
     found, documented = report.healthy(), (ROOT / "docs/reference/metrics_and_files.md").read_text()
     assert len(found) >= 8 and found["rollout/logprob_gap_mean"]["high"] > 0
     for name, one in found.items():
@@ -391,9 +375,3 @@ def test_the_means_in_the_page_are_those_of_metrics_jsonl(browser, run):
         ours, theirs = re.search(rf"{name} (\S+) \(metrics.jsonl: (\S+)\)", text).groups()
         assert abs(float(ours) - row[metric]) < 1e-6 and abs(float(theirs) - row[metric]) < 1e-8
     assert not browser.said
-
-
-def test_a_large_run_opens(browser, large):
-    """Within 2 s on an idle machine; no test depends on the speed, so it is printed."""
-    print(f"{browser.open(large / 'report.html'):.0f} ms")
-    assert put_in(browser, "search", "prompt 7") == 8 and not browser.said
