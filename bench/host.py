@@ -43,6 +43,7 @@ def make_samples(prompts: int, group: int, max_tokens: int, longest: int) -> lis
 
 class Free:
     """A policy whose log-probs cost nothing. They have a gradient, as those of a model."""
+    metrics = {}
 
     def logprobs(self, micro, *options):
         values = torch.zeros(len(micro.targets), requires_grad=torch.is_grad_enabled())

@@ -106,7 +106,7 @@ TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, cl
          "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7),
          # A teacher for distill.py: no bad habits.
          "skilled": Task(sort_digits, batch=128, skill_steps=100, habit_steps=0, clumsy=0.0),
-         # A mixture of experts learns the same: docs/reference/families.md.
+         # A mixture of experts learns the same: docs/use/memory_and_machines.md.
          "experts": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
          # Mostly right, so it needs no reward: docs/use/start.md.
          "sharpen": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.4)}

@@ -215,7 +215,8 @@ def critic_targets() -> float:
         return torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
 
     critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
-    policy = SimpleNamespace(logprobs=lambda micro, *_: (values(micro).detach(), None))
+    policy = SimpleNamespace(logprobs=lambda micro, *_: (values(micro).detach(), None),
+                             metrics={})
     metrics = ppo.learn(learning.arguments(ppo, lam=1.0), World(), (policy, critic),
                         fabricate("equal", 4), lr=0.0, critic_lr=1e-3, kl_coef=0.0)
     return round((2 * metrics["loss/value"]) ** 0.5, 6)

@@ -45,7 +45,8 @@ def packed(world, folder: str) -> dict[str, tuple]:
 def alone(folder: str, name: str) -> tuple:
     """The same of plain transformers, one row at a time, in wide norms."""
     lm = AutoModelForCausalLM.from_pretrained(
-        f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager")
+        f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager",
+        experts_implementation="eager")
     model.widen(lm)
     batch, out = samples_of(), []
     for sample in batch.samples:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import families
 import grpo
+from dist import SettingsError
 from families import ROOT
 from forked import PYTHON
 from keeping import export
@@ -189,7 +190,7 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
     (tmp_path / "adapter/adapter_config.json").write_text("old")
     monkeypatch.setattr(lora, "tensors", lambda *all: [])
     monkeypatch.setattr(export, "save_file", fails)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(SettingsError, match="no space"):
         policy = SimpleNamespace(module=SimpleNamespace(lm=None),
                                  world=SimpleNamespace(rank=0, device="cpu"))
         export.export_adapter(policy, {}, tmp_path / "adapter")

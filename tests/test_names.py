@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 VLLM = Path(torch.__file__).parent.parent / "vllm"
 OURS = ("trainer/model.py", "trainer/logprobs.py", "trainer/packing.py", "trainer/lora.py",
         "trainer/batch.py", "dist.py", "preflight/worst_case.py", "preflight/inputs.py",
-        "preflight/memory.py", "keeping/checkpoint.py", "keeping/export.py", "keeping/log.py")
+        "keeping/checkpoint.py")
 
 
 def tree(path: Path) -> ast.Module:
@@ -205,6 +205,7 @@ def test_the_words_that_vllm_reads_are_its_own():
 
 
 def test_a_wrong_argument_is_seen(tmp_path, monkeypatch):
+    (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/model.py").write_text(
         "import torch\nfrom torch import nn\nnn.Linear(1, 2, bais=False)\n")
     monkeypatch.setattr("test_names.ROOT", tmp_path)

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -130,29 +129,7 @@ def test_a_reward_that_returns_text_is_told_the_type(place):
     assert "(got '1', a str)" in score.error
 
 
-# ---- replies
-
-def episodes(max_tokens: int, said: list):
-    """turns.Episodes without an engine: `note` and what it needs."""
-    from transformers import AutoTokenizer
-
-    from chats import turns
-    it = object.__new__(turns.Episodes)
-    bridge = turns.Bridge(AutoTokenizer.from_pretrained(TINY), [2], 320, None)
-    vars(it).update(bridge=bridge, max_tokens=max_tokens, noted=False,
-                    log=SimpleNamespace(say=said.append))
-    return it
-
-
-def test_replies_without_room_are_said_once():
-    said, reply = [], ([{"role": "user", "content": "more"}], [1])
-    it = episodes(16, said)
-    it.note([reply, (None, [])], [0])
-    assert said == []
-    for _ in range(2):
-        it.note([reply, reply], [])
-    assert len(said) == 1 and "no reply leaves room for a turn within --max_tokens 16" in said[0]
-
+# ---- rows
 
 def test_rows_that_are_not_scored_need_no_answer(place):
     (place / "bare.jsonl").write_text('{"prompt": "Sort 31"}\n')

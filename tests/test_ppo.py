@@ -2,6 +2,7 @@
 """
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import learning
 import ppo
@@ -45,7 +46,7 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
         policy, critic, reference = (
             kind(module, world, weights, args.optimizer_args) for kind, module in
             zip((learning.Spy, SpyCritic, model.Policy), modules, strict=True))
-        learning.WEIGHTS.setdefault(source, learning.load_file(f"{source}/model.safetensors"))
+        learning.WEIGHTS.setdefault(source, load_file(f"{source}/model.safetensors"))
         head = torch.linspace(-1, 1, 32, dtype=torch.float64).view(1, -1)
         learning.WEIGHTS[source]["head.weight"] = head
         for module, noise in zip(modules, (0.0, 0.0, 0.05), strict=True):

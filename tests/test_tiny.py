@@ -378,4 +378,4 @@ def test_it_is_a_command(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
     assert done.returncode == 1 and not [*tmp_path.iterdir()]
     assert done.stderr.strip().endswith(
-        "error: tiny.py has no task 'chess'; it has sort, kk, guess, skilled, sharpen.")
+        "error: tiny.py has no task 'chess'; it has sort, kk, guess, skilled, experts, sharpen.")
