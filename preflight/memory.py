@@ -251,8 +251,11 @@ class TrainerMemory:
         if self.adapter:
             head = wide = layer = 0
         last = kept + 4 * phase.tokens * shape.hidden  # behind the last layer
-        inner += phase.tokens * shape.rows(self.c) / 4
-        return max(gathered + last + max(UPDATE_HEAD * logits + head, 3 * head),
+        inner += phase.tokens * shape.rows(self.c) / 2
+        ahead = 0  # behind the last layer none is gathered ahead
+        if shape.mixture:  # only there it is much
+            ahead = shape.layer * self.c
+        return max(gathered - ahead + last + max(UPDATE_HEAD * logits + head, 3 * head),
                    gathered + layer + kept + again + 2 * inner + head,  # in an MLP
                    wide + max(root, shape.embedding * self.c + wide / self.ranks))
 

@@ -4,7 +4,8 @@ it.
     python tests/pages.py docs/learn/one_step.md            # compare
     python tests/pages.py docs/learn/one_step.md --write    # put what is printed into the page
 
-A page that goes on where another ends begins with `globals().update(names_after("docs/learn/one_step.md"))`.
+A page that goes on where another ends begins with
+`globals().update(names_after("docs/learn/one_step.md"))`.
 """
 import io
 import os
