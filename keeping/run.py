@@ -133,12 +133,14 @@ def parse(kind: type, description: str):
     said = io.StringIO()
     # A file gets each line at once. A terminal may have no é.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    mistakes = None
     try:
         with redirect_stderr(said):
             args = tyro.cli(kind, description=description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue().rstrip()}"] if end.code else [])  # 0: --help
+    if mistakes is not None:
         dist.run(mistakes.stop)  # prints and ends
     lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
     if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
