@@ -31,7 +31,6 @@ from trainer import lora, model
 from trainer.experts import ExpertArgs
 from trainer.lora import LoraArgs
 from trainer.model import ModelArgs, OptimizerArgs
-from trainer.samples import look
 
 # ---- flags ----
 
@@ -318,10 +317,10 @@ class Run:
         every, last = self.args.run_args.samples_every, self.args.steps - 1
         shown = step % every == 0 or step == last
         if shown:
-            look(self, learned)
+            log.look(self, learned)
         yield
         if shown:
-            look(self, learned)
+            log.look(self, learned)
             name, decode = f"step_{step + 1:05d}", self.engine.tokenizer.decode
             self.log.samples(name, samples, show=3, decode=decode)
 

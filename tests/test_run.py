@@ -131,7 +131,7 @@ def test_rows_that_all_fail_do_not_prove_that_all_do():
 def test_a_step_is_recorded_around_its_update(tmp_path, monkeypatch, step, shown):
     """--steps is 4: each second step, and the last one."""
     order, engine = [], MagicMock()
-    monkeypatch.setattr(run, "look", lambda it, samples: order.append(samples))
+    monkeypatch.setattr(run.log, "look", lambda it, samples: order.append(samples))
     it = made(tmp_path, "--samples_every", "2", engine=engine)
     it.log.samples = lambda *all, **options: order.append((all, options))
     with it.recorded(step, ["all"], ["learned from"]):
