@@ -163,7 +163,7 @@ def test_metrics_are_those_of_the_trained_tokens():
 
 
 def test_what_is_in_flight_comes_back_from_a_checkpoint():
-    it, again = made(1.0, 4), made(1.0, 4)
+    it, again = made(2.0, 4, 3), made(2.0, 4, 3)  # a step waits for what started 3 steps ago
     steps(it, 5)
     again.stream.position = it.stream.position
     again.restore(json.loads(json.dumps(it.state())), it.stream.rows)

@@ -402,7 +402,7 @@ WIRINGS = [
      "carry.py::test_a_completion_never_has_more_than_max_tokens_and_is_then_truncated"),
     ("chats/carry.py", "np.full(len(more.ids), step, np.int32)",
      "np.full(len(more.ids), 0, np.int32)",
-     "carry.py::test_metrics_are_those_of_the_trained_tokens"),
+     "carry.py::test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended"),
     ("chats/carry.py", "c.truncated = more.truncated", "pass",
      "carry.py::test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended"),
     ("chats/carry.py", "\"started\": group.started,", "\"started\": 0,",
