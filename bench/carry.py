@@ -1,8 +1,8 @@
 """What --carry saves: the engine's decode steps of a trained step.
 
-    python bench/carry.py               lengths that are drawn: the first table of bench/RESULTS.md
-    python bench/carry.py --steps 20    quicker, and less exact
-    python bench/carry.py --train       grpo.py on knights and knaves, five seeds: the second table
+    python bench/carry.py               lengths that are drawn
+    python bench/carry.py --steps 20    quicker, and less exact: the table of bench/RESULTS.md
+    python bench/carry.py --train       grpo.py on knights and knaves, five seeds
 
 The first plays the shipped chats/carry.py with an engine that samples nothing. In a decode step
 each completion of an engine grows by one token, so a round takes as many as its longest one grows.
