@@ -5,8 +5,7 @@ import json
 import os
 import re
 import tempfile
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
-COME_BACK = 4  # epochs from one that has all rows to the next, with --difficulty
 
 
 @dataclass
@@ -33,9 +31,6 @@ class DataArgs:
     """The user's message, with {question} or any {column} filled in."""
     system: str | None = None
     """A system message, put before the prompt."""
-    difficulty: tuple[float, float] | None = None
-    """LOW HIGH: from the second epoch on, rows whose last pass rate was outside are left out. Every
-    fourth epoch has all rows."""
 
 
 @dataclass
@@ -75,71 +70,6 @@ class Stream:
         prompts = [Prompt(position, self.rows[i]) for position, i in drawn]
         self.position += len(prompts)
         return prompts
-
-    def note(self, samples: list) -> dict[str, int]:
-        return {"data/position": self.position}  # a metric
-
-    def state(self) -> dict:
-        """For a checkpoint."""
-        return {"position": self.position}
-
-    def restore(self, state: dict) -> None:
-        self.position = state["position"]
-
-
-@dataclass
-class StreamByDifficulty(Stream):
-    """The same order, without rows that are too hard or too easy now: --difficulty.
-
-    Each row keeps its position, and so its seeds. `rates` is the share of a row's last completions
-    that passed: {its index: share}. It is the same on every rank, because the samples are.
-    """
-    low: float = 0.0
-    high: float = 1.0
-    passes: float = 1.0  # --eval_pass: a completion passes from this first reward on
-    rates: dict[int, float] = field(default_factory=dict)
-
-    def next(self, n: int) -> list[Prompt]:
-        """The next n prompts, fewer at the end of an epoch. An epoch may have none left."""
-        prompts = []
-        while not prompts:
-            has_all = self.epoch % COME_BACK == 0
-            rest = super().next(len(self.rows))  # of this epoch
-            prompts = [p for p in rest if has_all or self.fits(p.row.index)][:n]
-        if len(prompts) == n:
-            self.position = prompts[-1].position + 1
-        return prompts
-
-    def fits(self, index: int) -> bool:
-        return self.low <= self.rates.get(index, self.low) <= self.high
-
-    def note(self, samples: list) -> dict[str, int]:
-        """Takes the pass rates of all samples of a step → metrics."""
-        passed = defaultdict(list)
-        for sample in samples:
-            value = next(iter(sample.score.parts.values()))  # of the first reward
-            if value is not None:
-                passed[sample.prompt.row.index].append(value >= self.passes)
-        self.rates |= {i: sum(found) / len(found) for i, found in passed.items()}
-        rates = self.rates.values()
-        return super().note(samples) | {
-            "data/too_hard": sum(rate < self.low for rate in rates),
-            "data/too_easy": sum(rate > self.high for rate in rates)}
-
-    def state(self) -> dict:
-        return super().state() | {"rates": self.rates}
-
-    def restore(self, state: dict) -> None:
-        super().restore(state)  # JSON made the indices text
-        self.rates = {int(i): rate for i, rate in state.get("rates", {}).items()}
-
-
-def stream(args, rows: list[Row]) -> Stream:
-    """The order that a run's flags ask for."""
-    if args.data_args.difficulty is None:
-        return Stream(rows, args.seed)
-    low, high = args.data_args.difficulty
-    return StreamByDifficulty(rows, args.seed, 0, low, high, args.eval_args.eval_pass)
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,

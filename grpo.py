@@ -116,7 +116,7 @@ def train(args: Args) -> int:
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
-            metrics |= run.stream.note(samples)
+            metrics["data/position"] = run.stream.position
             if run.carry:
                 metrics |= run.carry.metrics(kept)
             with run.recorded(step, samples, kept):  # for samples/

@@ -116,7 +116,7 @@ def train(args: Args) -> int:
             critic_lr = learning_rate(
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
-            metrics |= run.stream.note(samples)
+            metrics["data/position"] = run.stream.position
             if run.carry:
                 metrics |= run.carry.metrics(samples)
             with run.recorded(step, samples, samples):  # for samples/

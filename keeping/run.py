@@ -11,12 +11,11 @@ from typing import ClassVar, Literal
 import torch
 import tyro
 
-import data
 import dist
 import rewards
 from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
-from data import DataArgs
+from data import DataArgs, Stream
 from dist import Mistakes, SettingsError
 from keeping import checkpoint, log, summary
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
@@ -204,7 +203,7 @@ class Run:
     def __init__(self, args, world, folder, inputs, saved, settings):
         self.args, self.world, self.inputs = args, world, inputs
         self.saved, self.settings = saved, settings
-        self.stream = data.stream(args, inputs.rows)
+        self.stream = Stream(inputs.rows, args.seed)
         self.dtype = model.compute_dtype(args.model_args, world.device)
         bfloat16 = self.dtype == torch.bfloat16
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
@@ -280,7 +279,7 @@ class Run:
     def restore(self, state: dict):
         """Goes on from the checkpoint."""
         checkpoint.load(self.saved, self.world, self.trained)
-        self.stream.restore(state)
+        self.stream.position = state["position"]
         if self.carry:
             self.carry.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
@@ -327,7 +326,7 @@ class Run:
     def save(self, step: int):
         """A checkpoint. A collective."""
         folder = self.log.folder / "checkpoints"
-        state = {"step": step, **self.stream.state(), "kl_coef": self.kl_coef,
+        state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         if self.carry:
             state |= self.carry.state()

@@ -54,7 +54,6 @@ RANGES = {flag: (words, holds) for flags, words, holds in [  # all other numbers
     ("dual_clip", "more than 1", lambda x: x > 1),
     ("gamma lam", "between 0 and 1", lambda x: 0 <= x <= 1),
     ("betas", "two numbers in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
-    ("difficulty", "LOW and HIGH with 0 <= LOW <= HIGH <= 1", lambda x: 0 <= x[0] <= x[1] <= 1),
     ("eval_pass entropy_coef", "a number", lambda x: -INF < x < INF),
     ("target_reward target_eval", "two numbers", lambda x: all(-INF < end < INF for end in x)),
     ("model data name eval_data wandb reply prompt_template", "some text", bool),
@@ -77,8 +76,8 @@ def outside(args, ranks: int) -> dict[str, Rule]:
 # ---- several flags together: each is in its range here ----
 
 NEEDS = {  # flags that change nothing without another one, or without one of these
-    "eval_every eval_only eval_samples eval_temperature target_eval": "eval_data",
-    "eval_pass": "eval_data difficulty", "lora_alpha lora_targets lora_sync": "lora_rank",
+    "eval_every eval_only eval_pass eval_samples eval_temperature target_eval": "eval_data",
+    "lora_alpha lora_targets lora_sync": "lora_rank",
     "max_turns": "reply tools", "ranks gpu_gb": "plan"}
 
 
@@ -97,9 +96,6 @@ def run_rules(plan: Plan):
                    [("stop", [tuple(text for text in stop if text)])])
     if any(spec.startswith("environment") for spec in args.reward) and not given["reply"]:
         yield Rule("--reward environment needs --reply FILE.py:CLASS.", [("reward", [("exact",)])])
-    if given["difficulty"] and not args.needs_reward:
-        yield Rule(f"--difficulty keeps pass rates, and {args.script} needs no reward.",
-                   [("difficulty", [None])])
     for names, needed in NEEDS.items():
         for name in names.split():
             if given[name] != default[name] and not any(map(given.get, needed.split())):

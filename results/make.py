@@ -35,6 +35,7 @@ COIN = "examples/coin.py:coin"
 JOBS = {
     "sort-grpo": ("./run.sh", "exact", "3e-5"),
     "sort-lora": ("./run.sh --lora_rank 16", "", ""),  # no controls
+    "sort-experts": ("./run.sh --model tiny:experts", "exact", ""),
     "sort-ppo": ("./run.sh ppo", "exact", "3e-5"),
     "kk": ("./run.sh kk", "kk01", "1e-5"),
     "game": ("./run.sh game", "examples/guess.py:won", "3e-5"),
@@ -53,7 +54,8 @@ def commands() -> dict[str, str]:
                 # An entropy bonus below 0 and no reward; or a random reward.
                 without = f"{command} --reward {reward}:0 {flags}"
                 found[f"{job}-{control}"] = without
-                found[f"{job}-{control}-slow"] = f"{without} --lr {slow}"
+                if slow:
+                    found[f"{job}-{control}-slow"] = f"{without} --lr {slow}"
     return found
 
 
