@@ -100,11 +100,8 @@ def train(args: Args) -> int:
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
                 # 1. Rollout: G completions of each of P prompts.
-                if run.carry:  # some go on from the last step
-                    samples = run.carry.sample()
-                else:
-                    prompts = run.stream.next(args.batch)
-                    samples = run.engine.sample(prompts, args.group, args.temperature)
+                prompts = run.stream.next(args.batch)
+                samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
                 kept, refused = samples, {}
@@ -117,8 +114,6 @@ def train(args: Args) -> int:
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics["data/position"] = run.stream.position
-            if run.carry:
-                metrics |= run.carry.metrics(kept)
             with run.recorded(step, samples, kept):  # for samples/
                 metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
                                            reference=run.reference, phase=run.log.phase)
@@ -276,10 +271,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
         if len(kept) >= args.batch or more == args.refills:
             break
         looked_at = len(samples)
-        if run.carry:
-            new = run.carry.sample()
-        else:
-            new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
+        new = run.engine.sample(run.stream.next(args.batch), args.group, args.temperature)
         score_samples(run, new, args.group)
         samples += new
     refused = {"batch/dropped_equal": len(samples) - len(kept) * args.group,

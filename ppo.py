@@ -100,11 +100,8 @@ def train(args: Args) -> int:
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
                 # 1. Rollout: a completion of each prompt (--group of them).
-                if run.carry:  # some go on from the last step
-                    samples = run.carry.sample()
-                else:
-                    prompts = run.stream.next(args.batch)
-                    samples = run.engine.sample(prompts, args.group, args.temperature)
+                prompts = run.stream.next(args.batch)
+                samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
             if step == run.start:
@@ -117,8 +114,6 @@ def train(args: Args) -> int:
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics["data/position"] = run.stream.position
-            if run.carry:
-                metrics |= run.carry.metrics(samples)
             with run.recorded(step, samples, samples):  # for samples/
                 metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
                                  critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,

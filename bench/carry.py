@@ -32,7 +32,7 @@ class Engine:
 
     def __init__(self, median: int, sigma: float, limit: int):
         self.median, self.sigma, self.limit = median, sigma, limit
-        self.log = SimpleNamespace(phase=lambda name: nullcontext())
+        self.log = SimpleNamespace(phase=lambda name: nullcontext(), times={})
         self.world = SimpleNamespace(same_phase=lambda name, count: None, step=0)
 
     def complete(self, requests, temperature) -> list[Completion]:
@@ -68,7 +68,8 @@ def played(job, carry: float, tokens: int, steps: int, seed: int = 0):
     it, found = Carry(args, Prompts(), Engine(*job)), []
     for step in range(steps):
         it.engine.world.step = step
-        found.append(it.metrics(it.sample()))
+        it.sample()
+        found.append(it.engine.log.times.copy())
     found = found[steps // 10:]
     return (np.mean([row["rollout/decode_steps"] for row in found]),
             np.mean([row["carry/age_mean"] for row in found]),

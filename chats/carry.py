@@ -7,9 +7,9 @@ ceil(P·(1 + C)) prompts are in flight. In a round each unfinished completion ge
 --carry_tokens tokens. A prompt is ready when its G completions have ended. When P prompts are
 ready, the step trains on the P of them that started first. The others stay in flight.
 
-All of this follows from the list of completions, the same on every rank: no rank decides alone. To
-go on, the engine gets the prompt and the tokens so far as one prompt. Each token keeps the log-prob
-and the step of the policy that sampled it.
+All of this follows from the list of completions, the same on every rank. To go on, the engine gets
+the prompt and the tokens so far as one prompt. Each token keeps the log-prob and the step of the
+policy that sampled it.
 Partial rollouts: https://arxiv.org/abs/2501.12599, https://arxiv.org/abs/2509.18521
 """
 import math
@@ -42,18 +42,10 @@ class Group:
     started: int  # the step
     completions: list[Completion]
 
-    def ready(self, max_tokens: int) -> bool:
-        return all(ended(c, max_tokens) for c in self.completions)
-
 
 def ended(c: Completion, max_tokens: int) -> bool:
     """Has it an end token, or all the tokens that it may have? truncated: of its last round."""
     return len(c.ids) > 0 and (not c.truncated or len(c.ids) == max_tokens)
-
-
-def nothing_yet() -> Completion:
-    none = np.zeros(0, np.int32)
-    return Completion(none, none.astype(np.float32), truncated=True, steps=none)
 
 
 class Carry:
@@ -62,38 +54,52 @@ class Carry:
     def __init__(self, args, stream, engine):
         self.args, self.flags, self.stream, self.engine = args, args.carry_args, stream, engine
         self.flight: list[Group] = []
-        self.decode_steps = 0  # of the engine, since `metrics` was called
+        self.step, self.decode_steps, self.taken = -1, 0, []  # its number, and what it took
+
+    def in_place_of(self, whole, prompts, group: int, temperature: float, purpose: str = "train"):
+        """Of Engine.sample, which is `whole`: an evaluation waits for all of its completions."""
+        if purpose != "train":
+            return whole(prompts, group, temperature, purpose)
+        self.start(prompts)
+        return self.sample()
 
     def sample(self) -> list[Sample]:
-        """G completions of each of P prompts: the first that started, of those that are ready. A
-        collective."""
-        step = self.engine.world.step
-        while len(self.ready()) < self.args.batch or self.too_old(step):
-            self.round(step)
+        """G completions of each of the first P prompts that are ready. A collective."""
+        if self.step != self.engine.world.step:
+            self.step, self.decode_steps, self.taken = self.engine.world.step, 0, []
+        while len(self.ready()) < self.args.batch or self.too_old():
+            self.round()
         taken = self.ready()[:self.args.batch]
-        for group in taken:
-            self.flight.remove(group)
+        self.flight = [group for group in self.flight if group not in taken]
+        self.taken += [group.completions for group in taken]
+        self.engine.log.times |= self.metrics()
         return [Sample(group.prompt, c) for group in taken for c in group.completions]
 
-    def fill(self, step: int):
+    def start(self, prompts: list[Prompt]):
+        none = np.zeros(0, np.int32)
+        for prompt in prompts:
+            self.flight.append(Group(prompt, self.engine.world.step, [
+                Completion(none, none.astype(np.float32), truncated=True, steps=none)
+                for _ in range(self.args.group)]))
+
+    def fill(self):
         """New prompts, until P·(1+C) are in flight. An epoch may end in between."""
         most = math.ceil(self.args.batch * (1 + self.flags.carry))
         while len(self.flight) < most:
-            for prompt in self.stream.next(most - len(self.flight)):
-                self.flight.append(Group(prompt, step, [
-                    nothing_yet() for _ in range(self.args.group)]))
+            self.start(self.stream.next(most - len(self.flight)))
 
     def ready(self) -> list[Group]:
-        return [group for group in self.flight if group.ready(self.args.max_tokens)]
+        return [group for group in self.flight
+                if all(ended(c, self.args.max_tokens) for c in group.completions)]
 
-    def too_old(self, step: int) -> bool:
+    def too_old(self) -> bool:
         """--carry_age: is a group unfinished that the step must wait for?"""
-        age, waits = self.flags.carry_age, [g for g in self.flight if g not in self.ready()]
-        return age > 0 and any(step - group.started >= age for group in waits)
+        waits = [self.step - group.started for group in self.flight if group not in self.ready()]
+        return self.flags.carry_age > 0 and max(waits, default=0) >= self.flags.carry_age
 
-    def round(self, step: int):
+    def round(self):
         """Each unfinished completion gets at most --carry_tokens more. A collective."""
-        self.fill(step)
+        self.fill()
         a, growing, requests = self.args, [], []
         for group in self.flight:
             for i, c in enumerate(group.completions):
@@ -107,30 +113,24 @@ class Carry:
             new = self.engine.complete(requests, a.temperature)
         for c, more in zip(growing, new, strict=True):
             append(c, more.ids, more.logprobs, True)
-            c.steps = np.append(c.steps, np.full(len(more.ids), step, np.int32))
+            c.steps = np.append(c.steps, np.full(len(more.ids), self.step, np.int32))
             c.truncated = more.truncated
         self.decode_steps += max(len(more.ids) for more in new)
 
     def seed(self, prompt: Prompt, i: int, tokens: int) -> int:
-        """Of completion i behind its first `tokens`. Without any it is that of a run without
-        --carry. Later ones differ: else the same random numbers would come again."""
+        """Of completion i behind its first `tokens`: a seed used twice draws the same again."""
         begun = [tokens] if tokens else []
         return hash_seed(self.args.seed, "train", prompt.position, i, *begun)
 
-    def metrics(self, samples: list[Sample]) -> dict[str, float]:
-        """Of the samples that this step trains on. Ages are in steps."""
-        step = self.engine.world.step
-        ages = step - np.concatenate([s.completion.steps for s in samples])  # of tokens
-        oldest = np.array([step - s.completion.steps[0] for s in samples])
-        found = {"carry/age_mean": float(oldest.mean()), "carry/age_max": int(oldest.max()),
-                 "carry/token_age_mean": float(ages.mean()), "carry/token_age_max": int(ages.max()),
-                 "carry/old_tokens_frac": float((ages > 0).mean()),
-                 "carry/in_flight": len(self.flight) * self.args.group,
-                 "rollout/decode_steps": self.decode_steps}
-        self.decode_steps = 0
-        return found
-
-    # ---- for a checkpoint ----
+    def metrics(self) -> dict[str, float]:
+        """Of the completions that this step has taken. Ages are in steps."""
+        ages = [self.step - c.steps for group in self.taken for c in group]
+        oldest, ages = np.array([of_one[0] for of_one in ages]), np.concatenate(ages)  # of tokens
+        return {"carry/age_mean": float(oldest.mean()), "carry/age_max": int(oldest.max()),
+                "carry/token_age_mean": float(ages.mean()), "carry/token_age_max": int(ages.max()),
+                "carry/old_tokens_frac": float((ages > 0).mean()),
+                "carry/in_flight": len(self.flight) * self.args.group,
+                "rollout/decode_steps": self.decode_steps}
 
     def state(self) -> dict:
         """What is in flight. A float32 number is exact in JSON."""
@@ -142,9 +142,9 @@ class Carry:
 
     def restore(self, state: dict, rows: list[Row]):
         by_index = {row.index: row for row in rows}
-        self.flight = [Group(
-            Prompt(group["position"], by_index[group["row"]]), group["started"],
-            [Completion(np.array(ids, np.int32), np.array(logprobs, np.float32), truncated,
-                        steps=np.array(steps, np.int32))
-             for ids, logprobs, steps, truncated in group["completions"]])
-            for group in state["flight"]]
+        for group in state["flight"]:
+            prompt = Prompt(group["position"], by_index[group["row"]])
+            self.flight.append(Group(prompt, group["started"], [
+                Completion(np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
+                           steps=np.array(steps, np.int32))
+                for ids, logprobs, steps, cut in group["completions"]]))

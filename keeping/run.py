@@ -5,6 +5,7 @@ import os
 import sys
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -229,6 +230,7 @@ class Run:
             self.build_engine()
         if self.args.carry_args and self.args.carry_args.carry:
             self.carry = Carry(self.args, self.stream, self.engine)
+            self.engine.sample = partial(self.carry.in_place_of, self.engine.sample)
         self.world.together(self.scorer.wait)
         if not self.args.eval_args.eval_only:
             try_worst_case(self)
