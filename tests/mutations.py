@@ -87,10 +87,10 @@ ROWS = [
         "gradient_on_two_ranks()", f"{OFF} on 2 ranks"),
     Row("dist.py", "return bool(self.max(torch.tensor(int(flag))))", "return flag",
         "dist.py::test_collectives[3]", "ranks.results(3, agree)",
-        "rank 2 of 3 stops; they know: {} → {}"),
+        "rank 2 of 3 stops; who knows it: {} → {}"),
     Row("dist.py", "if len(set(phases)) > 1:", "if False:",
         "dist.py::test_ranks_that_disagree_are_both_named", "ranks.results(2, disagree)",
-        "ranks that are told: {} → {}"),
+        "ranks that get an error: {} → {}"),
     Row("grpo.py", "if not rows:", "if False:",
         "details.py::test_a_step_without_tokens_moves_nothing", "moved_without_tokens()",
         "a step with nothing to learn moves the weights by {} → {} of the step before it"),
@@ -145,8 +145,8 @@ ROWS = [
         "torch.where(S, R, 0).std(1, keepdim=True) == 0",
         "losses.py::test_equal_rewards_are_exactly_zero",
         "equal_rewards()",
-        "three rewards of 0.1: `--dynamic_sampling` keeps them, and their largest advantage if "
-        "nothing is added to the std: {} → {}"),
+        "three rewards of 0.1: [kept by `--dynamic_sampling`?, largest advantage with eps 0]: "
+        "{} → {}"),
     Row("losses.py", "torch.where(S & ~equal, A, 0)", "torch.where(S & (~equal | (n == 1)), A, 0)",
         "losses.py::test_group_of_one_has_no_gradient",
         "float(losses.group_advantages(torch.tensor([3.0]), 1, kind='rloo', eps=0.0, "
