@@ -299,6 +299,14 @@ def test_ranks_share_parameters_and_moments():
         "parameters": 4, "optimizer": 4}
 
 
+def test_a_rank_has_whole_experts():
+    shape = memory.shape_of("Qwen3-30B-A3B")
+    of_rank = memory.TrainerMemory(Plan(args(), 3, 64, 0), shape, 80 * memory.GIB).state
+    expert = shape.layers * 3 * shape.mixture.inner * shape.hidden
+    dense = shape.params - 128 * expert
+    assert of_rank["parameters"] == pytest.approx(4 * (dense / 3 + 43 * expert))
+
+
 def test_an_engine_of_several_ranks_gets_the_requests_of_all_of_them():
     plans = [Plan(args(batch=8, group=4, tp=tp), 4, 64, 0) for tp in (1, 2, 4)]
     assert [plan.requests for plan in plans] == [8, 16, 32]
