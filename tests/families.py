@@ -1,6 +1,7 @@
 """Random models of every family in model.FAMILIES, and how far engine and trainer are from
 transformers. `python tests/families.py` prints the table of
 docs/reference/evidence.md (10 minutes)."""
+import json
 import os
 import pickle
 import subprocess
@@ -156,6 +157,32 @@ def gaps(folder: str, found) -> tuple[float, float]:
         there = plain(where, batch), engine_logprobs(batch)
         each.append([float((ours - theirs).abs()[batch.sampled].max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
+
+
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+folder, prompts, adapter = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
+          max_model_len=256, enable_lora=bool(adapter))
+params = SamplingParams(temperature=0, max_tokens=24, logprobs=0, stop_token_ids=[2])
+out = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False,
+                   lora_request=LoRARequest('trained', 1, adapter) if adapter else None)
+print('FOUND', json.dumps([[list(o.token_ids), [p[i].logprob for i, p in zip(
+    o.token_ids, o.logprobs)]] for o in (o.outputs[0] for o in out)]))
+"""
+
+
+def plain_vllm(folder: str, prompts: list[list[int]], adapter: str = "") -> list:
+    """[[greedy ids, their log-probs], …] of vLLM as a user starts it."""
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                        "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run([PYTHON, "-c", PLAIN, folder, json.dumps(prompts), adapter], env=env,
+                          capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert lines, done.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("FOUND"))
 
 
 def with_engine(name: str) -> tuple[float, float]:

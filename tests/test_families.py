@@ -92,7 +92,7 @@ def refused(folder) -> list[str]:
     return found
 
 
-OTHERS = "mamba bert t5 llava qwen2_vl gpt_oss qwen2_moe falcon opt bloom gptj gemma3".split()
+OTHERS = "mamba t5 qwen2_vl gpt_oss qwen2_moe gemma3".split()
 ROPE = dict(rope_theta=1e4, factor=2.0)
 
 

@@ -1,8 +1,4 @@
-"""The real scripts, killed, stopped and broken in every way that the docs promise to survive.
-
-An engine starts in 15 s, so three stories share their starts and run by default; `pytest -m slow
-tests/test_faults.py` starts once for each fault.
-"""
+"""The real scripts, killed, stopped and broken in every way that the docs promise to survive."""
 import fcntl
 import json
 import os
@@ -144,10 +140,9 @@ def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
 # ---- slow: one start each
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [
-    "export:0:5:full", "log:0:3:none", "save:*:5:full", "samples:0:4:none", "done:0:5:none"])
+@pytest.mark.parametrize("faults", ["export:0:5:full", "log:0:3:none"])
 def test_after_a_full_disk_the_same_command_finishes_with_equal_numbers(start, tmp_path, faults):
-    """In the exported model, a line of metrics, a checkpoint, samples, done.json."""
+    """In the exported model, in a line of metrics."""
     rows(tmp_path / "rows.jsonl", range(500123, 500139))
     flags = ["--steps", "6", "--eval_data", "rows.jsonl", "--save_every", "2",
              "--samples_every", "2"]
@@ -161,53 +156,10 @@ def test_after_a_full_disk_the_same_command_finishes_with_equal_numbers(start, t
 
 
 @pytest.mark.slow
-def test_other_settings_finished_runs_and_more_steps(start, tmp_path):
-    def go(name, steps, *flags):
-        return start("--name", name, "--steps", steps, *flags).end()
-
-    status, text = go("x", "2")
-    assert status == 0, text
-    status, text = go("x", "2")
-    assert status == 1 and "error: --name x: runs/x is finished, with 2 steps" in text, text
-    status, text = go("x", "4", "--group", "8", "--seed", "1")
-    assert "with other settings: group was 4 and is now 8; seed was 0 and is now 1" in text, text
-    status, text = go("x", "4")
-    assert status == 0, text
-    assert "resumed from runs/x/checkpoints/step_2" in text, text
-    assert go("y", "4")[0] == 0
-    assert differences(tmp_path / "runs/x", tmp_path / "runs/y") == []
-    assert go("z", "1", "--save_every", "0")[0] == 0
-    assert "runs/z is finished and has no checkpoint" in go("z", "2")[1]
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_goes_on_alike(start, tmp_path):
-    import torch
-    from safetensors.torch import load_file
-    for name in ("x", "y"):
-        assert start("--name", name, "--steps", "2").end()[0] == 0
-    assert start("--name", "x", "--steps", "3").end()[0] == 0
-    status, text = start("--name", "y", "--steps", "3", ranks=3).end()
-    assert status == 0 and "resumed from runs/y/checkpoints/step_2" in text, text
-    x, y = (tmp_path / f"runs/{name}" for name in ("x", "y"))
-    texts = [(run / "samples/step_00003.jsonl").read_text().splitlines() for run in (x, y)]
-    for one, other in zip(*([json.loads(line) for line in lines] for lines in texts), strict=True):
-        for name in one.keys() & {"engine_logprobs", "logprobs", "logprobs_after", "entropies"}:
-            assert one.pop(name) == pytest.approx(other.pop(name), abs=1e-4)
-        assert one == other
-    one, other = (torch.cat([w.double().flatten() for _, w in sorted(load_file(
-        run / "model/model.safetensors").items())]) for run in (x, y))
-    assert (one - other).norm() < 1e-5 * one.norm()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("place", [
-    "setup", "load", "sync", "rollout", "engine", "reward", "score", "forward", "backward",
-    "update", "log", "save", "evaluate", "export"])
+    "setup", "sync", "engine", "reward", "score", "backward", "log", "save", "evaluate", "export"])
 def test_one_rank_raises_in_any_phase_and_all_end_in_seconds(start, place):
-    step = {"setup": -1, "load": -1, "export": 2, "evaluate": 0}.get(place, 1)
-    if place == "load":
-        assert start("--name", "x", "--steps", "2").end()[0] == 0
+    step = {"setup": -1, "export": 2, "evaluate": 0}.get(place, 1)
     attempt = start("--name", "x", "--steps", "3", "--eval_data", "tiny", "--eval_every", "1",
                     "--save_every", "1", "--engine_correction", "truncate",
                     faults=f"{place}:1:{step}:raise")
@@ -272,17 +224,3 @@ def test_ctrl_c_ends_at_once_even_in_generation(start):
     assert time.monotonic() - began < LONG
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert text.count("interrupted") == 1, text
-
-
-@pytest.mark.slow
-def test_pass_rates_of_rows_survive_a_kill(start, tmp_path):
-    """12 rows, 4 a step: rows are left out from the fourth step on. Step 5 is killed."""
-    rows(tmp_path / "rows.jsonl", range(500123, 500135))
-    flags = ("--data", "rows.jsonl", "--difficulty", "0.1", "0.9", "--steps", "6")
-    assert start("--name", "alone", *flags).end()[0] == 0
-    status, text = start("--name", "x", *flags, faults="reward:1:4:kill").end()
-    assert status == 1, tail(text)
-    status, text = start("--name", "x", *flags).end()
-    assert status == 0 and "resumed from runs/x/checkpoints/step_4" in text, tail(text)
-    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
-    assert metrics(tmp_path / "runs/x")[4]["data/too_hard"] > 0
