@@ -136,18 +136,22 @@ def engine_logprobs(batch: Batch) -> torch.Tensor:
     return torch.cat([torch.from_numpy(s.completion.logprobs) for s in batch.samples])
 
 
-def plain(folder: str, batch: Batch) -> torch.Tensor:
+def single_rows(lm, batch: Batch) -> torch.Tensor:
     """What transformers' own forward gives for each row alone: (M,)."""
-    from transformers import AutoModelForCausalLM
-    lm, out = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"), []
+    out = []
     for sample in batch.samples:
         completion = sample.completion.ids
         ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
-        with torch.no_grad():
-            logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
+        logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
         out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
     return torch.cat(out)
+
+
+@torch.no_grad()
+def plain(folder: str, batch: Batch) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+    return single_rows(AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"), batch)
 
 
 def gaps(folder: str, found) -> tuple[float, float]:

@@ -105,7 +105,7 @@ def by_hand(carry: float, tokens: int, age: int, n: int) -> list[list[tuple[int,
 
 
 @pytest.mark.parametrize("carry, tokens, age", [
-    (0.5, 4, 0), (1.0, 4, 0), (1.0, 4, 1), (0.34, 7, 2), (2.0, 1, 0), (0.5, 100, 0)])
+    (0.5, 4, 0), (1.0, 4, 0), (1.0, 4, 1), (0.34, 7, 2)])
 def test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended(carry, tokens, age):
     it = made(carry, tokens, age)
     for step, (samples, expected) in enumerate(zip(steps(it, 12), by_hand(carry, tokens, age, 12),
@@ -118,7 +118,7 @@ def test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended(carr
             assert np.array_equal(c.logprobs, -c.steps.astype(np.float32) / 8)
 
 
-@pytest.mark.parametrize("age, oldest", [(0, 4), (3, 3), (1, 2)])
+@pytest.mark.parametrize("age, oldest", [(0, 4), (1, 2)])
 def test_nothing_is_dropped_and_a_step_waits_for_what_is_too_old(age, oldest):
     it = made(2.0, 4, age)
     positions, ages = [], []
@@ -194,13 +194,10 @@ def test_the_plan_knows_what_is_in_flight():
     assert alone.requests == 10 and alone.batches == [5, 3] and "in flight" not in alone.text()
 
 
-@pytest.mark.parametrize("flags, words", [
-    ((), "--engine_correction must be on with --carry"),
-    (("--engine_correction", "mask", "--stop", "x"), "--stop needs whole completions"),
-    (("--engine_correction", "mask", "--reply", "x.py:f"), "--reply needs whole completions")])
-def test_what_does_not_go_with_it_is_one_sentence(flags, words):
-    found = [str(rule) for rule in rules.problems(planned("--carry", "1", *flags), 1)]
-    assert any(one.startswith(words) and "Would work: " in one for one in found), found
+def test_what_does_not_go_with_it_is_one_sentence():
+    found = [str(rule) for rule in rules.problems(planned("--carry", "1", "--stop", "x"), 1)]
+    for words in ("--engine_correction must be on with --carry", "--stop needs whole completions"):
+        assert any(one.startswith(words) and "Would work: " in one for one in found), found
 
 
 def test_the_engine_is_compared_where_it_has_the_policy_of_now():
@@ -269,10 +266,10 @@ FLAGS = ("--steps", "4", "--carry", "0.6", "--carry_tokens", "3", "--engine_corr
          "--save_every", "2")
 
 
-def played(folder, *flags: str, ranks_each: int = 1) -> tuple[list[str], list[dict]]:
+def played(folder, *flags: str, **options) -> tuple[list[str], list[dict]]:
     """What a run samples, and its metrics."""
     folder.mkdir(exist_ok=True)
-    (status, text), = test_layouts.launch(folder, *FLAGS, *flags, ranks_each=ranks_each)
+    (status, text), = test_layouts.launch(folder, *FLAGS, *flags, **options)
     assert status == 0, text[-3000:]
     place, = (path.parent for path in folder.rglob("metrics.jsonl"))
     rows = [json.loads(line) for line in open(place / "metrics.jsonl")]
@@ -301,14 +298,15 @@ def test_two_ranks_have_in_flight_what_one_has(tmp_path, one):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, flags", [(3, ()), (2, ("--tp", "2"))])
-def test_any_layout_has_in_flight_what_one_rank_has(tmp_path, one, ranks_each, flags):
-    same(played(tmp_path / "run", *flags, ranks_each=ranks_each), one)
+def test_an_engine_of_two_ranks_has_in_flight_what_one_rank_has(tmp_path, one):
+    same(played(tmp_path / "run", "--tp", "2", ranks_each=2), one)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--dynamic_sampling",), ("--lora_rank", "4"), (
-    "--lora_rank", "4", "--lora_sync", "adapter")])
-def test_it_runs_with(tmp_path, flags):
-    _, rows = played(tmp_path / "run", *flags, ranks_each=2)
+@pytest.mark.parametrize("script, flags", [
+    ("grpo.py", "--dynamic_sampling"), ("grpo.py", "--lora_rank 4 --lora_sync adapter"),
+    ("ppo.py", "--kl_reward_coef 0.05")])
+def test_it_runs_with(tmp_path, script, flags):
+    _, rows = played(tmp_path / "run", *flags.split(), script=script, ranks_each=2)
     assert max(row["carry/token_age_max"] for row in rows) > 0
+    assert any(row["grad/norm"] > 0 for row in rows)

@@ -10,6 +10,7 @@ import ranks
 from data import Row, Stream
 from dist import share
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
+from live import Live
 from preflight import plan, rules
 from trainer import model
 
@@ -32,7 +33,7 @@ def everything(world, folder: str, cases: list[Case], epoch: bool, groups: list[
 def ran(tmp_path_factory) -> dict[int, list]:
     """{W: [what `everything` returned on each of W ranks]}"""
     folder = str(tmp_path_factory.mktemp("models"))
-    ranks.results(1, make_models, folder)
+    make_models(None, folder)
     asked = {1: ([TWO, *EIGHT, *LEAK], True, [32, 64]), 3: (EIGHT, False, []),
              4: ([TWO, *LEAK], False, []), 6: ([], True, [])}
     return {size: ranks.results(size, everything, folder, *ask, timeout=300)
@@ -97,21 +98,16 @@ def test_3_the_score_budget_does_not_leak_into_the_update(ran):
 
 
 def peak_of_live_tensors(world, folder: str, groups: list[int]) -> list[tuple[int, int]]:
-    """For 4 prompts x each group: (peak of live host tensor bytes above what was live before
-    `learn`, tokens of the largest micro-batch)."""
-    from torch.profiler import ProfilerActivity, profile
+    """For 4 prompts x each group: (peak of live bytes in `learn`, tokens of the largest
+    micro-batch)."""
     found = []
     for group in groups[:1] + groups:        # the first time for what is allocated once and kept
         case = Case(4, (("group", group), ("update_tokens", 2048), ("score_tokens", 2048)),
                     samples="long", dtype="float32")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        with Live() as live:
             outcome, = learn_all(world, folder, [case])
-        events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
-        live = peak = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            peak = max(peak, live)
-        found.append((peak, max(tokens for _, _, micros in outcome.micros for _, tokens in micros)))
+        found.append((live.peak, max(
+            tokens for _, _, micros in outcome.micros for _, tokens in micros)))
     return found[1:]
 
 
@@ -122,7 +118,6 @@ def test_4_memory_is_flat_from_32_to_64_completions_a_prompt(ran):
     same within 5 %.
     """
     (at_32, tokens_32), (at_64, tokens_64) = ran[1][0][2]
-    print(f"  32 completions a prompt: peak {at_32 / 2**20:.2f} MiB; 64: {at_64 / 2**20:.2f} MiB")
     assert 1024 < tokens_32 <= 2048 and 1024 < tokens_64 <= 2048 and at_32 > 2**22
     assert abs((at_64 / tokens_64) / (at_32 / tokens_32) - 1) < 0.05
 
