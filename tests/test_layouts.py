@@ -108,6 +108,7 @@ def same(ran: Ran, one: Ran) -> None:
     assert difference(ran.weights, one.weights) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_machines_with_a_copy_of_the_weights_each(tmp_path, one):
     same(run(tmp_path, "--shard_size", "1", machines=2), one)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import families
 import grpo
@@ -35,7 +34,6 @@ def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
 
 
 def all_holds(found: dict) -> None:
-    """All that must hold of one outcome."""
     gap = dict(found["gap"])
     assert found["start"], "at step 0 the log-probs are not those of the base model"
     assert gap.pop("no cache reset, old path") > 1e-2   # so a stale prefix would show
@@ -46,8 +44,7 @@ def all_holds(found: dict) -> None:
     first, *later = found["gradients"]
     names = {n for n in found["moved"] if lora.is_adapter(n)}
     assert names == first.keys() and len(names) >= 2 * 2 * 4    # A and B, layers, linears
-    for gradients in later:
-        assert min(gradients.values()) > 0, gradients
+    assert all(min(gradients.values()) > 0 for gradients in later)
     assert all((norm > 0) == name.endswith("B") for name, norm in first.items())
     assert all((moved > 0) == (name in names) for name, moved in found["moved"].items())
 
@@ -62,10 +59,8 @@ def test_engine_with_adapter_or_merged_weights_is_the_trainer(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, ranks, tp", [
-    ("Qwen2", 2, 2), ("Phi3", 2, 1)])
-def test_on_other_layouts_and_families(tmp_path, name, ranks, tp):
-    all_holds(compare(tmp_path, name, ranks, tp))
+def test_on_another_layout_and_family(tmp_path):
+    all_holds(compare(tmp_path, "Qwen2", 2, 2))
 
 
 def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(found):
@@ -174,29 +169,3 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
                                  world=SimpleNamespace(rank=0, device="cpu"))
         export.export_adapter(policy, {}, tmp_path / "adapter")
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_other_ranks_and_exports_its_adapter(place):  # noqa: F811
-    """The real command line: the steps after a resume on one rank are those of two ranks."""
-    flags = """--lora_rank 4 --lora_sync adapter --kl_loss_coef 0.05 --batch 4 --group 4 --seed 3
-        --max_prompt_tokens 64 --max_tokens 16 --update_tokens 256 --save_every 2""".split()
-    whole = script(*flags, "--steps", "4", "--name", "whole", ranks=2, cwd=place)
-    script(*flags, "--steps", "2", "--name", "part", ranks=2, cwd=place)
-    again = script(*flags, "--steps", "4", "--name", "part", ranks=1, cwd=place)
-    assert whole.returncode == again.returncode == 0, whole.stderr[-3000:] + again.stderr[-3000:]
-    runs = [place / "runs" / name for name in ("whole", "part")]
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            for run in runs]
-    assert len(rows[0]) == len(rows[1]) == 4
-    for ours, theirs in zip(*rows, strict=True):
-        assert theirs["rollout/logprob_gap_max"] < 1e-4
-        for key in ("reward/mean", "loss/policy", "loss/kl", "grad/norm", "rollout/tokens"):
-            assert abs(ours[key] - theirs[key]) < 1e-4 * max(1, abs(ours[key])), (key, ours, theirs)
-    tensors = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
-    assert all((tensors[0][n] - t).abs().max() < 1e-4 for n, t in tensors[1].items())
-    saved = sum(f.stat().st_size for f in (runs[0] / "checkpoints/step_4").iterdir())
-    assert saved < os.path.getsize(runs[0] / "model/model.safetensors")   # else three times that
-    changed = script(*flags, "--lora_targets", "q_proj", "--steps", "5", "--name", "part",
-                     cwd=place)
-    assert changed.returncode == 2 and "lora_targets was" in changed.stderr

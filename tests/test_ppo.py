@@ -108,22 +108,21 @@ def critic_facts(world, folder: str) -> dict:
     critic = model.Critic(model.build(model.ValueModel, f"{folder}/tied", world, weights), world,
                           weights, args.optimizer_args)
 
-    def storages(trained):
-        return {p.to_local().untyped_storage().data_ptr()
-                                    for p in trained.module.parameters()}
-
     def snapshot(trained):
         return torch.cat([p.flatten() for p in shards(trained)])
+
+    def pointers(trained):
+        return {p.to_local().untyped_storage().data_ptr() for p in trained.module.parameters()}
 
     samples, before = fabricate("plain", 4), (snapshot(policy), snapshot(critic))
 
     def learn():
         return ppo.learn(args, world, (policy, critic), samples, lr=0.0, critic_lr=1e-2,
-                                  kl_coef=0.0)
+                         kl_coef=0.0)
 
     first = learn()
     after = snapshot(policy), snapshot(critic)
-    return {"shared": len(storages(policy) & storages(critic)), "first": first,
+    return {"shared": len(pointers(policy) & pointers(critic)), "first": first,
             "policy moved": float((after[0] - before[0]).norm()),
             "critic moved": float((after[1] - before[1]).norm()),
             "errors": [first["loss/value"]] + [learn()["loss/value"] for _ in range(8)]}
