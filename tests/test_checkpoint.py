@@ -108,9 +108,7 @@ def full_export(world, folder, out):
 
 def own_disks(world, folder, out):
     """Two machines that share no folder."""
-    trained = make(world, folder)
-    learn(trained, 0)
-    return save(world, trained, Path(out) / str(world.rank), 1, 1)
+    return save(world, make(world, folder), Path(out) / str(world.rank), 1, 1)
 
 
 def untouched(world, folder, out):
