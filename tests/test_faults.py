@@ -141,22 +141,6 @@ def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
 # ---- slow: one start each
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", ["export:0:5:full", "log:0:3:none"])
-def test_after_a_full_disk_the_same_command_finishes_with_equal_numbers(start, tmp_path, faults):
-    """In the exported model, in a line of metrics."""
-    rows(tmp_path / "rows.jsonl")
-    flags = ["--steps", "6", "--eval_data", "rows.jsonl", "--save_every", "2",
-             "--samples_every", "2"]
-    assert start("--name", "alone", *flags).end()[0] == 0
-    status, text = start("--name", "x", *flags, faults=faults).end()
-    assert status == 1 and text.count("cannot be written") >= 1, text
-    assert not (tmp_path / "runs/x/done.json").exists()
-    status, text = start("--name", "x", *flags).end()
-    assert status == 0 and (tmp_path / "runs/x/done.json").exists(), text
-    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("place", [
     "setup", "sync", "engine", "reward", "score", "backward", "log", "save", "evaluate", "export"])
 def test_one_rank_raises_in_any_phase_and_all_end_in_seconds(start, place):
@@ -172,21 +156,7 @@ def test_one_rank_raises_in_any_phase_and_all_end_in_seconds(start, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_with_9_in_the_middle_of_generation(start, victim):
-    attempt = start("--name", "x", "--steps", "9",
-                    faults=f"rollout:{1 - victim}:2:hang rollout:{victim}:2:kill")
-    attempt.printed("step 2/9")
-    began = time.monotonic()
-    status, text = attempt.end()
-    assert status == 1 and "exitcode  : -9" in tail(text), text
-    assert "ends because another rank ended" in text, text
-    assert time.monotonic() - began < LONG
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stuck", [0, 1])
-@pytest.mark.parametrize("place", ["rollout", "forward"])
+@pytest.mark.parametrize("place, stuck", [("rollout", 0), ("forward", 1)])
 def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
     """The others wait in our own barrier, or inside FSDP's collectives."""
     attempt = start("--name", "x", "--steps", "9", "--timeout", "20",
@@ -201,7 +171,7 @@ def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["torchrun", "group", "a process without torchrun"])
+@pytest.mark.parametrize("whom", ["group", "a process without torchrun"])
 def test_sigterm_saves_and_ends(start, tmp_path, whom):
     """A scheduler may signal torchrun or the whole group. Without torchrun the status is ours."""
     alone = "without" in whom

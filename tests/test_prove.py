@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from forked import PYTHON
-from tools import prove
 
 ROOT = Path(__file__).parent.parent
 EVERY = [*range(1, 11)]
@@ -105,23 +104,6 @@ def test_what_is_shipped_keeps_its_promises(found, name):
     assert broken(found[name]) == {}
 
 
-def test_the_table_says_where_to_look(capsys):
-    first, second, *_ = prove.PROMISES
-    prove.show([prove.Result(first, 1e-15, "2 ranks: policy, update 1", False),
-                prove.Result(second, 0.2, "small budgets: policy, update 1", True)])
-    _, _, good, bad, advice = capsys.readouterr().out.splitlines()
-    assert "holds" in good and "falls short: small budgets: policy, update 1" in bad
-    assert "losses.whiten" in bad
-    assert advice == f"Look at (line 2): {second.advice}."
-
-
-def test_flags_that_contradict_each_other_are_refused():
-    done = subprocess.run([PYTHON, "-m", "tools.prove", "--group", "1"], cwd=ROOT, text=True,
-                          capture_output=True)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "error: --advantage dr_grpo compares the completions" in last
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path):
     path = edited(tmp_path, "a baseline of all groups")
@@ -129,6 +111,7 @@ def test_the_command(tmp_path):
                           capture_output=True, text=True, timeout=600)
     wrong = [line.split()[0] for line in done.stdout.splitlines() if "falls short" in line]
     assert done.returncode == 1 and wrong == ["10"], done.stdout + done.stderr
+    assert "Look at (line 10): a baseline of other groups" in done.stdout
 
 
 @pytest.mark.slow
