@@ -89,27 +89,35 @@ def scored(prompts, completions) -> Batch:
                   for one in zip(prompts, completions, strict=True)])
 
 
+def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
+    weights = weights or model.ModelArgs()
+    return model.Policy(model.build(model.LogprobModel, folder, world, weights, *more), world,
+                        weights, model.OptimizerArgs())
+
+
+def engine_of(folder: str, world, policy, tp: int = 1, **more) -> Engine:
+    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False)
+    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=torch.float32,
+                  max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
+                  trained=[policy], tokenizer=None, log=log, **more)
+
+
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
     """(completions, the trainer's log-probs) before and after an update, which moves every weight
     and is exported to FOLDER-1. Two completions of each of three random prompts, which are longer
     than a window and a cache block."""
-    weights, rng = model.ModelArgs(**options), np.random.default_rng(0)
-    policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
-                          model.OptimizerArgs())
+    rng, policy = np.random.default_rng(0), trainer_of(folder, world, model.ModelArgs(**options))
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
             for i in (0, 1, 5) for _ in range(2)]
     rows[1::2], found = rows[::2], []
     prompts = [data.Prompt(row.index, row) for row in rows]
 
     def generate():
-        return [Completion(rng.integers(3, 320, 24).astype(np.int32),
-                                       np.zeros(24, np.float32), False) for _ in rows]
+        return [Completion(rng.integers(3, 320, 24).astype(np.int32), np.zeros(24, np.float32),
+                           False) for _ in rows]
 
     if engine:
-        vllm = Engine(folder, world, EngineArgs(max_num_seqs=8), dtype=torch.float32, max_len=256,
-                      max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
-                      tokenizer=None, log=SimpleNamespace(
-                          phase=lambda name: nullcontext(), count=False))
+        vllm = engine_of(folder, world, policy)
         requests = [Request(row.prompt_ids, i) for i, row in enumerate(rows)]
 
         def generate():

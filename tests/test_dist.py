@@ -188,7 +188,7 @@ def late(world, folder):
 
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout(tmp_path):
-    first, second, last = ranks.results(3, late, str(tmp_path), timeout=8.0)
+    first, second, last = ranks.results(3, late, str(tmp_path), timeout=12.0)
     assert last == "came late"
     for text, missing in first, second:
         assert "Timed out waiting" in text and missing == [2], first
