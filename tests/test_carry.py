@@ -114,7 +114,7 @@ def test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended(carr
             assert np.array_equal(c.logprobs, -c.steps.astype(np.float32) / 8)
 
 
-@pytest.mark.parametrize("age, oldest", [(0, 4), (1, 2)])
+@pytest.mark.parametrize("age, oldest", [(0, 4), (3, 3), (1, 2)])
 def test_nothing_is_dropped_and_a_step_waits_for_what_is_too_old(age, oldest):
     it = made(2.0, 4, age)
     positions, ages = [], []
