@@ -20,9 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import learning
-import ranks
-from learning import Case, difference, learn_all, whole
+from learning import difference
 from preflight import worst_case
 from trainer import model, packing
 from trainer.batch import Batch, Micro
@@ -129,49 +127,6 @@ def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     ours, theirs = (way(q, k, v, packed, 0.3, window) for way in (packing.blocks, packing.varlen))
     assert difference(ours, theirs) < 1e-14
-
-
-# ---- rows without a gradient ----
-
-def all_learn(world, folder: str, cases: list[Case]) -> list:
-    """learn_all in which every row of the batch has a gradient."""
-    shipped = Batch.micros
-    Batch.micros = lambda self, world, rows, budget, phase, learns=None: shipped(
-        self, world, rows, budget, phase, None if learns is None else learns | True)
-    return learn_all(world, folder, cases)
-
-
-def learn_and_count(world, folder: str, cases: list[Case]) -> tuple[list, list[int]]:
-    """learn_all, and for each case how many rows of an update were computed without a gradient."""
-    shipped, counts = Batch.micros, []
-
-    def micros(self, world, rows, budget, phase, learns=None):
-        made = shipped(self, world, rows, budget, phase, learns)
-        counts[-1] += sum(len(micro.rows) for micro in made if not micro.learns)
-        return made
-
-    Batch.micros, outcomes = micros, []
-    for case in cases:
-        counts.append(0)
-        outcomes += learn_all(world, folder, [case])
-    return outcomes, counts
-
-
-def test_rows_without_a_gradient_change_nothing(tmp_path):
-    models = str(tmp_path)
-    learning.make_models(None, models)
-    cases = [Case(7, (("minibatches", 2), ("update_tokens", 77)), steps=3),
-             Case(6, (("loss", "gspo"),), steps=2),
-             Case(5, samples="equal", steps=2), Case(4, (("kl_loss_coef", 0.1),))]
-    ours, counts = zip(*ranks.results(2, learn_and_count, models, cases), strict=True)
-    ours = zip(*ours, strict=True)
-    theirs = zip(*ranks.results(2, all_learn, models, cases), strict=True)
-    for case, some, every, *still in zip(cases, ours, theirs, *counts, strict=True):
-        assert (sum(still) > 0) == (not case.options.get("kl_loss_coef"))
-        gap = difference(whole([o.after for o in some]), whole([o.after for o in every]))
-        assert gap < 1e-14, case
-        for a, b in zip(some[0].metrics, every[0].metrics, strict=True):
-            assert a["update/steps"] and a == pytest.approx(b, rel=1e-9, abs=1e-12)
 
 
 # ---- which models ----

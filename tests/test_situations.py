@@ -8,10 +8,9 @@ import grpo
 import learning
 import ranks
 from data import Row, Stream
-from dist import share
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
 from live import Live
-from preflight import plan, rules
+from preflight import rules
 from trainer import model
 
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
@@ -154,11 +153,3 @@ def test_5_six_ranks_with_a_batch_and_data_they_do_not_divide(ran):
         assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-9)
     rows, owners = zip(*six[0]["evaluated"], strict=True)
     assert rows == tuple(range(7)) and set(owners) == set(range(6))
-
-
-def test_5_as_a_plan_for_512_prompts_on_6_ranks():
-    args = grpo.Args(batch=512, group=8)
-    assert not rules.problems(args, 6, 7473, 7)
-    shares = [share(4096, 6, rank) for rank in range(6)]
-    assert [s.stop - s.start for s in shares] == [683, 683, 683, 683, 682, 682]
-    assert "682 or 683 requests each" in plan.Plan(args, 6, 7473, 7).text()
