@@ -1,7 +1,4 @@
 """What a GPU would meet, as far as it can be seen without one: torch.cuda and vLLM are stubs."""
-import os
-import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +11,6 @@ import dist
 import grpo
 import rollout
 from dist import SettingsError, World
-from forked import PYTHON
 from preflight import inputs, plan
 from preflight.memory import GIB
 from trainer import logprobs as head
@@ -148,24 +144,3 @@ def test_only_on_cuda_it_is_compiled(monkeypatch):
     weight = torch.randn(7, 4)
     head.token_logprobs(torch.randn(3, 4), lambda x: x @ weight.T,
                         torch.zeros(3, dtype=torch.long), 1.0, 16, "value")
-
-
-# ---- bench/gpu.py
-
-@pytest.mark.parametrize("only, lines", [
-    ("update,score,head", 8), pytest.param("sync,sleep,rollout,plan", 12, marks=pytest.mark.slow)])
-def test_every_part_of_the_benchmark_runs_on_a_cpu(tmp_path, only, lines):
-    results = tmp_path / "RESULTS.md"
-    results.write_text("\n\n".join(
-        ["# Measured", "## One GPU — `python bench/gpu.py`", "old", "## Next", "kept\n"]))
-    done = subprocess.run(
-        [PYTHON, "bench/gpu.py", "--device", "cpu", "--where", tmp_path / "here", "--only", only,
-         "--write", results], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    text = results.read_text()
-    ours = text.partition("Others' figures")[0]
-    rows = re.findall(r"^\| (\S.*) \| (.*) \|$", ours, re.MULTILINE)
-    assert len(rows) == lines and "failed" not in ours and "not measured" not in ours, ours
-    assert all(re.match(r"[\d.,]+ |none|8 x |1 x |only on GPU|\d", cell) for _, cell in rows), rows
-    assert "old" not in text and text.endswith("## Next\n\nkept\n")
