@@ -4,7 +4,6 @@ Several things are measured with one engine, because its start takes the time. R
 """
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,23 +18,18 @@ import rewards
 from dist import SettingsError
 from keeping.export import export_model
 from preflight import same_policy
-from rollout import Engine, EngineArgs, Request, hash_seed
+from rollout import Request, hash_seed
 from trainer import model
 from trainer.batch import Batch, Sample
 
 
 def main(folder: str, out: str) -> None:
-    world, weights = dist.join(120), model.ModelArgs()
-    policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
-                          model.OptimizerArgs())
-    config = model.config_of(folder)
-    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False)
-    engine = Engine(folder, world, EngineArgs(max_num_seqs=64), dtype=torch.float32, max_len=256,
-                    max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, log=log,
-                    trained=[policy], tokenizer=None)
+    world = dist.join(120)
+    policy, vocab = families.trainer_of(folder, world), model.config_of(folder).vocab_size
+    engine = families.engine_of(folder, world, policy)
     # 200 tokens are more than a cache block (128 on CPU), and the prompts are the same every time:
     # a stale prefix would be used.
-    prompts = [[(7 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)] for i in range(7)]
+    prompts = [[(7 * i + j) % (vocab - 3) + 3 for j in range(200)] for i in range(7)]
     requests = [Request(p, hash_seed(0, i)) for i, p in enumerate(prompts)]
     owners = [data.Prompt(i, data.Row(i, "", p, None, {}, "")) for i, p in enumerate(prompts)]
     found = {"gap": {}, "same": {}}
@@ -109,7 +103,7 @@ def main(folder: str, out: str) -> None:
     model.token_logprobs = shipped
     greedy = engine.complete(requests, 0.0)
     found["greedy"] = [c.ids.tolist() for c in greedy]
-    crowd = [Request([(11 * i + j) % (config.vocab_size - 3) + 3 for j in range(200)],
+    crowd = [Request([(11 * i + j) % (vocab - 3) + 3 for j in range(200)],
                      hash_seed(1, i)) for i in range(48)]                         # 9,600 tokens
     engine.max_tokens = 3
 

@@ -1,6 +1,7 @@
 """Random models of every family in model.FAMILIES, and how far engine and trainer are from
 transformers. `python tests/families.py` prints the table of
 docs/reference/evidence.md (10 minutes)."""
+import json
 import os
 import pickle
 import subprocess
@@ -88,27 +89,35 @@ def scored(prompts, completions) -> Batch:
                   for one in zip(prompts, completions, strict=True)])
 
 
+def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
+    weights = weights or model.ModelArgs()
+    return model.Policy(model.build(model.LogprobModel, folder, world, weights, *more), world,
+                        weights, model.OptimizerArgs())
+
+
+def engine_of(folder: str, world, policy, tp: int = 1, **more) -> Engine:
+    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False)
+    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=torch.float32,
+                  max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
+                  trained=[policy], tokenizer=None, log=log, **more)
+
+
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
     """(completions, the trainer's log-probs) before and after an update, which moves every weight
     and is exported to FOLDER-1. Two completions of each of three random prompts, which are longer
     than a window and a cache block."""
-    weights, rng = model.ModelArgs(**options), np.random.default_rng(0)
-    policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
-                          model.OptimizerArgs())
+    rng, policy = np.random.default_rng(0), trainer_of(folder, world, model.ModelArgs(**options))
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
             for i in (0, 1, 5) for _ in range(2)]
     rows[1::2], found = rows[::2], []
     prompts = [data.Prompt(row.index, row) for row in rows]
 
     def generate():
-        return [Completion(rng.integers(3, 320, 24).astype(np.int32),
-                                       np.zeros(24, np.float32), False) for _ in rows]
+        return [Completion(rng.integers(3, 320, 24).astype(np.int32), np.zeros(24, np.float32),
+                           False) for _ in rows]
 
     if engine:
-        vllm = Engine(folder, world, EngineArgs(max_num_seqs=8), dtype=torch.float32, max_len=256,
-                      max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy],
-                      tokenizer=None, log=SimpleNamespace(
-                          phase=lambda name: nullcontext(), count=False))
+        vllm = engine_of(folder, world, policy)
         requests = [Request(row.prompt_ids, i) for i, row in enumerate(rows)]
 
         def generate():
@@ -135,18 +144,22 @@ def engine_logprobs(batch: Batch) -> torch.Tensor:
     return torch.cat([torch.from_numpy(s.completion.logprobs) for s in batch.samples])
 
 
-def plain(folder: str, batch: Batch) -> torch.Tensor:
+def single_rows(lm, batch: Batch) -> torch.Tensor:
     """What transformers' own forward gives for each row alone: (M,)."""
-    from transformers import AutoModelForCausalLM
-    lm, out = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"), []
+    out = []
     for sample in batch.samples:
         completion = sample.completion.ids
         ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
-        with torch.no_grad():
-            logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
+        logprobs = (lm(ids.view(1, -1)).logits[0] / HEAT).log_softmax(-1)  # (L, V)
         out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
     return torch.cat(out)
+
+
+@torch.no_grad()
+def plain(folder: str, batch: Batch) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+    return single_rows(AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"), batch)
 
 
 def gaps(folder: str, found) -> tuple[float, float]:
@@ -156,6 +169,32 @@ def gaps(folder: str, found) -> tuple[float, float]:
         there = plain(where, batch), engine_logprobs(batch)
         each.append([float((ours - theirs).abs()[batch.sampled].max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
+
+
+PLAIN = """
+import json, sys
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+folder, prompts, adapter = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
+          max_model_len=256, enable_lora=bool(adapter))
+params = SamplingParams(temperature=0, max_tokens=24, logprobs=0, stop_token_ids=[2])
+out = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False,
+                   lora_request=LoRARequest('trained', 1, adapter) if adapter else None)
+print('FOUND', json.dumps([[list(o.token_ids), [p[i].logprob for i, p in zip(
+    o.token_ids, o.logprobs)]] for o in (o.outputs[0] for o in out)]))
+"""
+
+
+def plain_vllm(folder: str, prompts: list[list[int]], adapter: str = "") -> list:
+    """[[greedy ids, their log-probs], …] of vLLM as a user starts it."""
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                        "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run([PYTHON, "-c", PLAIN, folder, json.dumps(prompts), adapter], env=env,
+                          capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert lines, done.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("FOUND"))
 
 
 def with_engine(name: str) -> tuple[float, float]:

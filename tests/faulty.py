@@ -23,13 +23,12 @@ from trainer import batch, model
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),
     "reward": (rewards.Scorer, "score"), "reply": (turns.Episodes, "reply"),
-    "score": (batch.Batch, "score"),
-    "forward": (model.Policy, "logprobs"), "backward": (model.Policy, "backward"),
-    "update": (model.Policy, "step"), "log": (log.Log, "step"),
-    "samples": (log.Log, "samples"), "done": (log.Log, "finish"), "save": (checkpoint.dcp, "save"),
+    "score": (batch.Batch, "score"), "forward": (model.Policy, "logprobs"),
+    "backward": (model.Policy, "backward"), "update": (model.Policy, "step"),
+    "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),
     "saved": (checkpoint, "check_shared"), "evaluate": (run.Run, "evaluate"),
     "weights": (model.Policy, "weights"), "export": (run, "export_model"),
-    "load": (checkpoint, "load"), "setup": (model, "build")}
+    "setup": (model, "build")}
 
 
 def wrap(owner, name: str, rank: str, step: int, what: str) -> None:

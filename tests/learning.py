@@ -1,6 +1,5 @@
 """Made-up samples, a random model of two layers, and the shipped `grpo.learn`: for layout tests."""
 import random
-import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,7 +51,6 @@ class Outcome:
     after: list[torch.Tensor] = field(default_factory=list)
     metrics: list[dict] = field(default_factory=list)
     micros: list[tuple] = field(default_factory=list)      # (phase, budget, [(rows, tokens) …])
-    seconds: float = 0.0
 
 
 def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -63,28 +61,21 @@ def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
 def make_models(world, folder: str) -> None:
     """Random models of 2 layers in float64: FOLDER/tied and FOLDER/untied, of Qwen2, and
     FOLDER/experts, a Qwen3-MoE."""
-    from transformers import (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        logging,
-    )
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
     logging.disable_progress_bar()
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.15,
+                 bos_token_id=None, eos_token_id=None)
     for tied in (True, False):
         torch.manual_seed(1 + tied)
         lm = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-            tie_word_embeddings=tied, initializer_range=0.15, bos_token_id=None,
-            eos_token_id=None))
+            **sizes, intermediate_size=48, tie_word_embeddings=tied))
         lm.double().save_pretrained(f"{folder}/{'tied' if tied else 'untied'}")
     torch.manual_seed(0)
     lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
-        num_key_value_heads=1, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
-        norm_topk_prob=True, max_position_embeddings=128, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=None))
+        **sizes, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16,
+        norm_topk_prob=True))
     lm.double().save_pretrained(f"{folder}/experts")
 
 
@@ -194,7 +185,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             reset(built[key], source, noise)
             return built[key]
 
-        start, reference = time.monotonic(), None
+        reference = None
         kind = partial(SpyRouted, args.expert_args) if case.experts else Spy
         policy = kind(module("policy", 0.0), world, args.model_args, args.optimizer_args)
         policy.gradients = outcome.gradients
@@ -222,7 +213,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
                                                   reference=reference))
         finally:
             Batch.micros = real_micros
-        outcome.after, outcome.seconds = policy.shards(), time.monotonic() - start
+        outcome.after = policy.shards()
         outcomes.append(outcome)
     return outcomes
 

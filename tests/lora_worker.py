@@ -2,9 +2,7 @@
 adapters, the same engine with merged weights, and the trainer. Rank 0 writes OUT."""
 import pickle
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import dist  # isort: skip  (it sets what torch reads)
@@ -12,26 +10,17 @@ import torch
 
 import data
 import families
-import rollout
 from keeping.export import export_adapter, export_model
-from rollout import EngineArgs, Request, hash_seed
-from trainer import lora, model
+from rollout import Request, hash_seed
+from trainer import lora
 
 
 def main(folder: str, out: str, tp: str) -> None:
-    world, weights, args = dist.join(120), model.ModelArgs(), lora.LoraArgs(lora_rank=4)
-
-    def build(*more):
-        return model.Policy(
-            model.build(model.LogprobModel, folder, world, weights, *more), world, weights,
-            model.OptimizerArgs())
-
-    policy, base = build(True, args, 7), build()
+    world, args = dist.join(120), lora.LoraArgs(lora_rank=4)
+    policy = families.trainer_of(folder, world, None, True, args, 7)
+    base = families.trainer_of(folder, world)
     lm, config = policy.module.lm, lora.peft_config(policy.module.lm, args, folder)
-    engine = rollout.Engine(
-        folder, world, EngineArgs(max_num_seqs=64, tp=int(tp)), dtype=torch.float32, max_len=256,
-        max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28, trained=[policy], tokenizer=None,
-        adapter=config, log=SimpleNamespace(phase=lambda name: nullcontext(), count=False))
+    engine = families.engine_of(folder, world, policy, int(tp), adapter=config)
     # 200 tokens are more than a cache block (128 on CPU): a stale prefix would be used.
     rows = [data.Row(i, "", [(7 * i + j) % 317 + 3 for j in range(200)], None, {}, "")
             for i in range(5)]

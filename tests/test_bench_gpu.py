@@ -1,5 +1,4 @@
-"""bench/gpu.py runs: each of its parts on the tiny shape, on a CPU. It had failed at its first line
-for weeks before anyone had a GPU to run it on."""
+"""bench/gpu.py runs: each of its parts on the tiny shape, on a CPU."""
 import os
 import re
 import subprocess
@@ -14,21 +13,18 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("only, lines", [
     ("update,score,head", 8), pytest.param("sync,sleep,rollout,plan", 12, marks=pytest.mark.slow)])
-def test_every_part_runs_on_a_cpu(tmp_path, only, lines):
+def test_every_part_of_the_benchmark_runs_on_a_cpu(tmp_path, only, lines):
     results = tmp_path / "RESULTS.md"
     results.write_text("\n\n".join(
         ["# Measured", "## One GPU — `python bench/gpu.py`", "old", "## Next", "kept\n"]))
     done = subprocess.run(
-        [PYTHON, "bench/gpu.py", "--device", "cpu", "--where", str(tmp_path / "here"),
-         "--only", only, "--write", str(results)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=900)
+        [PYTHON, "bench/gpu.py", "--device", "cpu", "--where", tmp_path / "here", "--only", only,
+         "--write", results], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     text = results.read_text()
-    ours, _, others = text.partition("Others' figures")
+    ours = text.partition("Others' figures")[0]
     rows = re.findall(r"^\| (\S.*) \| (.*) \|$", ours, re.MULTILINE)
     assert len(rows) == lines and "failed" not in ours and "not measured" not in ours, ours
     assert all(re.match(r"[\d.,]+ |none|8 x |1 x |only on GPU|\d", cell) for _, cell in rows), rows
-    assert "CPU, only to see that it runs" in ours and "old" not in text
-    assert "Nothing in this table was measured here" in re.sub(r"\s+", " ", others)
-    assert "prime-rl" in others and text.endswith("## Next\n\nkept\n")
+    assert "old" not in text and text.endswith("## Next\n\nkept\n")

@@ -53,14 +53,10 @@ SEEDS = {hash_seed(5, "train", position, i, *begun): (position, i, begun[0] if b
          for position in range(64) for i in range(2) for begun in [(), *((n,) for n in range(40))]}
 
 
-def rows(n: int) -> list[Row]:
-    return [Row(i, "", [i], None, {}, "") for i in range(n)]
-
-
 def made(carry: float, tokens: int, age: int = 0, length=None, max_tokens: int = 32):
     args = SimpleNamespace(batch=3, group=2, seed=5, temperature=0.5, max_tokens=max_tokens,
                            carry_args=CarryArgs(carry, tokens, age))
-    stream = Stream(rows(64), 0)
+    stream = Stream([Row(i, "", [i], None, {}, "") for i in range(64)], 0)
     stream.next = lambda n: in_file_order(stream, n)
     return Carry(args, stream, Engine(length or spread, max_tokens))
 
@@ -87,14 +83,14 @@ def steps(it: Carry, n: int) -> list[list]:
 
 def by_hand(carry: float, tokens: int, age: int, n: int) -> list[list[tuple[int, int]]]:
     """Plainly: [(position, its first step) of each step's prompts]."""
-    flight, next_one, found = [], 0, []
+    flight, next_one, found = [], 0, []  # of (position, started, tokens of its longest)
     for step in range(n):
         def over(g):
             return g[2] >= max(spread(g[0], i) for i in (0, 1))
         while sum(map(over, flight)) < 3 or (age and any(
                 step - g[1] >= age and not over(g) for g in flight)):
             while len(flight) < math.ceil(3 * (1 + carry)):
-                flight.append([next_one, step, 0])  # position, started, tokens of its longest
+                flight.append([next_one, step, 0])
                 next_one += 1
             for g in flight:
                 g[2] += tokens
@@ -105,7 +101,7 @@ def by_hand(carry: float, tokens: int, age: int, n: int) -> list[list[tuple[int,
 
 
 @pytest.mark.parametrize("carry, tokens, age", [
-    (0.5, 4, 0), (1.0, 4, 0), (1.0, 4, 1), (0.34, 7, 2), (2.0, 1, 0), (0.5, 100, 0)])
+    (0.5, 4, 0), (1.0, 4, 0), (1.0, 4, 1), (0.34, 7, 2)])
 def test_a_step_has_the_prompts_that_started_first_of_those_that_have_ended(carry, tokens, age):
     it = made(carry, tokens, age)
     for step, (samples, expected) in enumerate(zip(steps(it, 12), by_hand(carry, tokens, age, 12),
@@ -195,13 +191,10 @@ def test_the_plan_knows_what_is_in_flight():
     assert alone.requests == 10 and alone.batches == [5, 3] and "in flight" not in alone.text()
 
 
-@pytest.mark.parametrize("flags, words", [
-    ((), "--engine_correction must be on with --carry"),
-    (("--engine_correction", "mask", "--stop", "x"), "--stop needs whole completions"),
-    (("--engine_correction", "mask", "--reply", "x.py:f"), "--reply needs whole completions")])
-def test_what_does_not_go_with_it_is_one_sentence(flags, words):
-    found = [str(rule) for rule in rules.problems(planned("--carry", "1", *flags), 1)]
-    assert any(one.startswith(words) and "Would work: " in one for one in found), found
+def test_what_does_not_go_with_it_is_one_sentence():
+    found = [str(rule) for rule in rules.problems(planned("--carry", "1", "--stop", "x"), 1)]
+    for words in ("--engine_correction must be on with --carry", "--stop needs whole completions"):
+        assert any(one.startswith(words) and "Would work: " in one for one in found), found
 
 
 def test_the_engine_is_compared_where_it_has_the_policy_of_now():
@@ -213,7 +206,7 @@ def test_the_engine_is_compared_where_it_has_the_policy_of_now():
 
 # ---- what is exact, and what is biased: every completion of two tokens from a vocabulary of three
 
-def gradient(old, new, reward, kind: str, high: float = 1e9) -> torch.Tensor:
+def gradient(old, new, reward, kind: str) -> torch.Tensor:
     """The expected gradient in the logits of `new`, of completions whose first token the policy
     `old` sampled and whose second one `new`. Logits: (4, 3), of no token and of each first one."""
     logits = new.clone().requires_grad_()
@@ -226,7 +219,7 @@ def gradient(old, new, reward, kind: str, high: float = 1e9) -> torch.Tensor:
         factors = 1
         if kind != "none":
             factors, _ = losses.engine_correction(
-                logprobs.detach(), engine, mask, kind=kind, low=0.0, high=high)
+                logprobs.detach(), engine, mask, kind=kind, low=0.0, high=1e9)
         loss, _ = losses.clip_loss(logprobs, logprobs.detach(), A, mask, clip_low=0.2,
                                    clip_high=0.2, dual_clip=None)
         total = total + engine.sum().exp() * (loss * factors).sum()
@@ -248,8 +241,8 @@ def off(found, true) -> float:
 
 
 def test_the_bias_of_old_tokens_and_what_each_correction_leaves_of_it():
-    """docs says these figures. sequence_truncate without a bound is exact. truncate weighs a token
-    by its own ratio alone: the first token is exact, and the later one keeps the old prefix."""
+    """sequence_truncate without a bound is exact. truncate weighs a token by its own ratio alone:
+    the first token is exact, and the later one keeps the old prefix."""
     torch.manual_seed(0)
     old, reward = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
     new = old + 0.3 * torch.randn(4, 3, dtype=torch.float64)
@@ -258,9 +251,7 @@ def test_the_bias_of_old_tokens_and_what_each_correction_leaves_of_it():
     by_token = gradient(old, new, reward, "truncate")
     assert torch.allclose(by_token[0], true[0], atol=1e-12)  # of the first token
     assert not torch.allclose(by_token[1:], true[1:], atol=1e-3)
-    biases = {kind: off(gradient(old, new, reward, kind, high), true) for kind, high in [
-        ("none", 0), ("truncate", 1e9), ("truncate", 1.2)]}
-    assert off(gradient(old, new, reward, "truncate"), true) < biases["none"]
+    assert off(by_token, true) < off(gradient(old, new, reward, "none"), true)
     assert off(gradient(new, new, reward, "none"), true) < 1e-12  # nothing is old
 
 
@@ -270,10 +261,10 @@ FLAGS = ("--steps", "4", "--carry", "0.6", "--carry_tokens", "3", "--engine_corr
          "--save_every", "2")
 
 
-def played(folder, *flags: str, ranks_each: int = 1) -> tuple[list[str], list[dict]]:
+def played(folder, *flags: str, **options) -> tuple[list[str], list[dict]]:
     """What a run samples, and its metrics."""
     folder.mkdir(exist_ok=True)
-    (status, text), = test_layouts.launch(folder, *FLAGS, *flags, ranks_each=ranks_each)
+    (status, text), = test_layouts.launch(folder, *FLAGS, *flags, **options)
     assert status == 0, text[-3000:]
     place, = (path.parent for path in folder.rglob("metrics.jsonl"))
     rows = [json.loads(line) for line in open(place / "metrics.jsonl")]
@@ -302,14 +293,15 @@ def test_two_ranks_have_in_flight_what_one_has(tmp_path, one):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, flags", [(3, ()), (2, ("--tp", "2"))])
-def test_any_layout_has_in_flight_what_one_rank_has(tmp_path, one, ranks_each, flags):
-    same(played(tmp_path / "run", *flags, ranks_each=ranks_each), one)
+def test_an_engine_of_two_ranks_has_in_flight_what_one_rank_has(tmp_path, one):
+    same(played(tmp_path / "run", "--tp", "2", ranks_each=2), one)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--dynamic_sampling",), ("--lora_rank", "4"), (
-    "--lora_rank", "4", "--lora_sync", "adapter")])
-def test_it_runs_with(tmp_path, flags):
-    _, rows = played(tmp_path / "run", *flags, ranks_each=2)
+@pytest.mark.parametrize("script, flags", [
+    ("grpo.py", "--dynamic_sampling"), ("grpo.py", "--lora_rank 4 --lora_sync adapter"),
+    ("ppo.py", "--kl_reward_coef 0.05")])
+def test_it_runs_with(tmp_path, script, flags):
+    _, rows = played(tmp_path / "run", *flags.split(), script=script, ranks_each=2)
     assert max(row["carry/token_age_max"] for row in rows) > 0
+    assert any(row["grad/norm"] > 0 for row in rows)

@@ -19,7 +19,7 @@ from keeping import run
 from keeping.export import export_model
 from preflight import inputs, memory, plan, rules
 from ranks import results
-from trainer import experts, lora, model
+from trainer import experts, model
 from trainer.batch import Batch
 
 KINDS = ("Mixtral", "OLMoE", "Qwen3-MoE")
@@ -34,10 +34,9 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_a_mixture_is_its_equation(folder, name, dtype, limit):
-    lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=dtype)
-    x, found = torch.randn(1, 40, 64, dtype=dtype), []
+def test_a_mixture_is_its_equation(folder, name):
+    lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float64)
+    x, found = torch.randn(1, 40, 64, dtype=torch.float64), []
     experts.put_in(lm)
     for naive in (False, True):
         mine = copy.deepcopy(experts.blocks(lm)[1])
@@ -46,15 +45,7 @@ def test_a_mixture_is_its_equation(folder, name, dtype, limit):
         y.square().sum().backward()
         found.append([y, *(p.grad for p in mine.parameters())])
     for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).norm() <= limit * theirs.norm()
-
-
-def test_experts_that_no_token_uses_have_a_gradient_of_0():
-    x = torch.randn(3, 8, dtype=torch.float32)
-    gate_up, down = (torch.randn(5, *size, requires_grad=True) for size in ((8, 8), (8, 4)))
-    experts.each_expert(x, torch.tensor([[1, 3]] * 3), gate_up, down).sum().backward()
-    for p in (gate_up, down):
-        assert [bool(g.any()) for g in p.grad] == [False, True, False, True, False]
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
 def built(world, folder: str, **options):
@@ -71,9 +62,8 @@ def exported(world, folder: str) -> list[str]:
     return [name for name, _ in policy.weights(torch.float32)]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_engine_and_export_have_a_checkpoints_names(folder, name):
-    path = f"{folder}/{name}"
+def test_engine_and_export_have_a_checkpoints_names(folder):
+    path = f"{folder}/Qwen3-MoE"
     names = results(3, exported, path)[0]  # 8 experts on 3 ranks
     ours, theirs = (load_file(f"{p}/model.safetensors") for p in (f"{path}-out", path))
     assert ours.keys() == theirs.keys() == {*names}
@@ -111,7 +101,7 @@ def replayed(world, folder: str) -> tuple:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("models"))
-    results(1, learning.make_models, path)
+    learning.make_models(None, path)
     return f"{path}/experts"
 
 
@@ -123,10 +113,10 @@ def test_recorded_routes_change_no_bit_and_other_routes_change_their_tokens(mode
 
 
 def missing(world, folder: str) -> str:
-    samples, args = learning.fabricate("plain", 2), learning.arguments(replay_routing=True)
+    args = learning.arguments(replay_routing=True)
     policy = built(world, folder, replay_routing=True)
     with pytest.raises(RuntimeError) as caught:
-        grpo.learn(args, world, policy, samples, lr=1e-3)
+        grpo.learn(args, world, policy, learning.fabricate("plain", 2), lr=1e-3)
     return str(caught.value)
 
 
@@ -180,9 +170,7 @@ def test_the_load_of_a_layer():
     (dict(lora_rank=4, lora_targets=("gate_proj",)), "must be all-linear or some of q_proj k_proj "
      "v_proj o_proj (got gate_proj; experts take no adapters). Would work: --lora_targets"),
     (dict(lora_rank=4, router_aux_coef=0.1), "--router_aux_coef is for routers that are trained"),
-    (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
     (dict(freeze_router=True, router_aux_coef=0.1), "and --freeze_router keeps them. Would work"),
-    (dict(router_aux_coef=-1.0), "--router_aux_coef must be at least 0"),
     (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
     (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing is for "
      "completions of one round"),
@@ -204,19 +192,10 @@ def test_what_vllm_has_on_a_gpu_alone(folder, flags, words):
     assert [sentence[:len(start)] for sentence, start in zip(found, words, strict=True)] == words
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("router_aux_coef", 0.1), ("freeze_router", True), ("replay_routing", True)])
-def test_a_dense_model_has_no_router(flag, value):
-    args = plan.changed(grpo.Args(), lr=1e-3, **{flag: value})
+def test_a_dense_model_has_no_router():
+    args = plan.changed(grpo.Args(), lr=1e-3, freeze_router=True)
     found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
-    assert len(found) == 1 and found[0].startswith(f"--{flag} needs a model with experts.")
-
-
-def test_adapters_are_in_the_attention_alone(folder):
-    lm = model.skeleton(f"{folder}/Mixtral")
-    lora.put_in(lm, lora.LoraArgs(4), torch.float32)
-    names = {name.split(".")[3] for name, p in lm.named_parameters() if p.requires_grad}
-    assert names == {"self_attn"}
+    assert len(found) == 1 and found[0].startswith("--freeze_router needs a model with experts.")
 
 
 def test_the_plan_counts_all_parameters_and_those_of_a_token():

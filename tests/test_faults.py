@@ -1,8 +1,4 @@
-"""The real scripts, killed, stopped and broken in every way that the docs promise to survive.
-
-An engine starts in 15 s, so three stories share their starts and run by default; `pytest -m slow
-tests/test_faults.py` starts once for each fault.
-"""
+"""The real scripts, killed, stopped and broken in every way that the docs promise to survive."""
 import fcntl
 import json
 import os
@@ -41,18 +37,18 @@ def tail(text: str, lines: int = 60) -> str:
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
-def rows(path: Path, numbers: range, never: int = 0) -> None:
-    """A data set of numbers to sort; the answer of one of them is "never"."""
+def rows(path: Path, never: int = 0) -> None:
+    """A data set of 16 numbers to sort; the answer of one of them is "never"."""
     path.write_text("".join(json.dumps({
         "question": f"Sort {n}", "answer": "never" if n == never else "".join(sorted(str(n)))})
-        + "\n" for n in numbers))
+        + "\n" for n in range(500123, 500139)))
 
 
 # ---- in a few minutes ----
 
 @pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_run_killed_in_a_save_and_stopped_ends_like_another(start, tmp_path, script):
-    rows(tmp_path / "rows.jsonl", range(500123, 500139))
+    rows(tmp_path / "rows.jsonl")
     flags = ["--steps", "6", "--eval_data", "rows.jsonl", "--eval_every", "2"]
     if script == "ppo":
         flags += ["--kl_reward_coef", "0.05", "--kl_target", "0.02"]
@@ -92,7 +88,7 @@ def sleepy(completion, answer, **row):
 
 def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    rows(tmp_path / "rows.jsonl", range(123456, 123464), never=123459)
+    rows(tmp_path / "rows.jsonl", never=500126)
     flags = ("--name", "x", "--steps", "9", "--data", "rows.jsonl", "--reward", "sleepy.py:sleepy",
              "--reward_timeout", "2")
     status, text = start(*flags, faults="backward:*:0:nan save:1:3:full").end()
@@ -102,7 +98,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert "had a gradient that is not finite and were not applied" in text
     assert seen[0]["grad/norm_not_finite"] in (1, 2)     # a minibatch may have no gradient
     # A reward that hangs costs its own completions: four of one prompt.
-    assert sum(r["rollout/unscored"] for r in seen[:2]) == 4
+    assert sum(r["rollout/unscored"] for r in seen) == 4
     assert "a completion has no reward" in text
     # A full disk ends the run in one sentence. The older checkpoint stays.
     sentence = r"^error: runs/x/checkpoints/step_4.partial/__1_0.distcp cannot be written \(.*\)"
@@ -119,7 +115,8 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     assert "rank      : 1" in cause, text
 
 
-@pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_a_wrong_tensor_in_one_engine_ends_a_run_before_its_first_update(start, tmp_path, script):
     status, text = start("--name", "x", script=script, faults="weights:1:0:wrong").end()
     assert status == 1 and "exitcode  : 2" in tail(text), text
@@ -144,70 +141,10 @@ def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
 # ---- slow: one start each
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [
-    "export:0:5:full", "log:0:3:none", "save:*:5:full", "samples:0:4:none", "done:0:5:none"])
-def test_after_a_full_disk_the_same_command_finishes_with_equal_numbers(start, tmp_path, faults):
-    """In the exported model, a line of metrics, a checkpoint, samples, done.json."""
-    rows(tmp_path / "rows.jsonl", range(500123, 500139))
-    flags = ["--steps", "6", "--eval_data", "rows.jsonl", "--save_every", "2",
-             "--samples_every", "2"]
-    assert start("--name", "alone", *flags).end()[0] == 0
-    status, text = start("--name", "x", *flags, faults=faults).end()
-    assert status == 1 and text.count("cannot be written") >= 1, text
-    assert not (tmp_path / "runs/x/done.json").exists()
-    status, text = start("--name", "x", *flags).end()
-    assert status == 0 and (tmp_path / "runs/x/done.json").exists(), text
-    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
-
-
-@pytest.mark.slow
-def test_other_settings_finished_runs_and_more_steps(start, tmp_path):
-    def go(name, steps, *flags):
-        return start("--name", name, "--steps", steps, *flags).end()
-
-    status, text = go("x", "2")
-    assert status == 0, text
-    status, text = go("x", "2")
-    assert status == 1 and "error: --name x: runs/x is finished, with 2 steps" in text, text
-    status, text = go("x", "4", "--group", "8", "--seed", "1")
-    assert "with other settings: group was 4 and is now 8; seed was 0 and is now 1" in text, text
-    status, text = go("x", "4")
-    assert status == 0, text
-    assert "resumed from runs/x/checkpoints/step_2" in text, text
-    assert go("y", "4")[0] == 0
-    assert differences(tmp_path / "runs/x", tmp_path / "runs/y") == []
-    assert go("z", "1", "--save_every", "0")[0] == 0
-    assert "runs/z is finished and has no checkpoint" in go("z", "2")[1]
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_goes_on_alike(start, tmp_path):
-    import torch
-    from safetensors.torch import load_file
-    for name in ("x", "y"):
-        assert start("--name", name, "--steps", "2").end()[0] == 0
-    assert start("--name", "x", "--steps", "3").end()[0] == 0
-    status, text = start("--name", "y", "--steps", "3", ranks=3).end()
-    assert status == 0 and "resumed from runs/y/checkpoints/step_2" in text, text
-    x, y = (tmp_path / f"runs/{name}" for name in ("x", "y"))
-    texts = [(run / "samples/step_00003.jsonl").read_text().splitlines() for run in (x, y)]
-    for one, other in zip(*([json.loads(line) for line in lines] for lines in texts), strict=True):
-        for name in one.keys() & {"engine_logprobs", "logprobs", "logprobs_after", "entropies"}:
-            assert one.pop(name) == pytest.approx(other.pop(name), abs=1e-4)
-        assert one == other
-    one, other = (torch.cat([w.double().flatten() for _, w in sorted(load_file(
-        run / "model/model.safetensors").items())]) for run in (x, y))
-    assert (one - other).norm() < 1e-5 * one.norm()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("place", [
-    "setup", "load", "sync", "rollout", "engine", "reward", "score", "forward", "backward",
-    "update", "log", "save", "evaluate", "export"])
+    "setup", "sync", "engine", "reward", "score", "backward", "log", "save", "evaluate", "export"])
 def test_one_rank_raises_in_any_phase_and_all_end_in_seconds(start, place):
-    step = {"setup": -1, "load": -1, "export": 2, "evaluate": 0}.get(place, 1)
-    if place == "load":
-        assert start("--name", "x", "--steps", "2").end()[0] == 0
+    step = {"setup": -1, "export": 2, "evaluate": 0}.get(place, 1)
     attempt = start("--name", "x", "--steps", "3", "--eval_data", "tiny", "--eval_every", "1",
                     "--save_every", "1", "--engine_correction", "truncate",
                     faults=f"{place}:1:{step}:raise")
@@ -219,21 +156,7 @@ def test_one_rank_raises_in_any_phase_and_all_end_in_seconds(start, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_with_9_in_the_middle_of_generation(start, victim):
-    attempt = start("--name", "x", "--steps", "9",
-                    faults=f"rollout:{1 - victim}:2:hang rollout:{victim}:2:kill")
-    attempt.printed("step 2/9")
-    began = time.monotonic()
-    status, text = attempt.end()
-    assert status == 1 and "exitcode  : -9" in tail(text), text
-    assert "ends because another rank ended" in text, text
-    assert time.monotonic() - began < LONG
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stuck", [0, 1])
-@pytest.mark.parametrize("place", ["rollout", "forward"])
+@pytest.mark.parametrize("place, stuck", [("rollout", 0), ("forward", 1)])
 def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
     """The others wait in our own barrier, or inside FSDP's collectives."""
     attempt = start("--name", "x", "--steps", "9", "--timeout", "20",
@@ -248,7 +171,7 @@ def test_a_stuck_rank_is_named_after_timeout(start, place, stuck):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["torchrun", "group", "a process without torchrun"])
+@pytest.mark.parametrize("whom", ["group", "a process without torchrun"])
 def test_sigterm_saves_and_ends(start, tmp_path, whom):
     """A scheduler may signal torchrun or the whole group. Without torchrun the status is ours."""
     alone = "without" in whom
@@ -272,17 +195,3 @@ def test_ctrl_c_ends_at_once_even_in_generation(start):
     assert time.monotonic() - began < LONG
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert text.count("interrupted") == 1, text
-
-
-@pytest.mark.slow
-def test_pass_rates_of_rows_survive_a_kill(start, tmp_path):
-    """12 rows, 4 a step: rows are left out from the fourth step on. Step 5 is killed."""
-    rows(tmp_path / "rows.jsonl", range(500123, 500135))
-    flags = ("--data", "rows.jsonl", "--difficulty", "0.1", "0.9", "--steps", "6")
-    assert start("--name", "alone", *flags).end()[0] == 0
-    status, text = start("--name", "x", *flags, faults="reward:1:4:kill").end()
-    assert status == 1, tail(text)
-    status, text = start("--name", "x", *flags).end()
-    assert status == 0 and "resumed from runs/x/checkpoints/step_4" in text, tail(text)
-    assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
-    assert metrics(tmp_path / "runs/x")[4]["data/too_hard"] > 0

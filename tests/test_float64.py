@@ -48,14 +48,9 @@ def alone(folder: str, name: str) -> tuple:
         f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager",
         experts_implementation="eager")
     model.widen(lm)
-    batch, out = samples_of(), []
-    for sample in batch.samples:
-        completion = sample.completion.ids
-        ids, n = torch.tensor([*sample.prompt.row.prompt_ids, *completion]), len(completion)
-        logprobs = (lm(ids.view(1, -1)).logits[0] / families.HEAT).log_softmax(-1)  # (L, V)
-        out.append(logprobs[-n - 1:-1].gather(-1, ids[-n:].unsqueeze(-1)).squeeze(-1))
-    sum(row.sum() for row in out).backward()
-    return torch.cat([row.detach() for row in out]), {n: p.grad for n, p in lm.named_parameters()}
+    logprobs = families.single_rows(lm, samples_of())
+    logprobs.sum().backward()
+    return logprobs.detach(), {n: p.grad for n, p in lm.named_parameters()}
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """What a GPU would meet, as far as it can be seen without one: torch.cuda and vLLM are stubs."""
-import ast
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from preflight.memory import GIB
 from trainer import logprobs as head
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = Path(torch.__file__).parent.parent
 
 
 def gpus(monkeypatch, count: int, name="NVIDIA H100"):
@@ -64,47 +62,14 @@ def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypat
     assert "nowhere.jsonl" in str(caught.value)
 
 
-def test_ranks_join_without_gpus_to_say_it_together(monkeypatch):
-    gpus(monkeypatch, 1)
-    made = []
-    monkeypatch.setattr(dist.td, "init_process_group", lambda *args, **_: made.append(args))
-    monkeypatch.setattr(dist.td, "new_group", lambda **_: None)
-    monkeypatch.setattr(World, "joined", None)
-    monkeypatch.setattr(torch, "set_num_threads", made.append)
-    for name, value in dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                            MASTER_ADDR="", MASTER_PORT="0").items():
-        monkeypatch.setenv(name, value)
-    assert dist.join().device.type == "cpu" and ("gloo",) in made
-
-
 # ---- the engine ----
 
-def vllm_defaults(total: float, name: str) -> tuple[int, int]:
-    """What the installed vLLM's own function gives for a card. Its Python is the GPU wheel's."""
-    tree = ast.parse((PACKAGES / "vllm/engine/arg_utils.py").read_text())
-    found, = (node for node in ast.walk(tree)
-              if isinstance(node, ast.FunctionDef) and node.name == "get_batch_defaults")
-    found.decorator_list, found.returns = [], None
-    found.body = [node for node in found.body
-                  if not isinstance(node, ast.ImportFrom | ast.AnnAssign | ast.Expr)]
-    platform = SimpleNamespace(
-        get_device_total_memory=lambda: total, get_device_name=lambda: name,
-        is_tpu=lambda: False, is_cpu=lambda: False)
-    usage = SimpleNamespace(LLM_CLASS="llm", OPENAI_API_SERVER="server")
-    inside = {"current_platform": platform, "GiB_bytes": GIB, "UsageContext": usage}
-    exec(compile(ast.Module([found], []), "arg_utils.py", "exec"), inside)
-    tokens, seqs = inside["get_batch_defaults"](None, 1)
-    return tokens["llm"], seqs["llm"]
-
-
-@pytest.mark.parametrize("gib, name", [
-    (24, "NVIDIA GeForce RTX 4090"), (39.4, "NVIDIA A100-SXM4-40GB"), (47, "NVIDIA L40S"),
-    (79.2, "NVIDIA A100-SXM4-80GB"), (79.1, "NVIDIA H100 80GB HBM3"), (140, "NVIDIA H200"),
-    (178, "NVIDIA B200")])
-def test_the_plan_knows_what_vllm_chooses(gib, name, monkeypatch):
-    """The plan had 8,192 tokens for every card: 0.5 to 1.1 GiB too little on an H100."""
+@pytest.mark.parametrize("gib, name, expected", [  # as the installed vLLM's get_batch_defaults
+    (24, "NVIDIA GeForce RTX 4090", (8192, 256)), (79.2, "NVIDIA A100-SXM4-80GB", (8192, 256)),
+    (79.1, "NVIDIA H100 80GB HBM3", (16384, 1024))])
+def test_the_plan_knows_what_vllm_chooses(gib, name, expected, monkeypatch):
     gpus(monkeypatch, 1, name=name)
-    assert rollout.engine_limits(rollout.EngineArgs(), gib * GIB) == vllm_defaults(gib * GIB, name)
+    assert rollout.engine_limits(rollout.EngineArgs(), gib * GIB) == expected
     assert rollout.engine_limits(rollout.EngineArgs(max_num_seqs=5), gib * GIB)[1] == 5
 
 
@@ -146,13 +111,11 @@ def test_threads_are_restored_and_vllm_chooses_its_sequences(device, given, pass
 
 # ---- the head ----
 
-@pytest.mark.parametrize("temperature, entropy, backend", [
-    (0.7, "value", "aot_eager"), (1.0, "grad", "aot_eager"),
-    pytest.param(0.7, "value", "inductor", marks=pytest.mark.slow)])  # as on CUDA: with a compiler
-def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, backend, monkeypatch):
+@pytest.mark.parametrize("temperature, entropy", [(0.7, "value"), (1.0, "grad")])
+def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, monkeypatch):
     """On CUDA it is compiled. Here the same graphs run, in chunks, with their backward. The last
     chunk is smaller: another graph for it would not meet the others' in the backward."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     head.compiled.cache_clear()
     torch._dynamo.reset()
     hidden, weight = torch.randn(50, 8), torch.randn(97, 8)
@@ -176,27 +139,8 @@ def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, backend,
     assert {16, 2} == set(seen)
 
 
-def test_a_temperature_of_1_divides_nothing():
-    logits, targets = torch.randn(4, 7), torch.zeros(4, dtype=torch.long)
-    kinds = []
-
-    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            kinds.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    for temperature, divided in (1.0, False), (0.7, True):
-        with Calls():
-            head.of_logits(logits, targets, temperature, "value")
-        assert any("div" in kind for kind in kinds) == divided
-
-
 def test_only_on_cuda_it_is_compiled(monkeypatch):
     monkeypatch.setattr(head, "compiled", None)
     weight = torch.randn(7, 4)
     head.token_logprobs(torch.randn(3, 4), lambda x: x @ weight.T,
                         torch.zeros(3, dtype=torch.long), 1.0, 16, "value")
-
-
-def test_the_tests_hide_gpus():
-    assert torch.cuda.device_count() == 0

@@ -4,8 +4,7 @@ Token for token, on CPU in float32, with the engine. A request has its own seed 
 the same but for rounding. Rounding may turn a token in the end, so only the first steps are
 compared: step 1 comes after one update on each layout.
 
-A machine is one `torchrun --nnodes N --node_rank K` on the loopback, in its own folder: machines
-share no runs/.
+A machine is one `torchrun --nnodes N --node_rank K` on the loopback, in its own folder.
 """
 import json
 import os
@@ -35,8 +34,9 @@ class Ran(NamedTuple):
     weights: torch.Tensor
 
 
-def launch(folder: Path, *flags: str, ranks_each=1, machines=1) -> list[tuple[int, str]]:
-    """`grpo.py` with tiny sizes on `machines` → (exit status, all it printed) of each.
+def launch(folder: Path, *flags: str, ranks_each=1, machines=1,
+           script="grpo.py") -> list[tuple[int, str]]:
+    """A script with tiny sizes on `machines` → (exit status, all it printed) of each.
 
     `{machine}` in a flag is the machine's number.
     """
@@ -52,7 +52,7 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1) -> list[tuple[in
         command = [
             PYTHON, "-m", "torch.distributed.run", f"--nnodes={machines}",
             f"--node_rank={machine}", f"--nproc_per_node={ranks_each}", "--master_addr=127.0.0.1",
-            f"--master_port={port}", ROOT / "grpo.py", *(f.format(machine=machine) for f in flags)]
+            f"--master_port={port}", ROOT / script, *(f.format(machine=machine) for f in flags)]
         with open(folder / f"{machine}.log", "w") as log:
             launched.append(subprocess.Popen(command, cwd=folder / str(machine), stdout=log,
                                              stderr=log, env=ENV))
@@ -64,10 +64,8 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1) -> list[tuple[in
             process.terminate()                        # torchrun ends its ranks
 
 
-def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2,
-        completions: int | None = 20) -> Ran:
-    """A whole run, and what must be so on any layout. completions: of a step, if all have as
-    many."""
+def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
+    """A whole run, and what must be so on any layout."""
     ended = launch(folder, "--steps", str(steps), "--eval_data", str(folder / "data/seven.jsonl"),
                    *flags, ranks_each=ranks_each, machines=machines)
     assert not any(status for status, _ in ended), "\n".join(text[-3000:] for _, text in ended)
@@ -78,8 +76,7 @@ def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2,
     assert len(rows) == len(files) == steps + 2                    # an evaluation before, one after
     assert rows[0]["eval/rows"] == rows[-1]["eval/rows"] == 7
     for row in rows[1:-1]:                                         # each completion counts once
-        assert row["rollout/completions"] == row["batch/trained"] + row["batch/dropped"]
-        assert completions is None or row["rollout/completions"] == completions
+        assert row["batch/trained"] + row["batch/dropped"] == row["rollout/completions"] == 20
         assert row["rollout/logprob_gap_max"] < 1e-4, "the engine is not the policy"
     weights = load_file(written[0] / "model/model.safetensors")
     weights = torch.cat([weights[name].double().flatten() for name in sorted(weights)])
@@ -111,10 +108,7 @@ def same(ran: Ran, one: Ran) -> None:
     assert difference(ran.weights, one.weights) < 1e-5
 
 
-def test_two_ranks_draw_what_one_draws(tmp_path, one):
-    same(run(tmp_path, ranks_each=2), one)
-
-
+@pytest.mark.slow
 def test_two_machines_with_a_copy_of_the_weights_each(tmp_path, one):
     same(run(tmp_path, "--shard_size", "1", machines=2), one)
 
@@ -147,42 +141,9 @@ def test_any_ranks_draw_what_one_draws(tmp_path, seed, steps):
 
 
 @pytest.mark.slow
-def test_rows_by_difficulty_are_the_same_on_any_ranks(tmp_path):
-    """7 rows, 5 a step: an epoch is two steps. Rows are left out in the second one."""
-    ran = {}
-    for size in (1, 3):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        ran[size] = run(folder, "--data", str(folder / "data/seven.jsonl"), "--difficulty", "0.1",
-                        "0.9", ranks_each=size, steps=3, completions=None)
-    assert ran[1].samples == ran[3].samples
-    kept = [{name: row[name] for name in row if name.startswith("data/")}
-            for row in ran[1].rows]
-    assert kept == [{name: row[name] for name in row if name.startswith("data/")}
-                    for row in ran[3].rows]
-    assert kept[2]["data/position"] == 7 and kept[2]["data/too_hard"] > 0
-    assert len(ran[1].samples[3].splitlines()) == 4 * min(5, 7 - kept[2]["data/too_hard"])
-
-
-# ---- what several machines can get wrong ----
-
-def differing(world) -> list[str]:
-    return world.differences({"--lr": [1e-3, 1e-3, 2e-3][world.rank], "--batch": 8,
-                              "--betas": (0.9, float("nan"))})
-
-
-def test_ranks_with_different_flags_are_refused():
-    assert ranks.results(3, differing) == [[
-        "--lr is 0.001 on rank 0 and 0.002 on rank 2; it must be the same on all ranks."]] * 3
-    assert ranks.results(1, differing) == [[]]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks_each, flags, error", [
     (1, ("--lr", "1e-{machine}"), "--lr is 1.0 on rank 0 and 0.1 on rank 1"),
-    (1, ("--save_every", "1"), "--save_every 1 needs a folder that all machines share"),
-    (3, ("--tp", "2"), "--tp must divide the 3 ranks of a machine (got 2)"),
-    (2, ("--tp", "4"), "--tp must divide the 2 ranks of a machine (got 4)")])
+    (1, ("--save_every", "1"), "--save_every 1 needs a folder that all machines share")])
 def test_machines_that_cannot_work_together_are_refused(tmp_path, ranks_each, flags, error):
     """Before anything loads."""
     ended = launch(tmp_path, *flags, ranks_each=ranks_each, machines=2)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import families
 import grpo
@@ -35,7 +34,6 @@ def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
 
 
 def all_holds(found: dict) -> None:
-    """All that must hold of one outcome."""
     gap = dict(found["gap"])
     assert found["start"], "at step 0 the log-probs are not those of the base model"
     assert gap.pop("no cache reset, old path") > 1e-2   # so a stale prefix would show
@@ -46,8 +44,7 @@ def all_holds(found: dict) -> None:
     first, *later = found["gradients"]
     names = {n for n in found["moved"] if lora.is_adapter(n)}
     assert names == first.keys() and len(names) >= 2 * 2 * 4    # A and B, layers, linears
-    for gradients in later:
-        assert min(gradients.values()) > 0, gradients
+    assert all(min(gradients.values()) > 0 for gradients in later)
     assert all((norm > 0) == name.endswith("B") for name, norm in first.items())
     assert all((moved > 0) == (name in names) for name, moved in found["moved"].items())
 
@@ -62,54 +59,34 @@ def test_engine_with_adapter_or_merged_weights_is_the_trainer(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, ranks, tp", [
-    ("Qwen2", 1, 1), ("Qwen2", 2, 2), ("Phi3", 2, 1), ("GLM", 1, 1), ("GPT-NeoX", 2, 2)])
-def test_on_other_layouts_and_families(tmp_path, name, ranks, tp):
-    all_holds(compare(tmp_path, name, ranks, tp))
+def test_on_another_layout_and_family(tmp_path):
+    all_holds(compare(tmp_path, "Qwen2", 2, 2))
 
 
-PLAIN = """
-import json, sys
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.lora.request import LoRARequest
-folder, adapter, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-llm = LLM(folder, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=2**27,
-          max_model_len=256, enable_lora=True)
-params = SamplingParams(max_tokens=24, logprobs=0, seed=0)
-out = llm.generate([TokensPrompt(prompt_token_ids=r) for r in rows], params, use_tqdm=False,
-                   lora_request=LoRARequest('trained', 1, adapter))
-out = [o.outputs[0] for o in out]
-print('LOGPROBS', json.dumps([[list(o.token_ids), [p[i].logprob for i, p in zip(
-    o.token_ids, o.logprobs)]] for o in out]))
-"""
-
-
-def logprobs_of(lm, rows: list[list[int]]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        logits = [lm(torch.tensor([row])).logits[0].log_softmax(-1) for row in rows]
-    return [x[range(len(row) - 1), row[1:]] for x, row in zip(logits, rows, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def exported(found):
-    """Rows, the merged folder's model in transformers, and the folders of base and adapter."""
+def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(found):
     from transformers import AutoModelForCausalLM
-    batch = found["batch"]
+    batch, base, adapter = found["batch"], *(f"{found['folder']}/{name}" for name in (
+        "model", "out.adapter"))
     rows = [[*s.prompt.row.prompt_ids, *s.completion.ids.tolist()] for s in batch.samples]
     merged = AutoModelForCausalLM.from_pretrained(f"{found['folder']}/out.model")
     logits = torch.cat([merged(torch.tensor([row])).logits[0, -n - 1:-1].div(0.7).log_softmax(-1)[
-        range(n), row[-n:]] for row, n in zip(rows, found["batch"].lengths.tolist(), strict=True)])
-    ours = found["logprobs"][found["batch"].sampled]
-    assert (logits - ours).abs().max() < 1e-5           # the merged folder is the policy
-    return rows, merged, f"{found['folder']}/model", f"{found['folder']}/out.adapter"
-
-
-def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(exported):
-    _, _, base, adapter = exported
+        range(n), row[-n:]] for row, n in zip(rows, batch.lengths.tolist(), strict=True)])
+    assert (logits - found["logprobs"][batch.sampled]).abs().max() < 1e-5
     assert sorted(os.listdir(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads(Path(adapter, "adapter_config.json").read_text())
     assert config["r"] == 4 and config["lora_alpha"] == 8
     assert config["base_model_name_or_path"] == base and "q_proj" in config["target_modules"]
+
+
+@pytest.mark.slow
+def test_vllm_serves_the_adapter(found):
+    base, adapter, merged = (f"{found['folder']}/{name}" for name in (
+        "model", "out.adapter", "out.model"))
+    prompts = [s.prompt.row.prompt_ids for s in found["batch"].samples]
+    pairs = zip(families.plain_vllm(base, prompts, adapter),
+                families.plain_vllm(merged, prompts), strict=True)
+    for (ids, ours), (others, theirs) in pairs:
+        assert ids == others and max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
 
 def started(world, folder: str) -> dict:
@@ -139,8 +116,8 @@ def test_adapters_start_alike_on_any_layout(tmp_path):
     assert len(draws) == 14 and len({*map(str, draws)}) == 14       # each has its own numbers
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Phi3", "GPT-NeoX", "Gemma 2"])
-@pytest.mark.parametrize("targets", [("all-linear",), ("o_proj",), ("lm_head",)])
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+@pytest.mark.parametrize("targets", [("all-linear",), ("lm_head",)])
 def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targets):
     families.make(name, str(tmp_path))
     lm, args = model.skeleton(str(tmp_path)), plan.changed(
@@ -164,8 +141,6 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
     (dict(lora_targets=()), "--lora_rank finds no torch.nn.Linear to adapt"),
     (dict(lora_rank=600), "at most 512 (got 600): vLLM takes no larger adapter; --lora_sync "
      "merged needs none. Would work: --lora_rank 512."),
-    (dict(lora_alpha=0.0), "--lora_alpha must be more than 0"),
-    (dict(lora_rank=-1), "--lora_rank must be at least 0"),
     (dict(lora_rank=600, lora_sync="merged"), None)])
 def test_refusals(options, sentence):
     args = plan.changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
@@ -177,8 +152,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
     families.make("GPT-2", str(tmp_path))
     shape = memory.shape_from(model.skeleton(str(tmp_path)))
     args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
-    kinds = [rule.kind for rule in rules.problems(args, 1, shape=shape)]
-    assert kinds[0] == "--lora_rank"
+    assert rules.problems(args, 1, shape=shape)[0].kind == "--lora_rank"
 
 
 def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
@@ -195,54 +169,3 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
                                  world=SimpleNamespace(rank=0, device="cpu"))
         export.export_adapter(policy, {}, tmp_path / "adapter")
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
-
-
-@pytest.mark.slow
-def test_peft_loads_the_adapter(exported):
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-    rows, merged, base, adapter = exported
-    lm = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    for theirs, ours in zip(logprobs_of(lm, rows), logprobs_of(merged, rows), strict=True):
-        assert (theirs - ours).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-def test_vllm_serves_the_adapter(exported):
-    rows, merged, base, adapter = exported
-    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                        "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([PYTHON, "-c", PLAIN, base, adapter, json.dumps(rows)],
-                          env=env, capture_output=True, text=True, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("LOGPROBS")]
-    assert lines, done.stderr[-2000:]
-    done = json.loads(lines[0].removeprefix("LOGPROBS"))
-    ours = logprobs_of(merged, [row + ids for row, (ids, _) in zip(rows, done, strict=True)])
-    for (ids, theirs), expected in zip(done, ours, strict=True):
-        assert (torch.tensor(theirs) - expected[-len(ids):]).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_other_ranks_and_exports_its_adapter(place):  # noqa: F811
-    """The real command line: the steps after a resume on one rank are those of two ranks."""
-    flags = """--lora_rank 4 --lora_sync adapter --kl_loss_coef 0.05 --batch 4 --group 4 --seed 3
-        --max_prompt_tokens 64 --max_tokens 16 --update_tokens 256 --save_every 2""".split()
-    whole = script(*flags, "--steps", "4", "--name", "whole", ranks=2, cwd=place)
-    script(*flags, "--steps", "2", "--name", "part", ranks=2, cwd=place)
-    again = script(*flags, "--steps", "4", "--name", "part", ranks=1, cwd=place)
-    assert whole.returncode == again.returncode == 0, whole.stderr[-3000:] + again.stderr[-3000:]
-    runs = [place / "runs" / name for name in ("whole", "part")]
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            for run in runs]
-    assert len(rows[0]) == len(rows[1]) == 4
-    for ours, theirs in zip(*rows, strict=True):
-        assert theirs["rollout/logprob_gap_max"] < 1e-4
-        for key in ("reward/mean", "loss/policy", "loss/kl", "grad/norm", "rollout/tokens"):
-            assert abs(ours[key] - theirs[key]) < 1e-4 * max(1, abs(ours[key])), (key, ours, theirs)
-    tensors = [load_file(run / "adapter/adapter_model.safetensors") for run in runs]
-    assert all((tensors[0][n] - t).abs().max() < 1e-4 for n, t in tensors[1].items())
-    saved = sum(f.stat().st_size for f in (runs[0] / "checkpoints/step_4").iterdir())
-    assert saved < os.path.getsize(runs[0] / "model/model.safetensors")   # else three times that
-    changed = script(*flags, "--lora_targets", "q_proj", "--steps", "5", "--name", "part",
-                     cwd=place)
-    assert changed.returncode == 2 and "lora_targets was" in changed.stderr

@@ -1,7 +1,5 @@
 """What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,11 +13,11 @@ import grpo
 import learning
 import ppo
 from dist import KEYS, SettingsError
-from forked import PYTHON
+from examples import tiny
 from learning import difference, fabricate
 from live import Live
 from preflight import inputs, memory, plan, rules, worst_case
-from ranks import results
+from ranks import on_ranks, results
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -44,7 +42,6 @@ def flags_in(line: str) -> dict:
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_situation_4_fits_with_the_flags_it_names(group):
-    # Elsewhere 32 completions a prompt ran and 64 died.
     line, checkpointed = (
         planned(grpo, 4, QWEN_7B, 80, batch=8, group=group, max_tokens=4096, checkpointing=on)
         for on in (False, True))
@@ -52,20 +49,19 @@ def test_situation_4_fits_with_the_flags_it_names(group):
     assert "  fits: 63." in checkpointed, checkpointed
 
 
-def test_the_command_prints_the_memory_plan_in_seconds(tmp_path):
-    command = (f"grpo.py --plan --model {QWEN_7B} --ranks 4 --gpu_gb 80 --batch 8 --group 64 "
-               "--max_tokens 4096")
-    told = subprocess.run(
-        [PYTHON, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert told.returncode == 1, told.stderr
+def test_the_printed_plan_has_each_part_and_flags_that_fit(capsys):
+    args = plan.changed(grpo.Args(), plan=True, model=QWEN_7B, ranks=4, gpu_gb=80.0, batch=8,
+                        group=64, max_tokens=4096)
+    assert inputs.show_plan(args) == 1
+    text = capsys.readouterr().out
     for part in ("parameters", "gradients", "optimizer", "micro-batch", "engine weights",
                  "kv cache", "total", "would with --update_tokens 4608: "):
-        assert part in told.stdout
+        assert part in text
 
 
 @pytest.mark.parametrize("flags, n_eval, sequences", [
     (dict(batch=4, group=2), 0, 9), (dict(batch=4, group=2, max_num_seqs=5), 0, 6),
-    (dict(batch=4, group=2), 20, 21), (dict(batch=4096, group=8, max_num_seqs=4096), 0, None)])
+    (dict(batch=4096, group=8, max_num_seqs=4096), 0, None)])
 def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
     args = plan.changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
     shape = memory.shape_of("tiny")
@@ -76,35 +72,27 @@ def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequenc
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen3-8B"])
-@pytest.mark.parametrize("ranks, gpu_gb", [(1, 24), (4, 80)])
+@pytest.mark.parametrize("name, ranks, gpu_gb", [
+    ("Qwen2.5-0.5B", 1, 24), ("Qwen2.5-3B", 1, 24), ("Qwen2.5-7B", 4, 80)])
 def test_what_the_search_names_fits(script, name, ranks, gpu_gb):
     args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1)
     shape, card = memory.shape_of(name), gpu_gb * GIB
     made = plan.Plan(args, ranks, None, 0)
-    flags = memory.flags_that_fit(made, shape, card)
-    if flags is not None:
+    if (flags := memory.flags_that_fit(made, shape, card)) is not None:
         better = plan.changed(args, **flags)
         assert memory.fits(replace(made, args=better), shape, card)
         assert not rules.problems(better, ranks)
         assert not flags or not memory.fits(made, shape, card)
 
 
-@pytest.mark.parametrize("name, parameters", [  # as their model cards count them
-    ("Qwen/Qwen2.5-7B", 7_615_616_512), ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400)])
-def test_known_models(name, parameters):
-    assert memory.shape_of(name).params == parameters
-
-
-def test_a_model_that_is_neither_here_nor_known_is_refused():
+def test_known_models():
+    """As their model cards count them; others are refused; the tiny one is as tiny.py makes it."""
+    assert memory.shape_of("Qwen/Qwen2.5-7B").params == 7_615_616_512
+    assert memory.shape_of("meta-llama/Llama-3.2-1B-Instruct").params == 1_235_814_400
+    assert memory.shape_from(tiny.make_model(tiny.make_tokenizer())) == memory.shape_of("tiny:kk")
     assert memory.shape_of("nobody/nothing") is None
     with pytest.raises(SettingsError, match="nobody/nothing: cannot read its config.json"):
         inputs.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
-
-
-def test_the_table_has_the_tiny_model():
-    from examples import tiny
-    assert memory.shape_from(tiny.make_model(tiny.make_tokenizer())) == memory.shape_of("tiny:kk")
 
 
 # ---- never all logits ----
@@ -114,7 +102,7 @@ def plain(hidden, head, targets, temperature):
     return logp.gather(-1, targets.view(-1, 1)).view(-1), -(logp.exp() * logp).sum(-1)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100, 1000])
+@pytest.mark.parametrize("chunk", [7, 100])
 @pytest.mark.parametrize("entropy", ["none", "value", "grad"])
 def test_the_chunked_head_is_exact(chunk, entropy):
     g = torch.Generator().manual_seed(0)
@@ -162,10 +150,8 @@ def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
 # ---- what the trainer holds ----
 
 def all_on_two(world, folder: str) -> dict:
-    return {
-        "sync": stream_weights(world, folder),
-        "knobs": {name: learn_with(world, folder, knob) for name, knob in KNOBS.items()},
-        "reference": reference_bits(world, folder), "phases": run_phases(world, folder)}
+    return {"sync": stream_weights(world, folder), "phases": run_phases(world, folder),
+            "knobs": {name: learn_with(world, folder, knob) for name, knob in KNOBS.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +233,10 @@ def test_a_micro_batch_takes_what_the_plan_says(tmp_path):
 
 KNOBS = {
     "none": {}, "checkpointing": dict(checkpointing=True), "cpu_offload": dict(cpu_offload=True),
-    "shard_size": dict(shard_size=1), "head_chunk": dict(head_chunk=3),
-    "offload": dict(offload=("params", "optimizer")), "reference": dict(offload=("reference",)),
+    "shard_size": dict(shard_size=1), "offload": dict(offload=("params", "optimizer")),
     "budgets": dict(update_tokens=learning.LONGEST, score_tokens=learning.LONGEST)}
 KNOBS["all"] = {k: v for knob in KNOBS.values() for k, v in knob.items()} | {
-    "shard_size": 0, "offload": ("params", "optimizer", "reference")}
+    "shard_size": 0, "head_chunk": 3, "offload": ("params", "optimizer", "reference")}
 
 
 def learn_with(world, folder: str, knob: dict) -> tuple[list[dict], dict]:
@@ -289,19 +274,6 @@ def test_no_knob_changes_the_update(two_ranks):
                 assert ours[name] == expected, (knob, name)
 
 
-def reference_bits(world, folder: str) -> list[torch.Tensor]:
-    """Log-probs in bf16, from float32 weights and from bf16 ones."""
-    batch, args = Batch(fabricate("plain", 2)), learning.arguments(dtype="bfloat16")
-    policies = [build(world, f"{folder}/tied", args, trained) for trained in (True, False)]
-    return [batch.score(world, 1024, "score", lambda m, p=p: p.logprobs(m, 1.0)[0])
-            for p in policies]
-
-
-def test_a_reference_in_bf16_computes_the_same_bits(two_ranks):
-    ours, theirs = two_ranks[1][0]["reference"]
-    assert ours.abs().sum() > 0 and torch.equal(ours, theirs)
-
-
 # ---- the worst case ----
 
 def run_phases(world, folder: str) -> tuple[dict, bool, bool]:
@@ -330,7 +302,7 @@ def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
 
 
 @pytest.mark.parametrize("keys", [2, 3, KEYS])
-@pytest.mark.parametrize("tokens", [1024, 1000, 33, 32, 16, 2])
+@pytest.mark.parametrize("tokens", [1000, 32, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
     micro = worst_case.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
@@ -340,44 +312,43 @@ def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, k
         assert 0.9 * keys * tokens <= sum(lengths) <= keys * tokens
 
 
-@pytest.mark.parametrize("where, rank, call", [
-    ("forward", "1", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("backward", "0", 1), ("backward", "0,1", 2)))])
-def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(tmp_path, where, rank, call):
+def out_of_memory(world, folder: str, whom: tuple[int, ...]) -> None:
+    """A layer of these ranks has no memory in its second forward."""
+    args = learning.arguments(update_tokens=1024, score_tokens=1024, minibatches=2,
+                              dtype="float32")
+    policy = build(world, f"{folder}/untied", args)
+    layer, calls = policy.module.lm.model.layers[1], []
+    shipped = layer.forward
+
+    def forward(*inputs, **options):
+        calls.append(1)
+        if world.rank in whom and len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return shipped(*inputs, **options)
+
+    layer.forward = forward
+    worst_case.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
+
+
+@pytest.mark.parametrize("whom", [(1,), (0, 1)])
+def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(two_ranks, whom):
     # The other rank is in a collective that the first will never join.
-    learning.make_models(None, str(tmp_path))
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    told = subprocess.run(
-        [torchrun, "--nproc_per_node", "2", str(ROOT / "tests/worst_case_worker.py"), str(tmp_path),
-         where, rank, str(call)], capture_output=True, text=True, timeout=300)  # a hang: 600 s
-    assert told.returncode != 0 and "the worst case fits" not in told.stdout
-    sentences = re.findall(r"^error: .*$", told.stderr, re.M)
-    assert len(sentences) == 1, told.stderr
+    ended = on_ranks(2, out_of_memory, two_ranks[0], whom, timeout=60.0)
+    assert all(kind == "error" for kind, _ in ended)
+    sentences = [text for _, text in ended if "SettingsError" in text]
+    assert len(sentences) == 1, ended
     assert "--update_tokens 1024 needs too much memory" in sentences[0]
     suggested = int(re.search(r"at most --update_tokens (\d+)", sentences[0]).group(1))
     failed = int(re.search(r"with (\d+) tokens", sentences[0].replace(",", "")).group(1))
     assert learning.LONGEST <= suggested < failed
-    assert "failed:" not in told.stderr      # no traceback of ours, only one of torchrun
-
-
-def test_a_peak_is_of_its_own_phase():
-    def rise(mebibytes: int) -> float:
-        with worst_case.peak_memory(torch.device("cpu")) as peak:
-            torch.ones(mebibytes * 2**18)                      # gone again at the end
-        return peak["gb"]
-    rise(512)
-    assert rise(256) - rise(0) > 0.2 * GIB
 
 
 # ---- without a GPU ----
 
 @pytest.mark.parametrize("flags, said", [
-    ({}, None), (dict(kv_cache_gb=64.0), "would with --kv_cache_gb 0.0: "),
-    (dict(kv_cache_gb=1e-4), "would with --kv_cache_gb 0.0: "),         # not one sequence
+    ({}, None), (dict(kv_cache_gb=1e-4), "would with --kv_cache_gb 0.0: "),  # not one sequence
     (dict(update_tokens=2**20), "would with --update_tokens 4096: ")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
-    """27.1 GiB on a machine of 24 ran until the kernel killed it."""
-    from examples import tiny
     monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
     args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
     if not said:
@@ -388,7 +359,3 @@ def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, 
     assert said in str(caught.value) and "of 3 GiB free per rank at most" in str(caught.value)
     works = {name: type(flags[name])(*words) for name, words in flags_in(str(caught.value)).items()}
     assert inputs.read_inputs(plan.changed(args, **works), 2, 2)
-
-
-def test_what_is_free_here():
-    assert 0.1 * GIB < inputs.free_bytes() < 2**50

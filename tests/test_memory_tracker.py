@@ -131,8 +131,6 @@ SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
         ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, layers=3)),
         ("Qwen3-30B-A3B", 4, dict(grad=True, checkpointing=False, layers=3)),
-        ("Qwen3-30B-A3B", 8, dict(grad=False, checkpointing=False, layers=3)),
-        ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, rank=16, layers=3)),
         # On one rank the root's gradient is whole.
         ("Qwen2.5-7B", 1, dict(grad=True, checkpointing=True, layers=2))]
 
@@ -147,15 +145,6 @@ def test_a_few_layers(name, ranks, case):
 @pytest.mark.parametrize("ranks, tokens", [(1, 8 * LENGTH), (2, 4 * LENGTH), (8, 16 * LENGTH)])
 @pytest.mark.parametrize("checkpointing, more", [
     (False, dict(grad=True)), (True, dict(grad=True)), (False, dict(grad=False)),
-    (True, dict(grad=True, critic=True)), (False, dict(grad=False, critic=True)),
-    (False, dict(grad=True, rank=16)), (True, dict(grad=True, rank=16)),
-    (True, dict(grad=True, rank=16, critic=True))])
+    (True, dict(grad=True, critic=True)), (False, dict(grad=True, rank=16))])
 def test_whole_models(name, ranks, tokens, checkpointing, more):
     assert close(*measured(name, ranks, tokens, c=2, checkpointing=checkpointing, **more))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_in_float32(checkpointing):
-    assert close(*measured("Qwen2.5-1.5B", 2, 8 * LENGTH, grad=True, c=4,
-                           checkpointing=checkpointing))

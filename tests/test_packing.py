@@ -1,7 +1,6 @@
 """trainer/packing.py: a packed group is its rows, to the last digits."""
 import random
 from itertools import groupby
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import learning
-import ranks
-from dist import SettingsError
-from learning import Case, difference, learn_all, whole
-from preflight import same_policy, worst_case
+from learning import difference
+from preflight import worst_case
 from trainer import model, packing
 from trainer.batch import Batch, Micro
 
@@ -35,8 +31,7 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              initializer_range=0.2, bos_token_id=None, eos_token_id=None)
 MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config),
           "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
-# (prompt, completions): lengths. One completion of one token; one alone; equal ones; a long prompt;
-# some of nearly one length, which are padded to one block.
+# (prompt, completions): lengths. Some are of nearly one length, and padded to one block.
 GROUPS = [(3, (1, 5, 9, 2)), (1, (4,)), (7, (6, 6, 6)), (3, (1,)), (14, (12, 2, 20)),
           (6, (9, 8, 7))]
 
@@ -108,20 +103,6 @@ def test_a_completion_sees_no_other():
             assert changed[row] and changed.sum() == 1, row
 
 
-def test_two_threads_give_one_gradient():
-    # All completions are predicted from the last token of one prompt.
-    lm, samples, threads = small("qwen2").float(), samples_of([(5, [1] * 3000)]), (
-        torch.get_num_threads())
-    torch.set_num_threads(2)
-    gradients = set()
-    for _ in range(5):
-        lm.zero_grad()
-        packed_logprobs(lm, samples).sum().backward()
-        gradients.add(lm.model.embed_tokens.weight.grad.numpy().tobytes())
-    torch.set_num_threads(threads)
-    assert len(gradients) == 1
-
-
 def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, scale, enable_gqa):
     """torch.nn.attention.varlen.varlen_attn by its documentation, one segment at a time."""
     left, right = window_size
@@ -148,54 +129,6 @@ def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     assert difference(ours, theirs) < 1e-14
 
 
-# ---- rows without a gradient ----
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> str:
-    folder = str(tmp_path_factory.mktemp("models"))
-    ranks.results(1, learning.make_models, folder)
-    return folder
-
-
-def all_learn(world, folder: str, cases: list[Case]) -> list:
-    """learn_all in which every row of the batch has a gradient."""
-    shipped = Batch.micros
-    Batch.micros = lambda self, world, rows, budget, phase, learns=None: shipped(
-        self, world, rows, budget, phase, None if learns is None else learns | True)
-    return learn_all(world, folder, cases)
-
-
-def learn_and_count(world, folder: str, cases: list[Case]) -> tuple[list, list[int]]:
-    """learn_all, and for each case how many rows of an update were computed without a gradient."""
-    shipped, counts = Batch.micros, []
-
-    def micros(self, world, rows, budget, phase, learns=None):
-        made = shipped(self, world, rows, budget, phase, learns)
-        counts[-1] += sum(len(micro.rows) for micro in made if not micro.learns)
-        return made
-
-    Batch.micros, outcomes = micros, []
-    for case in cases:
-        counts.append(0)
-        outcomes += learn_all(world, folder, [case])
-    return outcomes, counts
-
-
-def test_rows_without_a_gradient_change_nothing(models):
-    cases = [Case(7, (("minibatches", 2), ("update_tokens", 77)), steps=3),
-             Case(6, (("loss", "gspo"),), steps=2),
-             Case(5, samples="equal", steps=2), Case(4, (("kl_loss_coef", 0.1),))]
-    ours, counts = zip(*ranks.results(2, learn_and_count, models, cases), strict=True)
-    ours = zip(*ours, strict=True)
-    theirs = zip(*ranks.results(2, all_learn, models, cases), strict=True)
-    for case, some, every, *still in zip(cases, ours, theirs, *counts, strict=True):
-        assert (sum(still) > 0) == (not case.options.get("kl_loss_coef"))
-        gap = difference(whole([o.after for o in some]), whole([o.after for o in every]))
-        assert gap < 1e-14, case
-        for a, b in zip(some[0].metrics, every[0].metrics, strict=True):
-            assert a["update/steps"] and a == pytest.approx(b, rel=1e-9, abs=1e-12)
-
-
 # ---- which models ----
 
 WINDOWS = {"mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=6)),
@@ -219,34 +152,3 @@ def test_windows_and_soft_caps_are_packed(kind):
         lm.config.sliding_window = 6
         theirs = one_by_one(lm, samples, "eager")
     assert difference(ours, theirs) < 1e-6          # transformers' softmax is float32
-
-
-def guarded(world, folder: str) -> list[str]:
-    """compare_policies on a good model, and on one whose attention mixes the rows."""
-    args = learning.arguments(dtype="float32")
-    policy = model.Policy(model.build(model.LogprobModel, f"{folder}/tied", world, args.model_args),
-                          world, args.model_args, args.optimizer_args)
-    samples, found = samples_of([(5, (9,))]), []
-    run = SimpleNamespace(world=world, policy=policy, args=args, max_gap=1e-3)
-    logprobs = Batch(samples).score(
-        world, 100, "score", lambda micro: policy.logprobs(micro, 1.0)[0])
-    samples[0].completion.logprobs[:] = logprobs.numpy()  # a good engine
-    for attention in packing.attention, mixed:
-        AttentionInterface.register("packed", attention)
-        try:
-            same_policy.compare_policies(run, samples)
-            found.append("")
-        except SettingsError as error:
-            found.append(str(error))
-    return found
-
-
-def mixed(module, q, k, v, mask, scaling=None, packed=None, **options):
-    """Attention to all that stands before, the rows of others too."""
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
-def test_a_model_that_cannot_be_packed_is_refused_before_the_first_update(models):
-    (good, bad), = ranks.results(1, guarded, models)
-    assert good == "" and bad.startswith("trainer and transformers differ before the first update")

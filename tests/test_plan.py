@@ -1,9 +1,4 @@
-"""preflight/plan.py and rules.py: what is printed, what is refused and how, and that what is
-accepted runs.
-
-The last is a property over random settings: an epoch is simulated with the shipped Stream, share,
-minibatches and balance, all that a step's sizes depend on.
-"""
+"""What a plan says and refuses, before weights load; and that what is accepted runs."""
 import json
 import os
 import random
@@ -21,7 +16,7 @@ import grpo
 import ppo
 import sft
 from data import Row, Stream
-from dist import Mistakes, SettingsError, balance, share
+from dist import SettingsError, balance
 from examples import tiny
 from preflight import inputs, plan, rules
 from preflight.memory import shape_of
@@ -41,38 +36,22 @@ def problems(ranks: int = 1, n_rows: int | None = 1000, **flags):
     return rules.problems(Args(**flags), ranks, n_rows)
 
 
-def command(*flags: str) -> subprocess.CompletedProcess:
-    """The script as it is shipped, with vLLM made impossible to import."""
-    block = ("import sys; sys.modules['vllm'] = None; import runpy; sys.argv[0] = 'grpo.py'; "
-             "runpy.run_path('grpo.py', run_name='__main__')")
-    return subprocess.run(
-        [sys.executable, "-c", block, *flags], cwd=ROOT, capture_output=True, text=True,
-        timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-
-
 def said(text: str, *parts: str) -> None:
     for part in parts:
         assert part in text, f"{part!r} is not in\n{text}"
 
 
-# ---- flags in groups ----
-
 def test_flags_are_flat_by_name_and_a_change_leaves_the_original_alone():
     args = ppo.Args()
     flags = plan.flags(args)
-    for name in ("batch", "tp", "plan", "eval_every", "critic_lr", "clip_low", "gamma", "betas"):
-        assert name in flags
-    assert not set(flags) & {"engine_args", "critic_args", "plan_args"}
+    assert {"batch", "tp", "eval_every", "critic_lr", "gamma", "betas"} <= set(flags)
     other = plan.changed(args, tp=4, batch=3, critic_update_tokens=7)
     assert other.engine_args.tp == 4 and other.batch == 3
     assert other.critic_args.critic_update_tokens == 7
     assert plan.flags(args) == flags and other.eval_args is args.eval_args
     with pytest.raises(TypeError, match="tq"):
         plan.changed(args, tq=4)
-
-
-def test_every_range_is_of_a_flag():
-    assert set(rules.RANGES) <= set(plan.flags(grpo.Args()) | plan.flags(ppo.Args()))
+    assert set(rules.RANGES) <= set(plan.flags(grpo.Args()) | flags)
 
 
 # ---- what is printed ----
@@ -94,32 +73,26 @@ def test_printed_plan():
 
 
 def test_plan_command_needs_no_torchrun_no_engine_and_no_weights(tmp_path):
-    """The README's command. It writes nothing, not even the tiny model."""
-
-    def made():
-        return set((ROOT / "runs").glob("tiny-*")) if (ROOT / "runs").exists() else set()
-
-    before = made()
-    done = command(*"--plan --ranks 64 --batch 512 --group 8".split())
+    """The README's command, with vLLM made impossible to import."""
+    block = ("import sys; sys.modules['vllm'] = None; import runpy; sys.argv[0] = 'grpo.py'; "
+             f"sys.path.insert(0, {str(ROOT)!r}); "
+             f"runpy.run_path({str(ROOT / 'grpo.py')!r}, run_name='__main__')")
+    done = subprocess.run(
+        [sys.executable, "-c", block, *"--plan --ranks 64 --batch 512 --group 8".split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     said(done.stdout, "64 engines of 1 rank, 64 requests each",
          "plan for grpo.py on 64 ranks: 512 prompts x 8 completions = 4,096 completions")
-    assert made() == before
+    assert not any(tmp_path.iterdir())
 
 
-def test_plan_command_tells_all_problems_in_one_message():
-    done = command(*("--plan --ranks 3 --batch 0 --tp 3 --data nowhere.jsonl "
-                     "--reward nonsense").split())
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    said(done.stderr, "--batch must be at least 1 (got 0). Would work: --batch 64.",
+def test_all_mistakes_of_flags_and_files_come_in_one_message():
+    args = Args(plan=True, ranks=3, batch=0, tp=3, data="nowhere.jsonl", reward=("nonsense",))
+    with pytest.raises(SettingsError) as caught:
+        inputs.show_plan(args)
+    said(str(caught.value), "--batch must be at least 1 (got 0). Would work: --batch 64.",
          "--tp must divide the 4 att", "nowhere.jsonl", "nonsense", "4 problems")
-
-
-def test_a_terminal_in_ascii_shows_the_help():
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
-    done = subprocess.run([sys.executable, "ppo.py", "--help"], cwd=ROOT, env=env,
-                          capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "--kl_reward_coef" in done.stdout, done.stderr
 
 
 # ---- what is refused ----
@@ -127,32 +100,17 @@ def test_a_terminal_in_ascii_shows_the_help():
 # One row for each kind of rule: (flags, the sentence, what would work).
 REFUSED = [
     (dict(lr=NAN), "--lr must be more than 0 (got nan).", [("lr", None)]),
-    (dict(seed=2**63), "--seed must be at least 0 and below 2^63 (got 9223372036854775808).",
-     [("seed", 0)]),
-    (dict(warmup_steps=-2), "--warmup_steps must be at least 0 (got -2).", [("warmup_steps", 0)]),
     (dict(keep=0), "--keep must be at least 1 (got 0).", [("keep", 2)]),
-    (dict(reward_workers=10**6), "--reward_workers must be from 1 to 4,096 (got 1000000).",
-     [("reward_workers", 2)]),
     (dict(eval_temperature=0.005), "--eval_temperature must be 0, or from 0.01 to 2 (got 0.005).",
      [("eval_temperature", 0.0)]),
-    (dict(timeout=1e15), "--timeout must be from 1 to 1e6 (got 1000000000000000.0).",
-     [("timeout", 600.0)]),
-    (dict(difficulty=(0.5, 0.2)), "--difficulty must be LOW and HIGH with 0 <= LOW <= HIGH <= 1 "
-     "(got (0.5, 0.2)).", [("difficulty", None)]),
-    (dict(data=""), "--data must be some text (got ).", [("data", "tiny")]),
     (dict(betas=(0.9, 1.0)), "--betas must be two numbers in [0, 1) (got (0.9, 1.0)).",
      [("betas", (0.9, 0.999))]),
     (dict(tp=3), "--tp must divide the 4 ranks (got 3).", [("tp", 2)]),
     (dict(shard_size=3), "--shard_size must divide the 4 ranks (got 3).", [("shard_size", 0)]),
     (dict(update_tokens=149, max_prompt_tokens=100, max_tokens=50), "--update_tokens must be at "
      "least 150 (got 149): --max_prompt_tokens 100 + --max_tokens 50.", [("update_tokens", 150)]),
-    (dict(critic_score_tokens=149, max_prompt_tokens=100, max_tokens=50), "--critic_score_tokens "
-     "must be at least 150 (got 149): --max_prompt_tokens 100 + --max_tokens 50.",
-     [("critic_score_tokens", 150)]),
     (dict(batch=64, minibatches=400), "--minibatches must be at most 320 (got 400): the smallest "
      "batch has 40 prompts x --group 8.", [("minibatches", 320)]),
-    (dict(overlong_buffer=300), "--overlong_buffer must be at most 256 (got 300): --max_tokens.",
-     [("overlong_buffer", 256)]),
     (dict(engine_correction="mask", correction_low=3.0), "--correction_low must be at most 2.0 "
      "(got 3.0): --correction_high.", [("correction_low", 2.0)]),
     (dict(eval_samples=4, eval_data="x"), "--eval_samples must be at most 1 (got 4): "
@@ -163,7 +121,6 @@ REFUSED = [
      "completions for 4 ranks x 1 rounds.", [("batch", 2), ("group", 4), ("ranks", 2)]),
     (dict(strict=True, dynamic_sampling=True), "--strict cannot hold with --dynamic_sampling: any "
      "number of groups may stay.", [("strict", False), ("dynamic_sampling", False)]),
-    (dict(eval_pass=0.5), "--eval_pass needs --eval_data or --difficulty.", [("eval_pass", 1.0)]),
     (dict(ranks=3), "--ranks needs --plan.", [("ranks", 1)]),
     (dict(stop=("a", "")), "--stop must not have an empty string.", [("stop", ("a",))]),
     (dict(group=1), "--advantage dr_grpo compares the completions of a prompt, so --group must be "
@@ -185,26 +142,20 @@ def test_a_kind_of_rule(flags, sentence, fixes):
     check_fixes(args, 4, n_rows, [problem])
 
 
-def test_save_every_may_be_0_where_keep_may_not():
-    assert not problems(save_every=0, keep=1)
-
-
 @pytest.mark.parametrize("name", [
-    ".", "..", "../x", "a/b", "/tmp/x", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd"])
+    "..", "a/b", "-x", "é" * 101, "\ud800", "tiny-kk-12ab34cd"])
 def test_a_name_that_is_no_folder_of_its_own(name):
     problem, = problems(name=name)
     assert problem.kind == "--name" and problem.fixes == (("name", "my-run"),)
 
 
-QWEN_05B, QWEN_15B, TINY = map(shape_of, ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "tiny"))
+QWEN_05B, TINY = map(shape_of, ("Qwen2.5-0.5B", "tiny"))
 
 
 @pytest.mark.parametrize("shape, machine, ranks, tp, words, fixes", [
     (QWEN_05B, None, 8, 4, "--tp must divide the 14 attention heads (got 4).", [2]),
     (QWEN_05B, None, 7, 7, "4,864 columns of the MLP and 2 key-value heads and 151,936 tokens of "
      "the vocabulary (got 7)", [1]),
-    (QWEN_15B, 6, 6, 6, "the 8,960 columns of the MLP and 151,936 tokens of", [2]),
-    (TINY, 2, 8, 4, "--tp must divide the 2 ranks of a machine (got 4)", [2]),
     (None, 2, 8, 8, "--tp must divide the 2 ranks of a machine (got 8)", [2])])
 def test_an_engine_the_model_or_machines_do_not_allow(shape, machine, ranks, tp, words, fixes):
     """vLLM says so after minutes; an engine over two machines it starts."""
@@ -214,17 +165,6 @@ def test_an_engine_the_model_or_machines_do_not_allow(shape, machine, ranks, tp,
     assert all([v for f, v in p.fixes if f == "tp"] == fixes for p in found), found
     for value in fixes:
         assert not rules.problems(Args(tp=value), ranks, 1000, shape=shape, local_size=machine)
-
-
-def test_all_problems_come_together_and_no_suggestion_trades_one_for_another():
-    flags = dict(batch=64, group=4, minibatches=200, update_tokens=10, tp=4, lr=-1.0, strict=True,
-                 shard_size=4)
-    found = problems(6, n_rows=100, **flags)
-    assert {p.kind for p in found} == {f"--{name}" for name in flags} - {"--batch", "--group"}
-    check_fixes(Args(**flags), 6, 100, found)
-    with pytest.raises(SettingsError) as caught:
-        Mistakes(map(str, found)).stop()
-    assert str(caught.value).startswith("6 problems:") and "\n  6. " in str(caught.value)
 
 
 def check_fixes(args, ranks: int, n_rows: int | None, found: list[rules.Rule]) -> None:
@@ -256,10 +196,7 @@ def place(tmp_path, monkeypatch) -> Path:
     ("must be at most the 64 positions of small", dict(model="small")),
     ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
     ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
-    ("odd.jsonl, row 0 .*no prompt column", dict(model="tiny", eval_data="odd.jsonl")),
     ("tiny:chess is not a model", dict(model="tiny:chess")),
-    ("^--model small2", dict(model="small2")),
-    ("--teacher small2", dict(model="good", teacher="small2")),
     ("^--teacher tiny:chess", dict(teacher="tiny:chess"))])
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
@@ -330,52 +267,33 @@ def draw(rng: random.Random):
 
 
 def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> None:
-    """One epoch: each completion is trained on --epochs times or counted once."""
+    """One epoch: each completion is trained on --epochs times."""
     made = plan.Plan(args, ranks, n_rows, n_eval)
     ids = [[1] * rng.randint(1, args.data_args.max_prompt_tokens) for _ in range(n_rows)]
-    stream = Stream([Row(i, "", ids[i], None, {}, "") for i in range(n_rows)], args.seed)
-    seen, engines = Counter(), ranks // args.engine_args.tp
+    stream, seen = Stream([Row(i, "", ids[i], None, {}, "") for i in range(n_rows)], args.seed), []
     while stream.position < n_rows:
         prompts = stream.next(args.batch)
         assert len(prompts) in made.batches
-        seen.update(p.row.index for p in prompts)
-        requests = [(p.position, g) for p in prompts for g in range(args.group)]
-        shares = [requests[share(len(requests), engines, e)] for e in range(engines)]
-        assert sum(shares, []) == requests
-        rows, counted = len(requests), Counter()
+        seen += [p.row.index for p in prompts]
         if args.dynamic_sampling:                            # some groups are left out
-            kept = rng.randint(0, len(prompts))
-            counted["equal"] = (len(prompts) - kept) * args.group
-            prompts, rows = prompts[:kept], kept * args.group
-        longest = args.max_tokens
-        lengths = [rng.choice([1, longest, rng.randint(1, longest)]) for _ in range(rows)]
-        of = [p for p in prompts for _ in range(args.group)]
-        batch = Batch([
-            Sample(p, Completion(np.ones(n, np.int32), np.zeros(n, np.float32), False), "",
-                   Score(0.0, {}, None)) for p, n in zip(of, lengths, strict=True)])
-        sizes = batch.sizes
+            prompts = prompts[:rng.randint(0, len(prompts))]
         phases = {p.rows: p for p in made.phases(len(prompts)) if p.name == "update"}
+        of = [p for p in prompts for _ in range(args.group)]
+        batch = Batch([Sample(p, Completion(np.ones(n, np.int32), np.zeros(n, np.float32), False),
+                              "", Score(0.0, {}, None))
+                       for p in of for n in [rng.choice([1, args.max_tokens])]])
         trained, minibatches = Counter(), batch.minibatches(args.minibatches, args.epochs)
-        assert len(minibatches) == args.minibatches * args.epochs
-        assert rows < args.minibatches or all(minibatches), "an optimizer step without rows"
-        for part in minibatches:
-            if not part:                             # fewer completions than minibatches
-                assert args.dynamic_sampling
-                continue
-            lanes = balance([sizes[r] for r in part], ranks, args.update_tokens)
+        assert len(of) < args.minibatches or all(minibatches), "an optimizer step without rows"
+        for part in filter(None, minibatches):
+            lanes = balance([batch.sizes[r] for r in part], ranks, args.update_tokens)
             counts = {len(lane) for lane in lanes}
             empty = sum(not micro for lane in lanes for micro in lane)
             assert len(counts) == 1 and max(counts) <= phases[len(part)].micros
             assert empty <= phases[len(part)].padding, "more padding than the plan says"
             assert not args.plan_args.strict or not empty, "padding under --strict"
             trained.update(part[i] for lane in lanes for micro in lane for i in micro)
-        assert trained == dict.fromkeys(range(rows), args.epochs)
-        assert rows + sum(counted.values()) == len(requests)
-        score = balance(sizes, ranks, args.score_tokens)
-        assert sorted(i for lane in score for micro in lane for i in micro) == list(range(rows))
-    assert seen == dict.fromkeys(range(n_rows), 1), "a row was dropped, or came twice in an epoch"
-    evaluated = [list(range(n_eval))[share(n_eval, engines, e)] for e in range(engines)]
-    assert sum(evaluated, []) == list(range(n_eval))
+        assert trained == dict.fromkeys(range(len(of)), args.epochs)
+    assert sorted(seen) == list(range(n_rows)), "a row was dropped, or came twice in an epoch"
 
 
 def settle(count: int, seed: int) -> Counter:
@@ -399,11 +317,6 @@ def settle(count: int, seed: int) -> Counter:
 
 
 def test_every_setting_is_refused_or_runs():
-    outcomes = settle(200, seed=0)
-    assert outcomes["runs"] > 70 and outcomes["refused"] > 40, outcomes
-    assert outcomes["suggestions"] > 50, outcomes
-
-
-@pytest.mark.slow
-def test_every_setting_is_refused_or_runs_at_length():
-    assert settle(20_000, seed=1)["runs"] > 7000
+    outcomes = settle(120, seed=0)
+    assert outcomes["runs"] > 40 and outcomes["refused"] > 20, outcomes
+    assert outcomes["suggestions"] > 30, outcomes

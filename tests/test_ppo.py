@@ -8,7 +8,6 @@ import learning
 import ppo
 import ranks
 from learning import LONGEST, difference, fabricate, make_models, whole
-from preflight import plan
 from trainer import lora, model
 
 BASE = dict(critic_lr=1e-3, minibatches=1, critic_update_tokens=4096, critic_score_tokens=4096)
@@ -32,6 +31,13 @@ def shards(trained: model.Trained) -> list[torch.Tensor]:
     """This rank's part of every parameter."""
     trained.module.reshard()
     return [p.detach().to_local().clone() for p in trained.module.parameters()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("models"))
+    make_models(None, path)
+    return path
 
 
 def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[dict]:
@@ -61,16 +67,14 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
 
 
 @pytest.mark.parametrize("dtype, prompts, rank, limit", [
-    ("float64", 7, 0, 1e-12), pytest.param("float32", 1, 0, 1e-5, marks=pytest.mark.slow),
+    ("float64", 7, 0, 1e-12),
     pytest.param("float64", 7, 2, 1e-12, marks=pytest.mark.slow)])
-def test_same_update_on_any_ranks_and_budgets(tmp_path_factory, dtype, prompts, rank, limit):
-    folder = str(tmp_path_factory.mktemp("models"))
-    ranks.results(1, make_models, folder)
+def test_same_update_on_any_ranks_and_budgets(folder, dtype, prompts, rank, limit):
 
     def each(size):
         return ranks.results(size, learn_all, folder, prompts, dtype, rank)
 
-    runs = {size: list(zip(*each(size), strict=True)) for size in (1, 2, 4)}
+    runs = {size: list(zip(*each(size), strict=True)) for size in (1, 3)}
 
     def gap(what: str, many, one, k=None) -> float:
         def part(o):
@@ -104,45 +108,29 @@ def critic_facts(world, folder: str) -> dict:
     critic = model.Critic(model.build(model.ValueModel, f"{folder}/tied", world, weights), world,
                           weights, args.optimizer_args)
 
-    def storages(trained):
-        return {p.to_local().untyped_storage().data_ptr()
-                                    for p in trained.module.parameters()}
-
     def snapshot(trained):
         return torch.cat([p.flatten() for p in shards(trained)])
+
+    def pointers(trained):
+        return {p.to_local().untyped_storage().data_ptr() for p in trained.module.parameters()}
 
     samples, before = fabricate("plain", 4), (snapshot(policy), snapshot(critic))
 
     def learn():
         return ppo.learn(args, world, (policy, critic), samples, lr=0.0, critic_lr=1e-2,
-                                  kl_coef=0.0)
+                         kl_coef=0.0)
 
     first = learn()
     after = snapshot(policy), snapshot(critic)
-    return {"shared": len(storages(policy) & storages(critic)), "first": first,
+    return {"shared": len(pointers(policy) & pointers(critic)), "first": first,
             "policy moved": float((after[0] - before[0]).norm()),
             "critic moved": float((after[1] - before[1]).norm()),
             "errors": [first["loss/value"]] + [learn()["loss/value"] for _ in range(8)]}
 
 
-def test_the_critic_shares_nothing_starts_at_zero_and_learns_alone(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("models"))
-    ranks.results(1, make_models, folder)
+def test_the_critic_shares_nothing_starts_at_zero_and_learns_alone(folder):
     facts, = ranks.results(1, critic_facts, folder)
     assert facts["shared"] == 0
     assert facts["policy moved"] == 0 and facts["critic moved"] > 0
     assert facts["first"]["critic/value_mean"] == 0
     assert facts["errors"][-1] < 0.5 * facts["errors"][0]
-
-
-def test_the_two_scripts_have_the_same_flags_but_for_their_own():
-    import grpo
-    ours, theirs = plan.flags(grpo.Args()), plan.flags(ppo.Args())
-    assert ours.keys() - theirs.keys() == {
-        "advantage", "advantage_eps", "dynamic_sampling", "refills", "overlong_filter", "loss",
-        "kl_loss_coef", "kl_estimator"}
-    assert theirs.keys() - ours.keys() == {
-        "gamma", "lam", "value_clip", "kl_target", "kl_horizon", "critic_lr",
-        "critic_warmup_steps", "critic_update_tokens", "critic_score_tokens"}
-    other = {k for k in ours.keys() & theirs.keys() if ours[k] != theirs[k]}
-    assert other == {"batch", "group", "minibatches"}
