@@ -4,9 +4,7 @@ The templates are short forms of the families' own ones: their headers, ends, ca
 What the model writes is written here by hand, in the format that the family was trained on.
 """
 import json
-import shutil
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,12 +21,10 @@ from examples import calculator, tiny
 from preflight import plan, rules
 from rewards import RewardArgs, Scorer
 from scoring import replies
-from test_layouts import run
 from test_sft import tokenizer_of
 from test_turns import ALONE
 from trainer.batch import Completion
 
-ROOT = Path(__file__).parent.parent
 OWN = '''
 import os, time
 def add(a: float, b: float) -> float:
@@ -68,21 +64,19 @@ def bare(kind):
     return kind
 '''
 NAMES = "add", "spell", "trap"
-LOOP = "{% for m in messages %}"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 PLAIN = "{{ m.content }}"
 ARGS = "{{ c.function.arguments | tojson }}"
 CALLS = "{% for c in m.tool_calls %}"
-START = "{% if add_generation_prompt %}HEADER{% endif %}"
 JSON = '{"name": "{{ c.function.name }}", "arguments": ' + ARGS + "}"
 
 
-def template(before, user, words, calls, tool, header, loop=LOOP):
+def template(before, user, words, calls, tool, header):
     """After a block Jinja drops a newline."""
-    text = before + loop + (
+    text = before + "{% for m in messages %}" + (
         "{% if m.role == 'tool' %}" + tool + "{% elif m.tool_calls %}" + calls
         + "{% elif m.role == 'assistant' %}" + words + "{% else %}" + user + "{% endif %}"
-        "{% endfor %}") + START.replace("HEADER", header)
+        "{% endfor %}{% if add_generation_prompt %}" + header + "{% endif %}")
     return text.replace("%}\n", "%}{{ '\\n' }}")
 
 
@@ -111,6 +105,15 @@ LLAMA_TOOL = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojs
 MISTRAL_TOKENS = ("<s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
                   "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [ARGS] </s>")
 AVAILABLE = "[AVAILABLE_TOOLS] [" + TOOLS + "][/AVAILABLE_TOOLS]"
+
+
+COMMA = "{% if not loop.last %}, {% endif %}{% endfor %}"
+
+
+def chatml(calls):
+    """ChatML's headers and answers, and a family's way to write calls."""
+    return template(SYSTEM, CHATML, CHATML, "<|im_start|>assistant\n" + calls + "<|im_end|>\n",
+                    GROUP, "<|im_start|>assistant\n")
 
 
 def hermes(*calls):
@@ -150,39 +153,26 @@ FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as 
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}"
         "{% endif %}" + LLAMA_HEADER + CALLS + JSON.replace("arguments\":", "parameters\":")
         + "{% endfor %}<|eot_id|>", LLAMA_TOOL, LLAMA_HEADER), parameters, "llama3_json"),
-    "llama, python": (LLAMA_TOKENS, template(
-        "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA, LLAMA_HEADER + "[" + CALLS
-        + "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}{{ key }}="
-        "{% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}{% if not loop.last "
-        "%}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|eot_id|>",
-        LLAMA_TOOL, LLAMA_HEADER), python, "pythonic"),
     "mistral v11": (MISTRAL_TOKENS, template(
         "<s>", AVAILABLE + "[INST]" + PLAIN + "[/INST]", PLAIN + "</s>",
         CALLS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]" + ARGS + "{% endfor %}</s>",
         "[TOOL_RESULTS]" + PLAIN + "[/TOOL_RESULTS]", ""),
         lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"
                                for name, given in calls), "mistral"),
-    "granite": ("<|start_of_role|> <|end_of_role|> <|tool_call|> <|end_of_text|>",
-                template(
-        TOOLS, "<|start_of_role|>{{ m.role }}<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|><tool_call>[" + CALLS + JSON
-        + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end_of_text|>\n",
-        "<|start_of_role|>tool_response<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>"),
+    "python": ("<|im_start|> <|im_end|>", chatml(
+        "[" + CALLS + "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}"
+        "{{ key }}={% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}"
+        "{% if not loop.last %}, {% endif %}{% endfor %})" + COMMA + "]"), python, "pythonic"),
+    "granite": ("<|tool_call|> <|im_start|> <|im_end|>", chatml(
+        "<tool_call>[" + CALLS + JSON + COMMA + "]"),
         lambda *calls: "<tool_call>" + listed(*calls), "granite"),
-    "phi4-mini": ("<|system|> <|user|> <|assistant|> <|tool_response|> <|end|>",
-                  template(
-        "<|system|>" + TOOLS + "<|end|>", "<|user|>" + PLAIN + "<|end|>",
-        "<|assistant|>" + PLAIN + "<|end|>", "<|assistant|>functools[" + CALLS + JSON
-        + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end|>",
-        "<|tool_response|>" + PLAIN + "<|end|>", "<|assistant|>"),
-        lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
-    "qwen3-coder": ("<|im_start|> <|im_end|>", template(
-        SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n<function="
-        "{{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}<parameter="
-        "{{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
-        "<|im_end|>\n", GROUP, "<|im_start|>assistant\n"), xml, "qwen3_coder")}
+    "phi4-mini": ("<|im_start|> <|im_end|>", chatml("functools[" + CALLS + JSON + COMMA + "]"),
+                  lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
+    "qwen3-coder": ("<|im_start|> <|im_end|>", chatml(
+        CALLS + "<tool_call>\n<function={{ c.function.name }}>\n{% for key, value in "
+        "c.function.arguments.items() %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
+        "{% endfor %}</function>\n</tool_call>{% if not loop.last %}\n{% endif %}{% endfor %}"),
+        xml, "qwen3_coder")}
 TWO = ("add", {"a": 1, "b": 2}), ("spell", {"word": "no", "times": 2})
 ONE = ("spell", {"word": "yes"})
 
@@ -256,16 +246,10 @@ def play(bridge, tools, *texts, world=ALONE):
     return [(row.prompt_ids, c) for c in done]
 
 
-def whole(bridge, tools, chat):
-    """The ids of a chat, all at once."""
-    text = bridge.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Do it."}, *chat], tools=tools.schemas, tokenize=False)
-    return bridge.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_put_in_is_the_templates_own_text(tools, name):
-    """Two calls in one turn, another one, and the end: the ids of the whole chat, at once."""
+    """Two calls in one turn, another one, and the end: the ids of the whole chat, at once. The end
+    of a turn is put in where it is missing (a --stop string ended it), and not doubled."""
     controls, text, writes, parser = FAMILIES[name]
     bridge = bridge_of(tools, tokenizer_of(controls, text))
     assert type(bridge.calls.parser) is ToolParserManager.get_tool_parser(parser)
@@ -277,16 +261,13 @@ def test_what_is_put_in_is_the_templates_own_text(tools, name):
             for c in t.get("tool_calls", [])] == [*first, ONE]
     put_in = np.flatnonzero(~done.sampled)
     ids = prompt + done.ids[:put_in[-1] + 1].tolist()
-    assert len(put_in) > 20 and ids == whole(bridge, tools, done.turns)[:len(ids)]
+    whole = bridge.tokenizer(bridge.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Do it."}, *done.turns], tools=tools.schemas,
+        tokenize=False), add_special_tokens=False)["input_ids"]
+    assert len(put_in) > 20 and ids == whole[:len(ids)]
     said = bridge.tokenizer.decode(done.ids[put_in[-1] + 1:], skip_special_tokens=True)
     assert said == "so it is" and not done.failed
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_end_of_a_turn_is_put_in_where_it_is_missing(tools, name):
-    """A --stop string ended the turn. Else the end is not doubled."""
-    tokenizer = tokenizer_of(*FAMILIES[name][:2])
-    bridge, end = bridge_of(tools, tokenizer), tokenizer.eos_token_id
+    end = bridge.tokenizer.eos_token_id
     answer = toolcalls.message(toolcalls.call("add", {}, "0" * 9), "3")
     ids = bridge.ids(77, [answer])
     assert ids[0] == end and bridge.ids(end, [answer]) == ids[1:]
@@ -327,7 +308,6 @@ def test_a_template_that_cannot_be_used_is_one_sentence(tools, text, words):
 
 
 @pytest.mark.parametrize("spec, words", [
-    ("own.py", "must be FILE.py:FUNCTION"), ("none.py:add", "--tools none.py:add: no such file"),
     ("own.py:nothing", r"--tools needs a function nothing \(def, not async def\)"),
     ("own.py:waits", "needs a function waits"),
     ("own.py:bare", "A tool needs a docstring with a line `NAME: what it is` below `Args:`")])
@@ -337,15 +317,12 @@ def test_a_function_that_is_no_tool_is_refused(own, monkeypatch, spec, words):
         toolcalls.load((spec,), RewardArgs(1))
 
 
-@pytest.mark.parametrize("flags, words", [
-    (dict(tools=("own.py:add",), reply="own.py:reply"), "--tools and --reply both answer"),
-    (dict(max_turns=3), "--max_turns needs --reply or --tools")])
-def test_settings_that_make_no_sense(flags, words):
-    problem, = rules.problems(plan.changed(grpo.Args(), **flags), 1)
-    assert words in str(problem)
-
-
-def test_a_finished_chat_takes_no_tools(tools):
+def test_settings_that_make_no_sense(tools):
+    for flags, words in ((dict(tools=("own.py:add",), reply="own.py:reply"),
+                          "--tools and --reply both answer"),
+                         (dict(max_turns=3), "--max_turns needs --reply or --tools")):
+        problem, = rules.problems(plan.changed(grpo.Args(), **flags), 1)
+        assert words in str(problem)
     with pytest.raises(SettingsError, match="a finished chat text takes no --system, no --tools"):
         data.make_row(0, {"prompt": "<|im_start|>user"}, "", tiny.make_tokenizer(), [],
                       data.DataArgs(), tools.schemas)
@@ -403,32 +380,16 @@ def test_hostile_calls_cost_themselves_only(own):
     assert score.total == 0 and [s.parts["reply"] for s in plain] == [None, None]
 
 
-# ---- the example, and the real script
+# ---- the example
 
 @pytest.mark.parametrize("text, start", [
-    ("12 * (3 + 4)", "84"), ("-7/2", "-3.5"), ("1e999*0", "nan"),
+    ("12 * (3 + 4)", "84"), ("-7/2", "-3.5"),
     ("1/0", "error: ZeroDivisionError: division by zero"),
     *((text, "error: ValueError: only numbers, + - * / and parentheses are known") for text in (
-        "2**9**9**9", "__import__('os').getcwd()", "'a' * 9", "9 if 1 else 2")),
+        "2**9**9**9", "__import__('os').getcwd()")),
     ("9*" * 5000 + "9", "error: ValueError: an expression has at most 200 characters"),
-    *((text, "error: ") for text in ("(" * 199, "", "1;2", "\0", 3))])
+    *((text, "error: ") for text in ("(" * 199, "", 3))])
 def test_the_calculator_computes_arithmetic_and_nothing_else(text, start):
     tools = replies.Tools({"calculator": calculator.calculator})
     found = tools.result("calculator", {"expression": text})
     assert found.startswith(start) and len(found) < 300
-
-
-@pytest.mark.slow
-def test_the_script_shows_the_schemas_to_the_model(tmp_path):
-    """The tiny model with a template for tools. It calls none: each episode is one turn."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.ensure(str(ROOT / "runs")), folder)
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.chat_template = FAMILIES["qwen2.5"][1]
-    tokenizer.save_pretrained(folder)
-    ran = run(tmp_path, "--model", str(folder), "--tools",
-              f"{ROOT}/examples/calculator.py:calculator", "--max_prompt_tokens", "500",
-              "--update_tokens", "600", "--score_tokens", "600", ranks_each=2)
-    assert ran.rows[1]["rollout/turns_mean"] == 1
-    prompt = json.loads(ran.samples[1].splitlines()[0])["prompt"]
-    assert '"description": "Computes the value of an arithmetic expression."' in prompt

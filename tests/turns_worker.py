@@ -66,7 +66,7 @@ def main(folder: str, reply: str, out: str) -> None:
             "rounds": rounds, "cached": cached, "gap": gap,
             "samples": [dict(
                 ids=c.ids.tolist(), logprobs=c.logprobs.tolist(), sampled=c.sampled.tolist(),
-                truncated=c.truncated, failed=c.failed, turns=c.turns, text=s.text,
+                truncated=c.truncated, failed=c.failed, turns=c.turns,
                 prompt=s.prompt.row.prompt_ids, kind=s.prompt.row.columns["kind"])
                 for s, c in zip(samples, done, strict=True)]}))
     episodes.workers.close()
