@@ -12,13 +12,10 @@ import pytest
 from vllm.tool_parsers import ToolParserManager
 
 import data
-import grpo
-import ranks
 import rollout
 from chats import toolcalls, turns
 from dist import SettingsError
 from examples import calculator, tiny
-from preflight import plan, rules
 from rewards import RewardArgs, Scorer
 from scoring import replies
 from test_sft import tokenizer_of
@@ -102,18 +99,6 @@ LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 LLAMA_TOKENS = ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|> "
                 "<|eot_id|>")
 LLAMA_TOOL = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
-MISTRAL_TOKENS = ("<s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
-                  "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [ARGS] </s>")
-AVAILABLE = "[AVAILABLE_TOOLS] [" + TOOLS + "][/AVAILABLE_TOOLS]"
-
-
-COMMA = "{% if not loop.last %}, {% endif %}{% endfor %}"
-
-
-def chatml(calls):
-    """ChatML's headers and answers, and a family's way to write calls."""
-    return template(SYSTEM, CHATML, CHATML, "<|im_start|>assistant\n" + calls + "<|im_end|>\n",
-                    GROUP, "<|im_start|>assistant\n")
 
 
 def hermes(*calls):
@@ -121,25 +106,9 @@ def hermes(*calls):
                      + "\n</tool_call>" for name, given in calls)
 
 
-def listed(*calls):
-    return json.dumps([{"name": name, "arguments": given} for name, given in calls])
-
-
 def parameters(call):
     name, given = call
     return json.dumps({"name": name, "parameters": given})
-
-
-def python(*calls):
-    def one(name, given):
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    return "[" + ", ".join(one(*call) for call in calls) + "]"
-
-
-def xml(*calls):
-    return "\n".join(f"<tool_call>\n<function={name}>\n" + "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
-        + "</function>\n</tool_call>" for name, given in calls)
 
 
 FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as written; parser)
@@ -152,27 +121,7 @@ FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as 
         "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA,
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}"
         "{% endif %}" + LLAMA_HEADER + CALLS + JSON.replace("arguments\":", "parameters\":")
-        + "{% endfor %}<|eot_id|>", LLAMA_TOOL, LLAMA_HEADER), parameters, "llama3_json"),
-    "mistral v11": (MISTRAL_TOKENS, template(
-        "<s>", AVAILABLE + "[INST]" + PLAIN + "[/INST]", PLAIN + "</s>",
-        CALLS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]" + ARGS + "{% endfor %}</s>",
-        "[TOOL_RESULTS]" + PLAIN + "[/TOOL_RESULTS]", ""),
-        lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"
-                               for name, given in calls), "mistral"),
-    "python": ("<|im_start|> <|im_end|>", chatml(
-        "[" + CALLS + "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}"
-        "{{ key }}={% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}"
-        "{% if not loop.last %}, {% endif %}{% endfor %})" + COMMA + "]"), python, "pythonic"),
-    "granite": ("<|tool_call|> <|im_start|> <|im_end|>", chatml(
-        "<tool_call>[" + CALLS + JSON + COMMA + "]"),
-        lambda *calls: "<tool_call>" + listed(*calls), "granite"),
-    "phi4-mini": ("<|im_start|> <|im_end|>", chatml("functools[" + CALLS + JSON + COMMA + "]"),
-                  lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
-    "qwen3-coder": ("<|im_start|> <|im_end|>", chatml(
-        CALLS + "<tool_call>\n<function={{ c.function.name }}>\n{% for key, value in "
-        "c.function.arguments.items() %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
-        "{% endfor %}</function>\n</tool_call>{% if not loop.last %}\n{% endif %}{% endfor %}"),
-        xml, "qwen3_coder")}
+        + "{% endfor %}<|eot_id|>", LLAMA_TOOL, LLAMA_HEADER), parameters, "llama3_json")}
 TWO = ("add", {"a": 1, "b": 2}), ("spell", {"word": "no", "times": 2})
 ONE = ("spell", {"word": "yes"})
 
@@ -184,15 +133,11 @@ def own(tmp_path_factory):
     return path
 
 
-def make_tools():
+@pytest.fixture(scope="module")
+def tools():
     made = {}
     exec(OWN, made)
     return replies.Tools({name: made[name] for name in NAMES})
-
-
-@pytest.fixture(scope="module")
-def tools():
-    return make_tools()
 
 
 class Inside:
@@ -227,13 +172,13 @@ def bridge_of(tools, tokenizer):
     return turns.check_tools(args, tools.schemas, tokenizer, [tokenizer.eos_token_id], 10**6)
 
 
-def play(bridge, tools, *texts, world=ALONE):
+def play(bridge, tools, *texts):
     """Episodes in which the model writes these texts → [(a prompt's ids, completion), …]."""
     tokenizer = bridge.tokenizer
     row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer, [], data.DataArgs(),
                         tools.schemas)
     episodes = turns.Episodes.__new__(turns.Episodes)
-    episodes.bridge, episodes.world = bridge, world
+    episodes.bridge, episodes.world = bridge, ALONE
     episodes.max_turns, episodes.max_tokens, episodes.stateful = 9, 10**6, False
     episodes.workers, episodes.log = Inside(tools), SimpleNamespace(say=print)
     engine, prompts = Scripted(tokenizer, texts), [data.Prompt(i, row) for i in range(len(texts))]
@@ -267,21 +212,25 @@ def test_what_is_put_in_is_the_templates_own_text(tools, name):
     assert len(put_in) > 20 and ids == whole[:len(ids)]
     said = bridge.tokenizer.decode(done.ids[put_in[-1] + 1:], skip_special_tokens=True)
     assert said == "so it is" and not done.failed
+    assert json.dumps(tools.schemas[0]) in bridge.tokenizer.decode(prompt)
     end = bridge.tokenizer.eos_token_id
     answer = toolcalls.message(toolcalls.call("add", {}, "0" * 9), "3")
     ids = bridge.ids(77, [answer])
     assert ids[0] == end and bridge.ids(end, [answer]) == ids[1:]
 
 
-def test_the_prompt_has_the_schemas_that_transformers_makes(tools):
-    add, spell, _ = (schema["function"] for schema in tools.schemas)
-    assert add["description"] == "Adds two numbers." and add["parameters"]["required"] == ["a", "b"]
-    assert spell["parameters"]["properties"]["times"] == {
-        "type": "integer", "description": "how often"}
-    controls, text, *_ = FAMILIES["qwen2.5"]
-    row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer_of(controls, text), [],
-                        data.DataArgs(), tools.schemas)
-    assert json.dumps(tools.schemas[0]) in row.prompt
+@pytest.mark.parametrize("parser, text", [
+    ("mistral", '[TOOL_CALLS]first[ARGS]{"x": "y"}'),
+    ("qwen3_coder", "<tool_call>\n<function=first>\n<parameter=x>\ny\n</parameter>\n</function>\n"
+     "</tool_call>"),
+    ("granite", '<tool_call>[{"name": "first", "arguments": {"x": "y"}}]'),
+    ("phi4_mini_json", 'functools[{"name": "first", "arguments": {"x": "y"}}]'),
+    ("pythonic", "[first(x='y')]")])
+def test_the_first_parser_that_reads_what_the_template_writes_is_taken(tools, parser, text):
+    tokenizer = tokenizer_of("[TOOL_CALLS] [ARGS] <|tool_call|> <|im_end|>", FAMILIES["qwen2.5"][1])
+    calls = toolcalls.Calls(tools.schemas, tokenizer, [tokenizer.eos_token_id])
+    calls.choose(lambda turn: text)
+    assert type(calls.parser) is ToolParserManager.get_tool_parser(parser)
 
 
 # ---- what is refused before weights load
@@ -317,17 +266,6 @@ def test_a_function_that_is_no_tool_is_refused(own, monkeypatch, spec, words):
         toolcalls.load((spec,), RewardArgs(1))
 
 
-def test_settings_that_make_no_sense(tools):
-    for flags, words in ((dict(tools=("own.py:add",), reply="own.py:reply"),
-                          "--tools and --reply both answer"),
-                         (dict(max_turns=3), "--max_turns needs --reply or --tools")):
-        problem, = rules.problems(plan.changed(grpo.Args(), **flags), 1)
-        assert words in str(problem)
-    with pytest.raises(SettingsError, match="a finished chat text takes no --system, no --tools"):
-        data.make_row(0, {"prompt": "<|im_start|>user"}, "", tiny.make_tokenizer(), [],
-                      data.DataArgs(), tools.schemas)
-
-
 # ---- calls that go wrong
 
 def test_calls_that_the_template_cannot_write_end_their_episode(tools):
@@ -336,19 +274,6 @@ def test_calls_that_the_template_cannot_write_end_their_episode(tools):
     (_, one), (_, two) = play(bridge, tools, [parameters(ONE), "yes"],
                               ["; ".join(map(parameters, TWO))])
     assert not one.failed and two.failed and len(two.turns[0]["tool_calls"]) == 2
-
-
-def layouts(world):
-    bridge = bridge_of(make_tools(), tokenizer_of(*FAMILIES["qwen2.5"][:2]))
-    texts = [[hermes(*TWO), "3"], ["no"], [hermes(ONE), hermes(*TWO), "<tool_call>{oops"],
-             [hermes(ONE), "x"], ["a", "b"]]
-    return [(c.ids.tolist(), c.turns) for _, c in play(bridge, make_tools(), *texts, world=world)]
-
-
-def test_every_rank_has_the_same_episodes():
-    alone = layouts(ALONE)
-    assert [sum(t["role"] == "tool" for t in said) for _, said in alone] == [2, 0, 3, 1, 0]
-    assert ranks.results(2, layouts) == [alone] * 2
 
 
 def calls_of(*calls):
