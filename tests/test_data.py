@@ -130,7 +130,7 @@ def test_tiny_rows():
     assert again == [row.columns for row in rows] and name == "tiny/sort"
     assert not set(questions("tiny@test", seed=5)) & {row["question"] for row in again}
     message = sentence(read, "tiny:srt")
-    assert all(w in message for w in ("no such rows: tiny:srt; ", "sort", "train and test"))
+    assert all(w in message for w in ("no such rows: tiny:srt@train; ", "sort", "train and test"))
 
 
 # ---- Templates
@@ -194,9 +194,11 @@ def test_long_and_empty_prompts_are_counted():
         f"{rows[0].source}: 4 of 10 prompts kept, {n} to {n} tokens; left out: 1 longer than 100 "
         f"tokens, 5 empty")
     # The template's own words do not make a question of nothing.
+    _, unasked = load_rows({"prompt": ""}, {"prompt": "q"}, template="Solve: {question}")
+    assert " 1 empty" in unasked
     for rest in ({}, {"prompt": "q"}):
         rows = {"text": "", **rest}, {"text": "q", **rest}
-        assert " 1 empty" in load_rows(*rows, template="Solve: {text}")[1]
+        assert " 1 empty" in load_rows(*rows, template="{text}")[1]
 
 
 def test_no_prompt_left():
@@ -336,7 +338,7 @@ def rows_of(n):
        stop=st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_is_every_row_once(n, batch, seed, stop):
-    stream, resumed, drawn = Stream(rows_of(n), seed), Stream(rows_of(n), seed), []
+    stream, drawn = Stream(rows_of(n), seed), []
     for epoch in range(3):
         assert stream.epoch == epoch
         batches = [stream.next(batch) for _ in range(-(-n // batch))]
@@ -346,7 +348,7 @@ def test_an_epoch_is_every_row_once(n, batch, seed, stop):
         assert positions == list(range(epoch * n, (epoch + 1) * n))
         assert sorted(prompt.row.index for prompt in prompts) == list(range(n))
         drawn += batches
-    resumed.restore({"position": sum(map(len, drawn[:stop]))})
+    resumed = Stream(rows_of(n), seed, position=sum(map(len, drawn[:stop])))
     assert [resumed.next(batch) for _ in drawn[stop:]] == drawn[stop:]
 
 

@@ -18,7 +18,6 @@ from examples import countdown, gsm8k, kk, tiny
 from scoring import signatures, verifiers, worker
 from test_rewards import KK, ROOT, item, own, score, totals  # noqa: F401
 
-
 # ---- the verifiers, by hand
 
 def tagged(said):
