@@ -58,6 +58,14 @@ class Shape:
         layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
         return lora.lora_rank * self.layers * layer
 
+    def uneven(self, ranks: float) -> float:
+        """Parameters to add, so that params / ranks is what the fullest rank has: FSDP gives it
+        whole experts."""
+        if not self.mixture or ranks == float("inf"):
+            return 0
+        more = ceil_div(self.mixture.experts, ranks) * ranks - self.mixture.experts
+        return more * self.layers * 3 * self.mixture.inner * self.hidden
+
     def saved(self, c: int, keys: int, frozen: bool) -> float:
         """Bytes that a layer keeps for backward, per token: norms, attention, MLP.
 
@@ -176,9 +184,9 @@ class TrainerMemory:
         self.ranks = w.shard_size or plan.ranks  # that share parameters, gradients, moments
         if card and w.cpu_offload:  # a GPU's share of them is 0
             self.ranks = float("inf")
-        models = {"policy": shape.params}
+        models = {"policy": shape.params + shape.uneven(self.ranks)}
         if a.critic_args:
-            models["critic"] = shape.critic
+            models["critic"] = shape.critic + shape.uneven(self.ranks)
         self.adapter, self.trained, frozen = shape.adapter(a.lora_args), models, 0
         if self.adapter:
             frozen = self.c * sum(models.values())

@@ -1,0 +1,344 @@
+"""What one component hands to the next: each argument is the one that is meant, of several that
+would be legal. Stubs stand for what a test does not look at."""
+import asyncio
+import json
+import sys
+from contextlib import contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import dist
+import grpo
+import rewards
+import rollout
+from chats import turns
+from data import Prompt, Row, Stream
+from keeping import evaluate, run
+from keeping.log import Log
+from preflight import memory
+from preflight.plan import Plan, changed
+from rewards import Score
+from rollout import Engine, Request, hash_seed
+from scoring import worker
+from scoring.signatures import Item, Reward
+from trainer.batch import Completion, Sample
+
+
+def args(**flags):
+    return changed(grpo.Args(lr=1e-3), **flags)
+
+
+def rows(n: int) -> list[Row]:
+    return [Row(i, f"p{i}", [i], "a", {}, "rows") for i in range(n)]
+
+
+def completion(n: int = 3, sampled=None, **more) -> Completion:
+    return Completion(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), False, sampled, **more)
+
+
+class Log0:
+    """It measures nothing."""
+    def phase(self, name):
+        return nullcontext()
+
+    time = phase
+
+
+def world_of(rank: int = 0, size: int = 1) -> dist.World:
+    """A rank whose collectives give its own part."""
+    world = dist.World(rank, size, rank, size, torch.device("cpu"), None, 1.0)
+    world.gather, world.same_phase = list, lambda name, count: None
+    return world
+
+
+# ---- rollout.py
+
+def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> Engine:
+    engine = object.__new__(Engine)
+    engine.world, engine.args, engine.log = world_of(rank, size), rollout.EngineArgs(tp=tp), Log0()
+    engine.engines, engine.seed, engine.episodes = size // tp, 7, None
+    engine.max_tokens, engine.eos_ids, engine.bar, engine.request = 9, [4, 6], False, None
+    return engine
+
+
+def test_a_completion_has_the_seed_of_its_run_purpose_prompt_and_number():
+    engine, seen = engine_of(), []
+    engine.complete = lambda requests, temperature: (
+        seen.append([r.seed for r in requests]) or [completion() for _ in requests])
+    prompts = [Prompt(5, rows(1)[0]), Prompt(8, rows(1)[0])]
+    for purpose in "train", "eval":
+        engine.sample(prompts, 2, 1.0, purpose)
+    assert seen == [[hash_seed(7, purpose, position, i) for position in (5, 8) for i in range(2)]
+                    for purpose in ("train", "eval")]
+
+
+def test_a_request_has_its_own_room_and_every_end_token(monkeypatch):
+    made, engine, vllm = [], engine_of(), ModuleType("vllm")
+    vllm.SamplingParams = lambda **given: made.append(SimpleNamespace(**given)) or made[-1]
+    vllm.TokensPrompt = dict
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    engine.llm = SimpleNamespace(generate=lambda *given, **named: [])
+    engine.generate([Request([1], 3, 5), Request([1], 4)], 0.7)
+    assert [(p.max_tokens, p.seed, p.temperature, p.stop_token_ids) for p in made] == [
+        (5, 3, 0.7, [4, 6]), (9, 4, 0.7, [4, 6])]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_ranks_of_one_engine_share_its_completions(rank):
+    engine = engine_of(rank, 4, tp=2)
+    engine.generate = lambda requests, temperature: [r.seed for r in requests]
+    found = engine.complete([Request([1], i) for i in range(7)], 1.0)
+    assert found == [[0, 1], [2, 3], [4, 5], [6]][rank]
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4}])
+def test_an_engine_with_the_adapter_gets_the_base_without_it(adapter, monkeypatch):
+    engine, asked = engine_of(), []
+    engine.on_gpu, engine.adapter, engine.dtype = False, adapter, torch.float32
+    engine.load = lambda weights, adapter: None
+    monkeypatch.setattr(rollout.lora, "tensors", lambda lm, device: iter(()))
+    policy = SimpleNamespace(module=SimpleNamespace(lm=None), weights=lambda dtype, merge: (
+        asked.append((dtype, merge))))
+    with engine.generating(policy):
+        pass
+    assert asked == [(torch.float32, adapter is None)]
+
+
+@pytest.mark.parametrize("adapter, level", [(None, 2), ({"r": 4, "target_modules": ["q"]}, 1)])
+def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch, adapter, level):
+    vllm, world = ModuleType("vllm"), world_of()
+    vllm.LLM = lambda folder, **given: SimpleNamespace(**given)
+    world.device = torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(Engine, "make_room", lambda self: None)
+    engine = Engine("", world, rollout.EngineArgs(), tokenizer=None, eos_ids=[], log=None,
+                    dtype=torch.float32, max_len=9, max_tokens=5, seed=0, kv_cache=0.0, trained=[],
+                    adapter=adapter)
+    assert engine.sleep_level == level and engine.llm.enable_sleep_mode
+
+
+# ---- rewards.py
+
+def scored(group: int, groups: bool = False, failed: bool = False):
+    """What score_samples asks of a scorer, and the samples."""
+    asked = []
+
+    def score(items, size):
+        asked.append((items, size))
+        return [Score(1.0, {"exact": 1.0}, None) for _ in items]
+
+    scorer = SimpleNamespace(groups=groups, score=score, unscored=0, warned=False, kind="reward")
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
+    its = SimpleNamespace(world=world_of(), scorer=scorer, engine=SimpleNamespace(
+        tokenizer=tokenizer), log=SimpleNamespace(time=Log0().time, say=lambda text: None))
+    sampled = np.array([True, False, True])  # a reply is in between
+    samples = [Sample(Prompt(0, rows(1)[0]), completion(3, sampled, failed=failed))
+               for _ in range(2 * group)]
+    rewards.score_samples(its, samples, group)
+    return asked, samples
+
+
+def test_a_reward_of_groups_gets_a_group_in_a_call():
+    assert [scored(3, groups)[0][0][1] for groups in (True, False)] == [3, 1]
+
+
+def test_a_reward_sees_the_number_of_sampled_tokens():
+    (items, _), = scored(1)[0]
+    assert {item.tokens for item in items} == {2}
+
+
+def test_a_completion_whose_reply_failed_has_no_score():
+    assert {s.score.total for s in scored(2, failed=True)[1]} == {None}
+    assert {s.score.total for s in scored(2)[1]} == {1.0}
+
+
+def test_calls_without_a_score_are_counted_and_not_completions():
+    scorer = SimpleNamespace(unscored=0, warned=True, kind="reward")
+    nothing = [Score(None, {}, "no")] * 8  # of two calls
+    for count in 2, 4, 6:
+        rewards.report(scorer, None, nothing, 2)
+        assert scorer.unscored == count
+    with pytest.raises(dist.SettingsError):
+        rewards.report(scorer, None, nothing, 2)
+
+
+def test_the_time_of_a_call_grows_with_its_completions():
+    async def slow(prompts, completions, **others):
+        await asyncio.sleep(0.3)
+        return [1.0] * len(completions)
+
+    items = [Item("", "", None, {}, 0, False)] * 4
+    reward, call = Reward("trl", slow, None, [], True), worker.Call(items, [None])
+    asyncio.run(worker.score_one(call, reward, call.values[0], slice(0, 4), 0.2, 0))
+    assert call.values == [[1.0] * 4] and call.error is None
+
+
+# ---- data.py, dist.py
+
+def test_each_epoch_has_an_order_of_its_own():
+    stream = Stream(rows(9), 3)
+    first, second = ([p.row.index for p in stream.next(9)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(9)) and first != second
+
+
+def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (2, 3, 4)))
+
+    class Letters:
+        added_tokens_decoder, chat_template = {}, None
+
+        def __call__(self, text, **options):
+            return {"input_ids": [1] * len(text)}
+
+    found, _ = data.load(str(path), Letters(), data.DataArgs(max_prompt_tokens=3))
+    assert [len(row.prompt_ids) for row in found] == [2, 3]
+
+
+def test_the_ranks_wait_as_long_as_the_flag_says(monkeypatch):
+    waits = []
+    monkeypatch.setattr(dist.td, "init_process_group", lambda backend, timeout=None: (
+        waits.append(timeout)))
+    monkeypatch.setattr(dist.td, "new_group", lambda backend, timeout=None: waits.append(timeout))
+    monkeypatch.setattr(dist.World, "joined", None)
+    assert dist.join(7.0).timeout == 7.0
+    assert [wait.total_seconds() for wait in waits] == [7.0, 7.0]
+
+
+def test_a_mistake_of_another_rank_is_raised_here_too():
+    world = world_of()
+    world.gather = lambda mine: [*mine, "rank 1 has no disk"]
+    with pytest.raises(dist.SettingsError, match="rank 1 has no disk"):
+        world.together(int)
+
+
+# ---- keeping/
+
+def run_of(tmp_path, given=None, **inputs):
+    """A Run that built nothing."""
+    plan = SimpleNamespace(longest=50)
+    given = given or args(seed=3, max_tokens=11, steps=6)
+    inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
+                                "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
+                                **inputs})
+    return run.Run(given, world_of(), tmp_path, inputs, None, {"a": 1})
+
+
+def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
+    it, made = run_of(tmp_path), []
+    it.policy = it.reference = it.critic = it.adapter = it.episodes = None
+    monkeypatch.setattr(run, "eos_ids", lambda source, tokenizer: [4])
+    monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
+        SimpleNamespace(sleep=lambda: None)))
+    it.build_engine()
+    asked = {name: made[0][name] for name in ("max_len", "max_tokens", "seed", "kv_cache")}
+    assert asked == {"max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0}
+
+
+@pytest.mark.parametrize("every, steps", [(0, [0]), (2, [0, 2, 4])])
+def test_the_end_is_evaluated_once(tmp_path, every, steps):
+    assert [*run_of(tmp_path, args(steps=6, eval_every=every)).evaluations] == steps
+
+
+def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch):
+    kept, it, again = [], run_of(tmp_path), run_of(tmp_path)
+    monkeypatch.setattr(run.checkpoint, "save", lambda folder, world, trained, state, keep: (
+        kept.append((state, keep))))
+    monkeypatch.setattr(run.checkpoint, "load", lambda *given: None)
+    for each in it, again:
+        each.trained, each.carry = {}, None
+        each.args = SimpleNamespace(critic_args=True, kl_target=0.1, run_args=each.args.run_args)
+    it.kl_coef, it.log.bad_steps, it.best, it.stream.position = 0.3, 2, {"step": 1}, 7
+    it.save(4)
+    (state, keep), = kept
+    again.saved = None
+    again.restore(json.loads(json.dumps(state)))
+    assert keep == 2 and state["step"] == 4 and state["settings"] == {"a": 1}
+    assert (again.kl_coef, again.log.bad_steps, again.best, again.stream.position) == (
+        0.3, 2, {"step": 1}, 7)
+
+
+def test_an_evaluation_scores_the_completions_of_a_row_together(monkeypatch):
+    groups = []
+    monkeypatch.setattr(evaluate, "score_samples", lambda run, samples, group: groups.append(group))
+    monkeypatch.setattr(evaluate, "evaluation_metrics", lambda samples, args: {})
+
+    @contextmanager
+    def generating(policy):
+        yield
+
+    its = SimpleNamespace(
+        args=args(eval_samples=5, eval_temperature=0.5), policy=None,
+        inputs=SimpleNamespace(eval_rows=rows(2)), engine=SimpleNamespace(
+            generating=generating, sample=lambda *given: []),
+        log=SimpleNamespace(time=Log0().time, samples=lambda *given: None))
+    evaluate.sampled_metrics(its, 0)
+    assert groups == [5]
+
+
+def test_only_bad_steps_in_a_row_end_a_run(tmp_path):
+    log = Log(tmp_path, world_of(), 9)
+    bad, good = {"grad/norm_not_finite": 1}, {"grad/norm_not_finite": 0}
+    for metrics in [bad, bad, good, bad, bad]:
+        log.watch(metrics)
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        log.watch(bad)
+
+
+# ---- preflight/, chats/
+
+def test_ranks_share_parameters_and_moments():
+    shape = memory.shape_of("tiny")
+    one, four = (memory.TrainerMemory(Plan(args(), ranks, 64, 0), shape, 80 * memory.GIB).state
+                 for ranks in (1, 4))
+    assert {name: one[name] / four[name] for name in ("parameters", "optimizer")} == {
+        "parameters": 4, "optimizer": 4}
+
+
+def test_a_rank_has_whole_experts():
+    shape = memory.shape_of("Qwen3-30B-A3B")
+    of_rank = memory.TrainerMemory(Plan(args(), 3, 64, 0), shape, 80 * memory.GIB).state
+    expert = shape.layers * 3 * shape.mixture.inner * shape.hidden
+    dense = shape.params - 128 * expert
+    assert of_rank["parameters"] == pytest.approx(4 * (dense / 3 + 43 * expert))
+
+
+def test_an_engine_of_several_ranks_gets_the_requests_of_all_of_them():
+    plans = [Plan(args(batch=8, group=4, tp=tp), 4, 64, 0) for tp in (1, 2, 4)]
+    assert [plan.requests for plan in plans] == [8, 16, 32]
+
+
+def test_a_reply_is_put_behind_the_system_message_of_the_run(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(turns, "Scorer", lambda *given: SimpleNamespace(
+        wait=lambda: None, close=lambda: None, needs=[], methods=[]))
+    monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
+        ids=lambda last, messages: []))
+    turns.check(args(system="S", reply="r.py:f"), "tokenizer", [4], 9, [])
+    assert made == [("tokenizer", [4], 9, "S")]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
+    from trainer import model
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def shard(root, layers, mesh, compute, master, checkpointing, offload):
+        seen.append((checkpointing, offload))
+        raise Stop
+
+    lm = SimpleNamespace(base_model=torch.nn.Sequential(torch.nn.ModuleList()))
+    monkeypatch.setattr(model, "skeleton", lambda *given, **named: lm)
+    monkeypatch.setattr(model, "init_device_mesh", lambda *given, **named: None)
+    monkeypatch.setattr(model, "shard", shard)
+    kind = lambda lm, chunk: torch.nn.Module()  # noqa: E731
+    with pytest.raises(Stop):
+        model.build(kind, "", world_of(), model.ModelArgs(checkpointing=wanted))
+    assert seen == [(wanted, False)]
