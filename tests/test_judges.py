@@ -47,8 +47,9 @@ def test_verifiers(function, cases):
         if function is kk.kk:
             assert kk.kk01(completion, answer) == (expected == 3)
             assert verifiers.format_tags(completion) == (expected != -3)
-            opened = completion.removeprefix("<think>")  # by the prompt
-            assert kk.kk(opened, answer, prompt="...<think>\n") == expected
+            if expected == 3:  # the prompt may have opened the thinking
+                opened = completion.removeprefix("<think>")
+                assert kk.kk(opened, answer, prompt="...<think>\n") == 3 > kk.kk(opened, answer)
 
 
 def test_countdown():
