@@ -122,6 +122,16 @@ def test_reasoning_gym_rows():
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
 
 
+def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
+    """ransom_note iterates over sets of strings; list_functions uses the global generator."""
+    found = []
+    for seed in "1", "2":
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append([read(f"reasoning_gym:{task}", 1)[0][:4]
+                      for task in ("ransom_note", "list_functions")])
+    assert found[0] == found[1]
+
+
 def test_tiny_rows():
     rows, report = load("tiny", seed=5)
     assert len(rows) == data.GENERATED_ROWS and rows[0].source == "tiny"
@@ -246,6 +256,18 @@ def test_files_that_are_in_order(tmp_path, name, content, rows):
     (tmp_path / name).write_bytes(content.encode())
     found, source = read(f"{tmp_path}/{name}")
     assert str(found) == str(rows) and source == f"{tmp_path.name}/a"
+
+
+def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+    path = f"{tmp_path}/rows.parquet"
+    table = pa.table({"prompt": ["q"], "map": pa.array([[("k", 1)]], pa.map_(
+        pa.string(), pa.int64()))})
+    pa.parquet.write_table(table, path)
+    assert read(path)[0][0]["map"] == [("k", 1)]
+    pa.parquet.write_table(table[:0], path)
+    assert "has no rows" in sentence(read, path)
 
 
 @pytest.mark.parametrize("row, what", [

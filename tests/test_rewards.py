@@ -263,6 +263,12 @@ Scorer([{spec!r}], RewardArgs(reward_timeout=300)).score([Item("", "x", "", {{}}
     assert all(gone(path.name[3:]) for path in found)
 
 
+def test_a_worker_that_stops_starting_ends_the_batch(own):
+    start = "if os.path.exists('started'): raise SystemExit\nopen('started', 'w')\n"
+    scores = score([own(start + F + "os._exit(1)")], ["x"] * 20, workers=1)
+    assert totals(scores) == [None] * 20 and lost(scores) == {"death": 20}
+
+
 def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_does(own, capfd):
     spec = own(F + "print('no space', completion[:9])\n    return float(completion)")
     with closing(Scorer([spec], RewardArgs())) as scorer:
