@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
 from trainer.teacher import add_teacher_prompts
 
-REAL = Path(os.environ.get("REAL_ROWS", "real_rows")).resolve()
 QA = {"question": "q", "answer": "a"}
 
 
@@ -92,17 +90,14 @@ VERL = {"prompt": [SYSTEM, user("1+1?")], "data_source": "openai/gsm8k", "answer
 
 @pytest.mark.parametrize("row, asked, answer", [
     ({"question": "1+1?", "answer": "1+1=2\n#### 2"}, chat("1+1?"), "1+1=2\n#### 2"),
-    ({"prompt": "1+1?", "solution": "2", "level": 3}, chat("1+1?"), "2"),
-    ({"prompt": [user("1+1?")]}, chat("1+1?"), None),
     ({"prompt": [user("1+1?"), {"role": "assistant", "content": "Let me see: <think>"}]},
      chat("1+1?") + "Let me see: <think>", None),  # the model goes on
     (VERL, "<|im_start|>system\nBe brief.<|im_end|>\n" + chat("1+1?"), "2"),
     ({"prompt": chat("finished") + "<think>"}, chat("finished") + "<think>", None),
     *(({"problem": "x", **columns}, chat("x"), answer) for columns, answer in [
         ({"solution": r"so \boxed{1}, or rather $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
-        ({"solution": r"so \boxed{1}", "answer": "3"}, "3"),
         ({"solution": r"so \boxed{1}", "answer": None}, "1"), ({"solution": "no box"}, "no box"),
-        ({"ground_truth": [1, 2]}, [1, 2]), ({"answer": None}, None), ({}, None),
+        ({"ground_truth": [1, 2]}, [1, 2]),
         ({"answer": float("nan")}, None)]),  # what pandas writes for no answer
 ])
 def test_rows_that_are_understood(row, asked, answer):
@@ -127,12 +122,14 @@ def test_reasoning_gym_rows():
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
 
 
-def test_reasoning_gym_rows_do_not_depend_on_the_process():
+def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
     """ransom_note iterates over sets of strings; list_functions uses the global generator."""
-    command = ("import data; print([data.read('reasoning_gym:' + task, 1)[0][:4] "
-               "for task in ('ransom_note', 'list_functions')])")
-    outputs = {python(command, PYTHONHASHSEED=seed) for seed in ("1", "2")}
-    assert len(outputs) == 1 and len(outputs.pop()) > 100
+    found = []
+    for seed in "1", "2":
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append([read(f"reasoning_gym:{task}", 1)[0][:4]
+                      for task in ("ransom_note", "list_functions")])
+    assert found[0] == found[1]
 
 
 def test_tiny_rows():
@@ -142,37 +139,11 @@ def test_tiny_rows():
     again, name = read("tiny:sort@train", seed=5)
     assert again == [row.columns for row in rows] and name == "tiny/sort"
     assert not set(questions("tiny@test", seed=5)) & {row["question"] for row in again}
-    for spec, whole in ("tiny:srt", "tiny:srt@train"), ("tiny@dev", "tiny:sort@dev"):
-        message = sentence(read, spec)
-        assert all(w in message for w in (f"no such rows: {whole}; ", "sort", "train and test"))
-
-
-# ---- Real rows
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="REAL_ROWS names no folder of rows")
-@pytest.mark.parametrize("file, n, answer", [
-    ("gsm8k/train.jsonl", 7473, "#### 72"), ("gsm8k/test.jsonl", 1319, "#### 18"),
-    ("math500/test.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
-    ("aime24/test.jsonl", 30, "204"),
-    ("kk/7ppl-train.parquet", 900, None)])  # a whole ChatML text in each one's user message
-def test_real_rows(file, n, answer):
-    rows, report = load(f"{REAL}/{file}", limit=10_000)
-    assert f"{n} of {n} prompts kept" in report and len(rows) == n
-    assert answer is None or rows[0].answer.endswith(answer)
-    for row in rows:
-        columns = row.columns
-        asked = columns.get("problem") or columns.get("question")
-        assert row.prompt == (chat(asked) if asked else columns["prompt"][0]["content"])
-        assert row.prompt_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>")) == 2 + (
-            asked is None)
+    message = sentence(read, "tiny:srt")
+    assert all(w in message for w in ("no such rows: tiny:srt@train; ", "sort", "train and test"))
 
 
 # ---- Templates
-
-def test_system_message_replaces_the_rows_own():
-    rows, _ = load_rows({"prompt": "q"}, {"prompt": [SYSTEM, user("q")]}, system="new")
-    assert {row.prompt for row in rows} == {"<|im_start|>system\nnew<|im_end|>\n" + chat("q")}
-
 
 def test_prompt_template_keeps_other_braces():
     """str.format would fail on \\boxed{}, fill \\boxed{answer}, and run {question.__class__}."""
@@ -183,22 +154,21 @@ def test_prompt_template_keeps_other_braces():
 
 
 @pytest.mark.parametrize("row, template, asked", [
-    *((row, "Think.\\n{%s}" % name, "Think.\\nq") for name in ("question", "prompt")
-      for row in (QA, {"problem": "q", "answer": 2}, {"prompt": "q"}, {"prompt": [user("q")]})),
+    ({"prompt": [user("q")]}, "Think.\\n{question}", "Think.\\nq"),
+    (QA, "Think.\\n{prompt}", "Think.\\nq"),
     ({"nums": [1, 2], "target": 3}, "Make {target} of {nums}.", "Make 3 of [1, 2].")])
 def test_prompt_template_takes_any_column_and_either_name_of_the_prompt(row, template, asked):
     assert prompt(row, template=template) == chat(asked)
 
 
-@pytest.mark.parametrize("template", ["{question} {subject}", "Solve it."])
-def test_a_template_that_names_no_column_is_refused_by_its_flag(template):
-    columns = {"question": "q", "answer": "a"}
-    words = f" {template!r} must name one or more columns of the row (question, answer"
-    assert "row 0 (counted from 0): --prompt_template" + words in sentence(
-        load_rows, columns, template=template)
-    made = data.make_row(0, columns, "", TOKENIZER, [], DataArgs())
-    assert "--teacher_prompt" + words in sentence(
-        add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
+def test_a_template_that_names_no_column_is_refused_by_its_flag():
+    for template in "{question} {subject}", "Solve it.":
+        words = f" {template!r} must name one or more columns of the row (question, answer"
+        assert "row 0 (counted from 0): --prompt_template" + words in sentence(
+            load_rows, QA, template=template)
+        made = data.make_row(0, QA, "", TOKENIZER, [], DataArgs())
+        assert "--teacher_prompt" + words in sentence(
+            add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 
 
 def test_no_second_bos():
@@ -213,7 +183,9 @@ def test_no_second_bos():
         assert [row.prompt_ids.count(bos) for row in rows] == [1, 1]
 
 
-def test_a_tokenizer_without_a_template_and_one_that_refuses():
+def test_system_replaces_the_rows_own_message_and_a_template_may_refuse_it():
+    rows, _ = load_rows({"prompt": "q"}, {"prompt": [SYSTEM, user("q")]}, system="new")
+    assert {row.prompt for row in rows} == {"<|im_start|>system\nnew<|im_end|>\n" + chat("q")}
     assert prompt(QA, tokenizer=make_tokenizer(None), system="S") == "S\n\nq"
     strict = make_tokenizer("{{ raise_exception('System role refused') }}" + CHATML)
     message = sentence(load_rows, {"prompt": "q"}, tokenizer=strict, system="S")
@@ -234,7 +206,7 @@ def test_long_and_empty_prompts_are_counted():
     # The template's own words do not make a question of nothing.
     _, unasked = load_rows({"prompt": ""}, {"prompt": "q"}, template="Solve: {question}")
     assert " 1 empty" in unasked
-    for rest in ({}, {"prompt": "q"}, {"prompt": [user("q")]}):
+    for rest in ({}, {"prompt": "q"}):
         rows = {"text": "", **rest}, {"text": "q", **rest}
         assert " 1 empty" in load_rows(*rows, template="{text}")[1]
 
@@ -253,19 +225,13 @@ def test_no_prompt_left():
 
 @pytest.mark.parametrize("name, content, what", [
     ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "Expecting ',' delimiter: line 4 column 1"),
-    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "can't decode byte 0xff in position 16"),
-    ("a.jsonl", b'{"a": 1}\n' + b"[" * 200_000, "RecursionError: "),
     ("a.jsonl", b'{"a": 1}\nnull\n', "row 1 (counted from 0) is not a JSON object"),
-    ("a.json", b'[{"a": 1},\n {"a" 2}]', "Expecting ':' delimiter: line 2 column 7"),
     ("a.parquet", b"PAR1 no table", "cannot be loaded: ArrowInvalid: "),
     ("a.csv", b"a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
-    ("a.csv", b"a,a\n1,2\n", "line 2 does not fit the first line"),
     ("a.csv", b'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
     ("a.jsonl.gz", b"", "or does not end in .jsonl, .json, .parquet, .csv."),
-    ("a.jsonl", None, "a.jsonl is no file on this machine"), ("pipe.csv", None, "is no file on"),
-    ("a", None, "a cannot be loaded: FileNotFoundError: "),
-    *((name, content, "has no rows") for name, content in [
-        ("a.csv", b"a,b\n"), ("a.jsonl", b"\n \n"), ("a.json", b"[]")])])
+    ("pipe.csv", None, "is no file on this machine"),
+    ("a", None, "a cannot be loaded: FileNotFoundError: "), ("a.csv", b"a,b\n", "has no rows")])
 def test_files_with_mistakes(tmp_path, name, content, what):
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -279,16 +245,13 @@ LONG, TWO = "x" * 200_000, [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize("name, content, rows", [
-    ("a.json", '\n[{"a": 1},\n{"a": 2}]', TWO), ("a.json", '{"a": 1}\n{"a": 2}', TWO),
-    ("a.json", '{\n "a": 1\n}\n{"a":\n2}', TWO),
-    ("a.jsonl", '\ufeff{"a": 1}\r\n\r\n{"a": 2}\r\n', TWO),
-    ("a.jsonl", '{"a": "one\u2028line\x85 "}', [{"a": "one\u2028line\x85 "}]),
+    ("a.json", '\n[{"a": 1},\n{"a": 2}]', TWO), ("a.json", '{\n "a": 1\n}\n{"a":\n2}', TWO),
+    ("a.jsonl", '\ufeff{"a": "one\u2028line\x85 "}\r\n\r\n', [{"a": "one\u2028line\x85 "}]),
     # as it is written: `datasets` would guess types
     ("a.jsonl", '{"a": "1", "b": "2026-01-31"}\n{"a": 1.0, "c": {}}',
      [{"a": "1", "b": "2026-01-31"}, {"a": 1.0, "c": {}}]),
-    ("a.csv", '\ufeffa,b\r\n"x, ""y""\r\nz",007\r\n\r\nNA,\r\n',
-     [{"a": 'x, "y"\r\nz', "b": "007"}, {"a": "NA", "b": None}]),
-    ("a.csv", f"a,b\n{LONG},1\n", [{"a": LONG, "b": "1"}])])
+    ("a.csv", f'\ufeffa,b\r\n"x, ""y""\r\nz",007\r\n\r\nNA,\r\n{LONG},1\n',
+     [{"a": 'x, "y"\r\nz', "b": "007"}, {"a": "NA", "b": None}, {"a": LONG, "b": "1"}])])
 def test_files_that_are_in_order(tmp_path, name, content, rows):
     (tmp_path / name).write_bytes(content.encode())
     found, source = read(f"{tmp_path}/{name}")
@@ -299,11 +262,10 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
     path = f"{tmp_path}/rows.parquet"
-    table = pa.table({"prompt": [[user("q")]], "map": pa.array([[("k", 1)]], pa.map_(
+    table = pa.table({"prompt": ["q"], "map": pa.array([[("k", 1)]], pa.map_(
         pa.string(), pa.int64()))})
     pa.parquet.write_table(table, path)
-    (row,), _ = load(path)
-    assert (row.prompt, row.columns["map"]) == (chat("q"), [("k", 1)])
+    assert read(path)[0][0]["map"] == [("k", 1)]
     pa.parquet.write_table(table[:0], path)
     assert "has no rows" in sentence(read, path)
 
@@ -311,11 +273,8 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
 @pytest.mark.parametrize("row, what", [
     ({"text": "q", "label": "a"},
      "no prompt column in (text, label); it needs prompt, question, problem, or --prompt"),
-    ({}, "no prompt column in ()"),
-    *(({"prompt": prompt}, "the prompt must be text or a list of")
-      for prompt in (3, ["q"], [user([{"type": "image"}])])),
-    *(({"prompt": "q", name: "\ud800"}, "surrogates not allowed")
-      for name in ("prompt", "answer", "data_source")),
+    ({"prompt": [user([{"type": "image"}])]}, "the prompt must be text or a list of"),
+    ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
     ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
 ])
 def test_rows_with_mistakes(row, what):
@@ -327,26 +286,25 @@ def test_rows_with_mistakes(row, what):
 
 # ---- Hugging Face data sets
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """A folder of files, a saved DatasetDict and a saved Dataset."""
     import datasets
+    place = tmp_path_factory.mktemp("sets")
     rows = {split: datasets.Dataset.from_list([
         {"question": f"{split}{i}", "answer": str(i)} for i in range(3)])
         for split in ("train", "test")}
-    (tmp_path / "set").mkdir()
+    (place / "set").mkdir()
     for split, data_set in rows.items():
-        data_set.to_parquet(tmp_path / "set" / f"{split}.parquet")
-    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
-    rows["train"].save_to_disk(tmp_path / "one")
-    return tmp_path
+        data_set.to_parquet(place / "set" / f"{split}.parquet")
+    datasets.DatasetDict(rows).save_to_disk(place / "saved")
+    rows["train"].save_to_disk(place / "one")
+    return place
 
 
 @pytest.mark.parametrize("spec, asked", [
-    ("set", "train0 train1 train2"), ("set@test", "test0 test1 test2"),
-    ("set@train[1:]", "train1 train2"), ("saved", "train0 train1 train2"),
-    ("saved@test", "test0 test1 test2"), ("one", "train0 train1 train2"),
-    ("one@train[1:]+train[:1]", "train1 train2 train0")])
+    ("set@train[1:]", "train1 train2"), ("saved@test", "test0 test1 test2"),
+    ("saved", "train0 train1 train2"), ("one@train[1:]+train[:1]", "train1 train2 train0")])
 def test_folders_and_saved_data_sets(folder, spec, asked):
     assert questions(f"{folder}/{spec}") == asked.split()
     name = spec.split("@")[0]
@@ -355,17 +313,16 @@ def test_folders_and_saved_data_sets(folder, spec, asked):
     assert "cannot be loaded: ValueError: " in message and "dev" in message
 
 
-def test_a_folder_is_never_served_from_a_cache_and_needs_none(folder, monkeypatch):
+def test_a_folder_is_never_served_from_a_cache_and_needs_none(tmp_path, monkeypatch):
     import datasets
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/nowhere")
-    path = folder / "lines" / "train.jsonl"
-    path.parent.mkdir()
+    path = tmp_path / "train.jsonl"
     for text in "1", "2":
         path.write_text('{"question": "%s"}\n' % text)
         os.utime(path, (0, 0))  # as `cp -p` leaves it
-        assert questions(str(path.parent)) == [int(text)] or questions(str(path.parent)) == [text]
+        assert [str(found) for found in questions(str(tmp_path))] == [text]
     path.write_text('{"question": \n')
-    assert "cannot be loaded: ArrowInvalid: JSON parse error" in sentence(read, str(path.parent))
+    assert "cannot be loaded: ArrowInvalid: JSON parse error" in sentence(read, str(tmp_path))
 
 
 def test_a_hub_name_says_what_to_load(monkeypatch):
@@ -377,23 +334,20 @@ def test_a_hub_name_says_what_to_load(monkeypatch):
         calls.append((config, split))
         return datasets.Dataset.from_list([QA])
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for end in ("", ":main", "@test", ":main@train[:2]"):
+    for end in ("", "@test", ":main@train[:2]"):
         assert read("openai/gsm8k" + end) == ([QA], "openai/gsm8k")
-    assert calls == [(None, "train"), ("main", "train"), (None, "test"), ("main", "train[:2]")]
+    assert calls == [(None, "train"), (None, "test"), ("main", "train[:2]")]
 
 
-def test_offline_is_one_sentence(tmp_path):
+def test_importing_does_nothing_and_offline_is_one_sentence(tmp_path):
     """In a process of its own: the libraries read HF_HUB_OFFLINE at import."""
-    command = ("import data\ntry: data.read('gsm8k_main')\n"
+    command = ("import sys, data\n"
+               "print({'datasets', 'reasoning_gym', 'transformers', 'pyarrow'} & {*sys.modules})\n"
+               "try: data.read('gsm8k_main')\n"
                "except data.SettingsError as error: print(error)")
     output = python(command, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=f"{tmp_path}/hf")
-    assert output.startswith("gsm8k_main cannot be loaded: ") and output.count("\n") == 1
+    assert output.startswith("set()\ngsm8k_main cannot be loaded: ") and output.count("\n") == 2
     assert "Hub (OfflineModeIsEnabled)" in output
-
-
-def test_importing_does_nothing():
-    heavy = {"datasets", "reasoning_gym", "transformers", "pyarrow"}
-    assert python(f"import sys, data; print({heavy} & set(sys.modules))") == "set()\n"
 
 
 # ---- Order
@@ -406,7 +360,7 @@ def rows_of(n):
        stop=st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_is_every_row_once(n, batch, seed, stop):
-    stream, resumed, drawn = Stream(rows_of(n), seed), Stream(rows_of(n), seed), []
+    stream, drawn = Stream(rows_of(n), seed), []
     for epoch in range(3):
         assert stream.epoch == epoch
         batches = [stream.next(batch) for _ in range(-(-n // batch))]
@@ -416,92 +370,12 @@ def test_an_epoch_is_every_row_once(n, batch, seed, stop):
         assert positions == list(range(epoch * n, (epoch + 1) * n))
         assert sorted(prompt.row.index for prompt in prompts) == list(range(n))
         drawn += batches
-    resumed.restore({"position": sum(map(len, drawn[:stop]))})
+    resumed = Stream(rows_of(n), seed, position=sum(map(len, drawn[:stop])))
     assert [resumed.next(batch) for _ in drawn[stop:]] == drawn[stop:]
 
 
-def test_epochs_and_seeds_have_their_own_order():
-    """Two of 5 orders of 50 rows agree by chance once in 1e63."""
-    streams = [Stream(rows_of(50), seed) for seed in (0, 1)]
-    orders = {tuple(p.row.index for p in s.next(50)) for s in streams for _ in range(5)}
-    assert len(orders) == 10
-
-
-def test_the_order_is_this_one():
-    """Pinned: a change would make every unfinished run resume into other data."""
-    order = [p.row.index for p in Stream(rows_of(8), seed=1).next(8)]
-    assert order == [5, 0, 1, 4, 2, 6, 3, 7]
-
-
-# ---- --difficulty
-
-def by_difficulty(low, high, n=9):
-    return data.StreamByDifficulty(rows_of(n), 3, low=low, high=high)
-
-
-def answered(prompts, passes):
-    """Samples of 8 completions of each prompt, of which passes(row's index) pass."""
-    return [SimpleNamespace(prompt=p, score=SimpleNamespace(parts={"a": float(k < passes(p)),
-                                                                   "b": 1.0}))
-            for p in prompts for k in range(8)]
-
-
-def steps_of(stream, steps):
-    """[(position, index) of a step's prompts], and the last metrics. Row i is solved in i of 8."""
-    found = []
-    for _ in range(steps):
-        prompts = stream.next(4)
-        found.append([(p.position, p.row.index) for p in prompts])
-        metrics = stream.note(answered(prompts, lambda p: p.row.index))
-    return found, metrics
-
-
-def test_difficulty_leaves_rows_out_and_comes_back():
-    """Row 0 is never solved and row 8 always. Stopped anywhere, the rest is the same."""
-    whole, metrics = steps_of(by_difficulty(0.1, 0.9), 18)
-    asked = {}
-    for position, index in (pair for step in whole for pair in step):
-        asked.setdefault(position // 9, []).append(index)
-    assert [sorted(asked[epoch]) for epoch in range(6)] == [
-        [*range(9)], *[[*range(1, 8)]] * 3, [*range(9)], [*range(1, 8)]]
-    assert (metrics["data/too_hard"], metrics["data/too_easy"]) == (1, 1)
-    order = [p.row.index for stream in [Stream(rows_of(9), 3)] for _ in range(99)
-             for p in stream.next(1)]  # without it: each row keeps its position
-    assert all(order[position] == index for step in whole for position, index in step)
-    positions = [position for step in whole for position, _ in step]
-    assert positions == sorted({*positions})
-    for stop in range(1, 17):
-        one, other = by_difficulty(0.1, 0.9), by_difficulty(0.1, 0.9)
-        first, _ = steps_of(one, stop)
-        other.restore(json.loads(json.dumps(one.state())))
-        assert first + steps_of(other, 18 - stop)[0] == whole
-
-
-def test_rows_that_are_all_left_out_come_back_in_the_fourth_epoch():
-    stream, epochs = by_difficulty(0.4, 0.6, 5), []
-    for _ in range(6):
-        prompts = stream.next(3)
-        epochs.append(prompts[0].position // 5)
-        stream.note(answered(prompts, lambda p: 0))
-    assert epochs == [0, 0, 4, 4, 8, 8]
-
-
-def test_a_completion_without_a_score_says_nothing_of_its_row():
-    stream = by_difficulty(0.1, 0.9)
-    samples = answered(stream.next(2), lambda p: 4)
-    for sample in samples[:12]:
-        sample.score.parts["a"] = None
-    stream.note(samples)
-    assert stream.rates == {samples[8].prompt.row.index: 0.0}  # its last 4 did not pass
-
-
-def test_without_difficulty_the_state_is_the_position():
-    args = SimpleNamespace(seed=0, data_args=DataArgs(),
-                           eval_args=SimpleNamespace(eval_pass=0.5))
-    stream = data.stream(args, rows_of(5))
-    stream.next(3)
-    assert type(stream) is Stream and stream.state() == {"position": 3}
-    assert stream.note([]) == {"data/position": 3}
-    args.data_args.difficulty = 0.2, 0.7
-    stream = data.stream(args, rows_of(5))
-    assert (stream.low, stream.high, stream.passes) == (0.2, 0.7, 0.5)
+def test_epochs_and_seeds_have_their_own_order_and_it_is_this_one():
+    """A change would make every unfinished run resume into other data."""
+    streams = [Stream(rows_of(8), seed=seed) for seed in (0, 1)]
+    orders = [[p.row.index for p in s.next(8)] for s in streams for _ in range(5)]
+    assert len({*map(tuple, orders)}) == 10 and orders[5] == [5, 0, 1, 4, 2, 6, 3, 7]

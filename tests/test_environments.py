@@ -1,5 +1,10 @@
 """Environments with a state: --reply FILE.py:CLASS. The same episodes on any ranks, and after a
-worker's death."""
+worker's death; that of examples/frozen_lake.py is the library's (`pip install gymnasium`: the
+project does not)."""
+import os
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +17,15 @@ from chats.turns import said
 from dist import SettingsError
 from examples import tiny
 from faults import Attempt, differences
-from rewards import RewardArgs
-from test_layouts import run
-from test_layouts import same as same_run
+from rewards import RewardArgs, Scorer
+from scoring.replies import Move
+from scoring.verifiers import environment
 from test_turns import ALONE, END, bridge, play
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
 CLASS = """
-import os, random, time
+import os, random
 from pathlib import Path
 class Dice:
     def __init__(self, row, seed):
@@ -30,9 +36,9 @@ class Dice:
         self.rolls.append(self.dice.randrange(10**9))
         kind, n = self.row["kind"], len(self.rolls)
         trap = Path(self.row["answer"], f"{kind}-{n}")
-        if kind in ("exit", "hang") and n == 2 and not trap.exists():
+        if kind == "exit" and n == 2 and not trap.exists():
             trap.touch()
-            os._exit(3) if kind == "exit" else time.sleep(1e9)
+            os._exit(3)
         if kind == "raise" and n == 2:
             raise KeyError("no such thing")
         return None if n == 3 else f"roll {self.rolls[-1]}"
@@ -54,7 +60,7 @@ def spec(tmp_path):
 
 def rolled(world, spec, kinds, folder, max_turns=4):
     """Episodes of these kinds → their completions."""
-    return play(world, spec, kinds, max_turns, 20.0, room=200, answer=str(folder))[1]
+    return play(world, spec, kinds, max_turns, 10.0, room=200, answer=str(folder))[1]
 
 
 def seen(done):
@@ -71,32 +77,30 @@ def test_an_environment_keeps_its_state_and_gives_the_reward(spec, tmp_path):
         rolls = [int(t["content"][5:]) for t in c.turns if t["role"] == "user"]
         assert len({*rolls}) == len(rolls) == len(own) - 1
         reward = c.turns[-1]["reward"]
-        assert (reward is None) == (kind == "none")
+        assert (reward is None) == (kind == "none") and environment(c.turns) == reward
         if kind == "plain" and len(own) == 3:  # its last roll was not put in
             assert sum(rolls) / 1e9 < reward
     made, closed = (len((tmp_path / name).read_text()) for name in ("made", "closed"))
     assert made == len(KINDS) and closed == made - 1  # "raise" is not closed
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_an_environment_sees_the_last_allowed_turn(spec, tmp_path, limit):
+def test_an_environment_sees_the_last_allowed_turn(spec, tmp_path):
     """It decides the reward, though no turn follows."""
-    done = rolled(ALONE, spec, ["count"] * 6, tmp_path, limit)
+    done = rolled(ALONE, spec, ["count"] * 6, tmp_path, 2)
     whole = [c for c in done if not c.truncated]
-    assert len(whole) > 2 and {c.turns[-1]["reward"] for c in whole} == {limit}
+    assert len(whole) > 2 and {c.turns[-1]["reward"] for c in whole} == {2}
 
 
 def test_a_dead_worker_changes_no_other_episode(spec, tmp_path):
     """What dies itself fails; the environments that died with it are made again."""
-    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     kinds = ["exit" if kind == "raise" else "plain" for kind in KINDS]
-    whole = rolled(ALONE, spec, ["plain"] * 6, tmp_path / "one")
-    done = rolled(ALONE, spec, kinds, tmp_path / "two")
+    whole = rolled(ALONE, spec, ["plain"] * 6, tmp_path)
+    made = (tmp_path / "made").stat().st_size
+    done = rolled(ALONE, spec, kinds, tmp_path)
     assert [c.failed for c in done] == [kind == "exit" for kind in kinds]
     for one, two, kind in zip(seen(whole), seen(done), kinds, strict=True):
         assert one == two or kind == "exit"
-    made = [len((tmp_path / name / "made").read_text()) for name in ("one", "two")]
-    assert made[1] > made[0]
+    assert (tmp_path / "made").stat().st_size > 2 * made
 
 
 def layouts(world, spec, folder):
@@ -123,9 +127,48 @@ def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
         turns.check(args, bridge().tokenizer, [END], tiny.VOCAB, rows)
 
 
-def test_the_reward_of_an_environment():
-    from scoring.verifiers import environment
-    assert environment([said("a") | {"reward": 0.5}]) == 0.5 and environment([said("a")]) is None
+# ---- those of examples/
+
+@pytest.mark.parametrize("name, module, words", [
+    ("frozen_lake", "gymnasium", "gymnasium: pip install gymnasium."),
+    ("gem_games", "gem", "GEM: pip install gem-llm.")])
+def test_without_its_library_an_example_is_one_sentence(tmp_path, name, module, words):
+    (tmp_path / f"{module}.py").write_text("raise ImportError")
+    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py", GAME], text=True,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr == f"examples/{name}.py needs {words}\n"
+
+
+def test_an_episode_of_the_lake_is_the_librarys():
+    """Each is played here with gymnasium alone, and its end once more in the other worker."""
+    gymnasium = pytest.importorskip("gymnasium")
+    grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
+    row = {"map": grid, "slippery": True}
+    with closing(Scorer([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply",
+                        homes=True)) as scorer:
+        scorer.wait()
+        for seed in range(20):
+            env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0
+            env.reset(seed=seed)
+            while not over:
+                action = [1, 2][(seed + len(seen)) % 2]  # down and right
+                chat = [*chat, said(f"I go {words[action]}.")]
+                score, = scorer.score([Move(row, seed, chat, seen)], homes=[seed])
+                assert not score.error, score.error
+                place, won, over, _, _ = env.step(action)
+                seen = [*seen, len(chat)]
+                assert (score.parts["reply"] is None) == over
+                for message in score.parts["reply"] or []:
+                    cells = message["content"].replace("\n", "")
+                    assert cells == "".join(grid)[:place] + "P" + "".join(grid)[place + 1:]
+                    chat = [*chat, message]
+            for home in seed, seed + 1:
+                score, = scorer.score([Move(row, seed, chat, seen, over=True)], homes=[home])
+                assert not score.error and score.parts["reward"] == won
+            rewards.add(won)
+        score, = scorer.score([Move(row, 99, [said("jump")], [])], homes=[0])
+    assert rewards == {0, 1}
+    assert score.parts["reply"] == [{"role": "user", "content": "Say left, down, right or up."}]
 
 
 # ---- the real script
@@ -143,30 +186,15 @@ class Rolls:
 """
 
 
-@pytest.fixture(scope="module")
-def rolls(tmp_path_factory):
-    """Flags of a run, and the run on one rank."""
-    folder = tmp_path_factory.mktemp("rolls")
-    (folder / "rolls.py").write_text(ROLLS)
-    flags = ("--reply", f"{folder}/rolls.py:Rolls", "--reward", "environment", "--max_turns", "3",
-             "--max_tokens", "120")
-    one = run(folder, *flags)
-    assert all(row["rollout/turns_mean"] > 1.3 and row["reward/std"] > 0 for row in one.rows[1:3])
-    return flags, one
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_each, more", [(3, ()), (2, ("--tp", "2"))])
-def test_any_layout_plays_the_same_episodes(tmp_path, rolls, ranks_each, more):
-    flags, one = rolls
-    same_run(run(tmp_path, *flags, *more, ranks_each=ranks_each), one)
+def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
+    (tmp_path / "rolls.py").write_text(ROLLS)
 
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path, rolls):
     def go(name, faults=""):
         return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
-                       "--steps", "5", *rolls[0], faults=faults).end()
+                       "--steps", "5", "--reply", f"{tmp_path}/rolls.py:Rolls", "--reward",
+                       "environment", "--max_turns", "3", "--max_tokens", "120",
+                       faults=faults).end()
 
     status, text = go("alone")
     assert status == 0, text

@@ -1,45 +1,91 @@
-"""Rewards that wait: coroutines run together, a bad one costs its completion, failures are retried.
-The judge and the reward model of examples/, with a server and a model of the test's own."""
+"""What scores a completion: verifiers by hand, rewards that wait, the judge and the reward model of
+examples/ with a server and a model of the test's own."""
 import asyncio
 import importlib
 import json
+import re
 import threading
-from contextlib import closing
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-import rewards
-from dist import SettingsError
-from examples import tiny
-from rewards import Item, RewardArgs, Scorer
-from scoring import signatures, worker
+from examples import countdown, gsm8k, kk, tiny
+from scoring import signatures, verifiers, worker
+from test_rewards import KK, ROOT, item, own, score, totals  # noqa: F401
 
-ROOT = Path(__file__).resolve().parent.parent
+# ---- the verifiers, by hand
 
-
-def items(texts, prompt="What is 6 x 7?", **row):
-    return [Item(prompt, text, "", row, 1, False) for text in texts]
+def tagged(said):
+    return f"<think>x</think><answer>{said}</answer>"
 
 
-def score(specs, texts, size=1, **args):
-    with closing(Scorer(specs, RewardArgs(**args))) as scorer:
-        scorer.wait()
-        return scorer.score(items(texts), size if scorer.groups else 1)
+@pytest.mark.parametrize("function, cases", [
+    (gsm8k.gsm8k, [
+        ("#### $1,234.50", "#### 1234.5", 1), ("18.", 18, 1), ("first 18, then 20", "18", 0),
+        ("#### 17\n\nNext question: 18", "#### 18", 0), (r"\boxed{\text{\$18}} of 20", "18", 1),
+        ("#### none, but 18", "18", 1), ("10-5", "5", 1), ("-$5", "-5", 1), ("", "18", 0)]),
+    (verifiers.math_reward, [
+        (r"\boxed{\frac{14}{3}}", r"\frac{14}{3}", 1), ("It is $14/3$.", r"\frac{14}{3}", 1),
+        (r"\boxed{72}", "48+24=72\n#### 72", 1), (r"\boxed{71}", "#### 72", 0), ("?", "72", 0)]),
+    (kk.kk, [
+        (tagged(KK), {"solution_text_format": KK}, 3),
+        (tagged("ben IS a Knave. Zoey is a knight").replace("<a", " <a") + " bye", KK, 3),
+        (tagged("Zoey is a knave, Ben is a knave"), KK, -0.5),
+        *((tagged(said), KK, -1) for said in (
+            "", "Zoey is a knight, Zoey is a knave")),
+        *((wrong, KK, -3) for wrong in (
+            "<think>" + tagged(KK), tagged(KK) + f"<answer>{KK}</answer>",
+            f"<answer>{KK}</answer><think>x</think>"))])])
+def test_verifiers(function, cases):
+    for completion, answer, expected in cases:
+        assert function(completion, answer) == expected, completion
+        if function is kk.kk:
+            assert kk.kk01(completion, answer) == (expected == 3)
+            assert verifiers.format_tags(completion) == (expected != -3)
+            if expected == 3:  # the prompt may have opened the thinking
+                opened = completion.removeprefix("<think>")
+                assert kk.kk(opened, answer, prompt="...<think>\n") == 3 > kk.kk(opened, answer)
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_countdown():
+    right = ["(25 - 5) * 4 / 2", "-(5 - 25) * 4 / 2"]
+    wrong = ["25 + 5 + 4 + 2", "40", "(25 - 5) * 4 / 2 + 5 - 5", "(25 - 5) * 4 / 2 = 40", "",
+             "(25-5)*4//2", "5/(4-4)*25*2", "((25-5)*4/2", "²", "25-5*4**2", "(٢5-5)*4/2"]
+    for text in right + wrong:
+        for completion in (f"I try\n{text}", f"<answer>1</answer> no: <answer>{text}</answer> ok"):
+            for row in ({"nums": [25, 5, 4, 2]}, {"numbers": [2, 4, 5, 25]}):
+                assert countdown.countdown(completion, target=40, **row) == (text in right), text
+    # Exact: floats would give 23.99999999999999.
+    assert countdown.countdown("(8 / (3 - 8 / 3))", nums=[3, 3, 8, 8], target=24) == 1
 
-    def write(code):
-        (tmp_path / "own.py").write_text("import asyncio, os, sys, time\n" + code)
-        return "own.py:f"
-    return write
 
+def pairs_of(e):
+    pair = st.tuples(e, st.sampled_from("+-*/"), e)
+    return pair.map("({0[0]}{0[1]}{0[2]})".format) | pair.map(" ".join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.recursive(st.integers(0, 99).map(str), pairs_of, max_leaves=12))
+def test_arithmetic_agrees_with_python(text):
+    """The oracle is Python's own grammar over Fractions."""
+    if len(text) > 300:
+        return
+    try:
+        expected = eval(re.sub(r"(\d+)", r"F(\1)", text), {"F": Fraction})
+    except ZeroDivisionError:
+        with pytest.raises(ZeroDivisionError):
+            countdown.arithmetic(text)
+        return
+    value, numbers = countdown.arithmetic(text)
+    assert value == expected and numbers == [int(n) for n in re.findall(r"\d+", text)]
+
+
+# ---- rewards that wait
 
 MEETING = """
 open = most = 0
@@ -56,31 +102,27 @@ async def f(completion):
 """
 
 
-@pytest.mark.parametrize("n, workers, together", [(70, 1, 64), (70, 2, 6), (5, 1, 5), (1, 2, 1)])
-def test_the_coroutines_of_a_worker_run_together(own, n, workers, together):
+def test_the_coroutines_of_a_worker_run_together(own):  # noqa: F811
     """Each waits until as many run at once as may, or as are left: fewer would wait for ever."""
-    texts = [str(min(together, n - i // 64 * 64)) for i in range(n)]
-    scores = score([own(MEETING)], texts, reward_workers=workers, reward_timeout=60.0,
-                   reward_retries=0)
+    texts = [str(min(64, 70 - i // 64 * 64)) for i in range(70)]
+    scores = score([own(MEETING)], texts, workers=1, timeout=60.0)
     assert all(int(text) <= s.total <= 64 for text, s in zip(texts, scores, strict=True))
 
 
-BAD = {"await asyncio.sleep(1e9)": "no answer within", "time.sleep(1e9)": "no answer within",
-       "while True: pass": "no answer within", "os._exit(3)": "the worker ended with code 3",
-       "sys.exit(4)": "the worker ended with code 4", "raise KeyError('gone')": "KeyError: 'gone'",
-       "return float('nan')": "finite number", "return 'x'": "finite number",
+BAD = {"time.sleep(1e9)": "no answer within", "os._exit(3)": "the worker ended with code 3",
+       "raise KeyError('gone')": "KeyError: 'gone'", "return float('nan')": "finite number",
        "await refuse()": "no answer within"}
 
 
-def test_a_coroutine_that_hangs_or_dies_costs_its_completion_only(own):
+def test_a_coroutine_that_hangs_or_dies_costs_its_completion_only(own):  # noqa: F811
     faults = "".join(f"    if completion == {code!r}:\n        {code}\n" for code in BAD)
     spec = own("async def refuse():  # to be cancelled\n    while True:\n        try:\n"
                "            await asyncio.sleep(1e9)\n        except asyncio.CancelledError:\n"
                "            pass\nasync def f(completion):\n    await asyncio.sleep(0)\n" + faults
                + "    return float(completion)")
     texts = [text for i, code in enumerate(BAD) for text in (str(i), code)] + ["99"]
-    scores = score([spec, "short"], texts, reward_timeout=3.0, reward_retries=0)
-    assert [s.total for s in scores[::2]] == [i - 0.001 for i in [*range(len(BAD)), 99]]
+    scores = score([spec, "short"], texts, timeout=2.0)
+    assert totals(scores[::2]) == [i - 0.001 for i in [*range(len(BAD)), 99]]
     for code, s in zip(BAD, scores[1::2], strict=True):
         assert s.total is None and BAD[code] in s.error, (code, s)
 
@@ -103,38 +145,20 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
     reward = signatures.Reward("ours", f, ["completion"], [], True)
     for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
         pauses.clear(), tries.clear()
-        call = worker.Call(items([needed]), [reward])
+        call = worker.Call([item(needed)], [reward])
         asyncio.run(worker.score_waiting([reward], [call], 0.2, 3))
         assert (call.values, pauses, call.retries) == ([[value]], waited, len(waited))
         assert bool(call.error) == (value is None)
     assert "the server is away" in call.error
 
 
-def test_the_metrics_have_the_retries(own):
-    spec = own("tries = []\nasync def f(completion):\n    tries.append(completion)\n"
-               "    if len(tries) == 1: raise ConnectionError('away')\n    return 1")
-    scores = score([spec], ["x", "y"], reward_workers=1)
-    assert [(s.total, s.retries) for s in scores] == [(1, 1), (1, 0)]
-
-
-def test_groups_and_plain_rewards_beside_coroutines(own):
-    own("async def f(completions, **columns): return [len(completions)] * len(completions)\n"
-        "def g(completion): return int(completion)\n"
-        "async def h(completion):\n    if completion == '3': raise ValueError\n    return 5")
-    scores = score(["own.py:f", "own.py:g", "own.py:h:2"], ["1", "2", "3", "4"], 2,
-                   reward_retries=0)
-    assert [tuple(s.parts.values()) for s in scores] == [
-        (2, 1, 5), (2, 2, 5), (2, 3, None), (2, 4, 5)]
-    assert [s.total for s in scores] == [13, 14, None, 16]
-
-
-# ---- examples/judge.py
+# ---- examples/judge.py, examples/reward_model.py
 
 GRADES = json.dumps({"correct": 10, "complete": 5, "brief": 0})
 
 
 class Server(BaseHTTPRequestHandler):
-    """Grades as a completion says: away (once 503), silent, odd, or the grades."""
+    """Grades as a completion says: away (once 503), odd, or the grades."""
     away, asked = True, []
 
     def do_POST(self):
@@ -156,82 +180,49 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def judge(monkeypatch):
-    for name in "JUDGE_URL", "JUDGE_MODEL":
-        monkeypatch.setenv(name, "x")
-    return importlib.import_module("examples.judge")
-
-
-def test_the_judge_behind_a_server(judge, monkeypatch, capfd):
+def test_the_judge_behind_a_server(monkeypatch, capfd):
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         for name, value in dict(JUDGE_URL=url, JUDGE_MODEL="m", JUDGE_KEY="k",
                                 NO_PROXY="127.0.0.1").items():
             monkeypatch.setenv(name, value)
-        scores = score([f"{ROOT}/examples/judge.py:judge"], ["42", "away", "odd"],
-                       reward_workers=1, reward_retries=1, reward_timeout=60.0)
+        texts = [item(text, prompt="What is 6 x 7?") for text in ("42", "away", "odd")]
+        scores = score([f"{ROOT}/examples/judge.py:judge"], texts, workers=1, retries=1,
+                       timeout=60.0)
         server.shutdown()
     assert [(s.total, s.retries) for s in scores] == [(0.5, 0), (0.5, 1), (None, 1)]
     assert "no grade from 0 to 10 for correct, complete, brief" in scores[2].error
     assert "4 calls, 400 tokens read, 36 written" in capfd.readouterr().out
     assert {asked[:3] for asked in Server.asked} == {("/v1/chat/completions", "Bearer k", "m")}
-    said = Server.asked[0][3]
+    judge, said = importlib.import_module("examples.judge"), Server.asked[0][3]
     assert "What is 6 x 7?" in said and all(text in said for text in judge.RUBRIC.values())
+    assert judge.grade(f"So {{x}}:\n```json\n{GRADES}\n```") == 0.5
+    for other in "11", "9.5", '"10"', "null":
+        with pytest.raises(ValueError, match="the judge gave no grade"):
+            judge.grade(GRADES.replace("10", other))
 
 
-@pytest.mark.parametrize("text, value", [
-    (GRADES, 0.5), (f"So {{x}}:\n```json\n{GRADES}\n```", 0.5), ("", None), ("{}", None),
-    (GRADES.replace("10", "11"), None), (GRADES.replace("10", "9.5"), None),
-    (GRADES.replace("10", '"10"'), None), (GRADES.replace("10", "null"), None)])
-def test_a_grade(judge, text, value):
-    if value is not None:
-        assert judge.grade(text) == value
-        return
-    with pytest.raises(ValueError, match="the judge gave no grade"):
-        judge.grade(text)
-
-
-# ---- examples/reward_model.py
-
-@pytest.mark.parametrize("reward, missing", [
-    ("judge.py:judge", "JUDGE_URL and JUDGE_MODEL"), ("reward_model.py:score", "REWARD_MODEL")])
-def test_what_an_example_needs_is_said_before_the_run(monkeypatch, reward, missing):
-    for name in "JUDGE_URL", "JUDGE_MODEL", "REWARD_MODEL":
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SettingsError) as error:
-        rewards.check([f"{ROOT}/examples/{reward}"])
-    assert missing in str(error.value) and "Traceback" not in str(error.value)
-
-
-def classifier(folder, labels):
-    """A random one of few numbers, and what it says of a text."""
+def test_the_reward_model_is_the_classifiers_logit(tmp_path, monkeypatch):
     torch.manual_seed(0)
     tokenizer = tiny.make_tokenizer()
-    config = LlamaConfig(vocab_size=tiny.VOCAB, hidden_size=16, intermediate_size=16,
-                         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-                         num_labels=labels, pad_token_id=0)
-    model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = LlamaForSequenceClassification(LlamaConfig(
+        vocab_size=tiny.VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_labels=1, pad_token_id=0)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
 
     def logit(question, completion):
         text = (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
                 f"{completion}<|im_end|>\n")
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
-            return float(model(input_ids=ids).logits)
-    return logit
+            return float(model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits)
 
-
-def test_the_reward_model_is_the_classifiers_logit(tmp_path, monkeypatch):
-    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
-    logit = classifier(tmp_path, 1)
-    spec = [f"{ROOT}/examples/reward_model.py:score"]
-    with closing(Scorer(spec, RewardArgs(1, 60.0))) as scorer:
-        scorer.wait()
-        scores = scorer.score([*items(["42", ""], question="6 x 7"), *items(["42"], "7 x 6")])
-    expected = [logit("6 x 7", "42"), logit("6 x 7", ""), logit("7 x 6", "42")]
-    assert [s.total for s in scores] == pytest.approx(expected, abs=1e-5), scores[0].error
-    assert len(set(expected)) == 3
+    pairs = [("6 x 7", "42"), ("6 x 7", ""), ("7 x 6", "42")]
+    scores = score([f"{ROOT}/examples/reward_model.py:score"],
+                   [item(text, prompt=asked, question="6 x 7") if asked == "6 x 7"
+                    else item(text, prompt=asked) for asked, text in pairs], workers=1, timeout=60)
+    expected = [logit(*pair) for pair in pairs]
+    assert totals(scores) == pytest.approx(expected, abs=1e-5), scores[0].error
+    assert len({*expected}) == 3

@@ -57,57 +57,39 @@ def refused(place: Path, *flags: str) -> str:
 # ---- mistakes
 
 def test_all_mistakes_are_in_one_message(place):
-    write(place / "empty.jsonl", [])
-    error = refused(place, "--data", "nowhere.jsonl", "--eval_data", "empty.jsonl", "--reward",
-                    "exakt", "--batch", "0", "--update_tokens", "-5", "--lr", "nan")
-    for words in ("nowhere.jsonl", "empty.jsonl", "exakt", "exact", "(got -5)",
-                  "--batch must be at least 1 (got 0)", "--lr must be more than 0 (got nan)"):
-        assert words in error, (words, error)
-
-
-def test_a_malformed_line_a_missing_column_and_no_such_model(place):
     (place / "torn.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
     write(place / "odd.jsonl", [{"quest": "a", "reply": "b"}])
-    error = refused(place, "--data", "torn.jsonl", "--eval_data", "odd.jsonl",
-                    "--update_tokens", "100")
-    for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "(got 100)",
-                  "Would work: --update_tokens 768"):
+    error = refused(place, "--data", "torn.jsonl", "--eval_data", "odd.jsonl", "--reward", "exakt",
+                    "--batch", "0", "--update_tokens", "100", "--lr", "nan")
+    for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "exakt", "exact",
+                  "Would work: --update_tokens 768", "--batch must be at least 1 (got 0)",
+                  "--lr must be more than 0 (got nan)"):
         assert words in error, (words, error)
+
+
+def test_a_model_that_is_nowhere_or_has_no_tokenizer_or_too_few_tokens_or_positions(place):
     assert "no/such-model" in refused(place, "--model", "no/such-model")
-    assert "tiny:sort, tiny:kk" in refused(place, "--model", "tiny:chess")
-
-
-def test_a_model_without_a_tokenizer_or_with_too_few_tokens_or_positions(place):
     folder, tiny = place / "small", next(place.glob("runs/tiny-*/config.json")).parent
     shutil.copytree(tiny, folder)
     config = json.loads((tiny / "config.json").read_text())
     config |= {"vocab_size": 4, "max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(config))
-    error = refused(place, "--model", "small", "--data", "nowhere.jsonl")
-    assert "64 positions" in error and "nowhere.jsonl" in error
     error = refused(place, "--model", "small")
     assert "ids below 4 (the largest" in error
     assert "at most the 64 positions of small" in error
     for path in folder.glob("tokenizer*"):
         path.unlink()   # transformers makes an empty one
-    error = refused(place, "--model", "small", "--reply", f"{ROOT}/examples/guess.py:reply")
-    assert "64 positions" in error and "no tokenizer" in error
+    error = refused(place, "--model", "small", "--data", "nowhere.jsonl",
+                    "--reply", f"{ROOT}/examples/guess.py:reply")
+    for words in "64 positions", "no tokenizer", "nowhere.jsonl is no file on this machine":
+        assert words in error, (words, error)
 
 
-def test_prompts_that_are_all_too_long(place):
-    write(place / "long.jsonl", [{"question": "x" * 300, "answer": "b"}])
-    error = refused(place, "--data", "long.jsonl", "--max_prompt_tokens", "64")
-    assert "no prompt is left" in error and re.search(r"--max_prompt_tokens \d+ keeps it", error)
-
-
-@pytest.mark.parametrize("flags, words", [
-    ("--data nowhere.jsonl", "nowhere.jsonl is no file on this machine"),
-    ("--bach 3", "Unrecognized options: --bach, 3")])
-def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchrun(
-        place, flags, words):
-    done = script(*flags.split(), ranks=2, cwd=place)
+def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchrun(place):
+    done = script("--bach", "3", ranks=2, cwd=place)
     assert done.returncode != 0 and len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
     printed, summary = done.stderr.split("Root Cause")
+    words = "Unrecognized options: --bach, 3"
     assert words in printed and words in summary and "exitcode  : 2" in summary
     assert "traceback : dist.SettingsError: " in summary and ', line ' not in summary
 
@@ -130,9 +112,9 @@ def run(place) -> dict:
     (place / "mine.py").write_text(
         "def length(completion, answer, **row):\n    return len(completion) / 100\n")
     done = script(*"""--data train.jsonl --eval_data seven.jsonl --reward gsm8k mine.py:length:0.5
-        --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 24 --minibatches 2
+        --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 16 --minibatches 2
         --lr 3e-4 --warmup_steps 2 --lr_schedule linear --betas 0.9 0.95 --weight_decay 0.01
-        --stop zq --wandb test --name gsm --eval_samples 3 --eval_temperature 0.8 --eval_every 2
+        --stop zq --wandb test --name gsm --eval_samples 3 --eval_temperature 0.8 --eval_every 6
         --samples_every 1 --target_reward 0.2 0.9 --seed 4294967296""".split(), ranks=2, cwd=place)
     folder = place / "runs/gsm"
     assert (folder / "metrics.jsonl").exists(), done.stderr[-3000:]
@@ -166,7 +148,7 @@ def test_metrics_have_every_step_once_and_the_names_of_the_docs(run):
     assert not [name for row in run["rows"] for name in row if not re.fullmatch(named, name)]
     assert max(r["rollout/logprob_gap_max"] for r in rows[:13]) < 1e-4
     assert [r["batch/prompts"] for r in rows[:7]] == [3, 3, 3, 3, 3, 3, 2]   # 20 rows in threes
-    assert [r["step"] for r in evaluated] == [0, 2, 4, 6, 8, 10, 12, 13]
+    assert [r["step"] for r in evaluated] == [0, 6, 12, 13]
     assert {r["eval/rows"] for r in evaluated} == {7} and "eval/pass@3_low" in evaluated[0]
 
 
@@ -194,23 +176,13 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
 
 # ---- the commands of docs/use/recipes.md
 
-def rows_like(data: str, n: int) -> list[dict]:
-    """Rows in the columns of the data set that a command names."""
-    if "gsm8k" in data:
-        return apples(n)
-    if "Countdown" in data:
-        return [{"target": 7 + i, "nums": [3, 4, i]} for i in range(n)]
-    truth = {"solution_text_format": "(1) Zoey is a knight\n(2) Ava is a knave"}
-    return [{"data_source": "kk_logic", "prompt": [{"role": "user", "content":
+def test_a_command_of_the_docs_runs_with_the_tiny_model(place):
+    """Word for word, but for the model, the files (same columns) and the sizes."""
+    name, truth = "kk", {"solution_text_format": "(1) Zoey is a knight\n(2) Ava is a knave"}
+    rows = [{"data_source": "kk_logic", "prompt": [{"role": "user", "content":
              f"<|im_start|>user\nYou meet {i}: Zoey and Ava. Zoey says Ava lies.<|im_end|>\n"
              "<|im_start|>assistant\n<think>"}], "ability": "logic", "extra_info": {"index": i},
-             "reward_model": {"style": "rule", "ground_truth": truth}} for i in range(n)]
-
-
-@pytest.mark.parametrize("name", [pytest.param("gsm8k", marks=pytest.mark.slow),
-                                  pytest.param("countdown", marks=pytest.mark.slow), "kk"])
-def test_the_commands_of_the_docs_run_with_the_tiny_model(place, name):
-    """Word for word, but for the model, the files (same columns) and the sizes."""
+             "reward_model": {"style": "rule", "ground_truth": truth}} for i in range(6)]
     lines = (ROOT / "docs/use/recipes.md").read_text().replace("\\\n", " ").splitlines()
     command = next(shlex.split(line) for line in lines if "grpo.py --model Qwen" in line
                    and line.endswith(f"--name {name}"))
@@ -221,13 +193,8 @@ def test_the_commands_of_the_docs_run_with_the_tiny_model(place, name):
         else:
             values.append(word)
     for key in {"data", "eval_data"} & flags.keys():
-        rows = rows_like(flags[key][0], 6 if key == "data" else 3)
-        suffix = "parquet" if flags[key][0].endswith("parquet") else "jsonl"
-        flags[key] = [f"{name}-{key}.{suffix}"]
-        if suffix == "jsonl":
-            write(place / flags[key][0], rows)
-        else:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / flags[key][0])
+        flags[key] = [f"{name}-{key}.parquet"]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / flags[key][0])
     flags |= {"model": ["tiny"], "batch": ["3"], "group": ["2"], "steps": ["2"],
               "max_tokens": ["16"], "name": [f"docs-{name}"], "save_every": ["2"]}
     words = [word for key, value in flags.items() for word in (f"--{key}", *value)]

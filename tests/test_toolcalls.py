@@ -4,9 +4,7 @@ The templates are short forms of the families' own ones: their headers, ends, ca
 What the model writes is written here by hand, in the format that the family was trained on.
 """
 import json
-import shutil
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,21 +12,16 @@ import pytest
 from vllm.tool_parsers import ToolParserManager
 
 import data
-import grpo
-import ranks
 import rollout
 from chats import toolcalls, turns
 from dist import SettingsError
 from examples import calculator, tiny
-from preflight import plan, rules
 from rewards import RewardArgs, Scorer
 from scoring import replies
-from test_layouts import run
 from test_sft import tokenizer_of
 from test_turns import ALONE
 from trainer.batch import Completion
 
-ROOT = Path(__file__).parent.parent
 OWN = '''
 import os, time
 def add(a: float, b: float) -> float:
@@ -55,7 +48,6 @@ def trap(kind: str) -> str:
     """
     if kind == "hang": time.sleep(1e6)
     if kind == "exit": os._exit(3)
-    if kind == "memory": bytearray(10**11)
     if kind == "raise": raise KeyError("no such thing")
     return {"huge": "x" * 10**7, "set": {1}, "surrogate": "\\ud800"}[kind]
 async def waits(kind: str) -> str:
@@ -68,21 +60,19 @@ def bare(kind):
     return kind
 '''
 NAMES = "add", "spell", "trap"
-LOOP = "{% for m in messages %}"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 PLAIN = "{{ m.content }}"
 ARGS = "{{ c.function.arguments | tojson }}"
 CALLS = "{% for c in m.tool_calls %}"
-START = "{% if add_generation_prompt %}HEADER{% endif %}"
 JSON = '{"name": "{{ c.function.name }}", "arguments": ' + ARGS + "}"
 
 
-def template(before, user, words, calls, tool, header, loop=LOOP):
+def template(before, user, words, calls, tool, header):
     """After a block Jinja drops a newline."""
-    text = before + loop + (
+    text = before + "{% for m in messages %}" + (
         "{% if m.role == 'tool' %}" + tool + "{% elif m.tool_calls %}" + calls
         + "{% elif m.role == 'assistant' %}" + words + "{% else %}" + user + "{% endif %}"
-        "{% endfor %}") + START.replace("HEADER", header)
+        "{% endfor %}{% if add_generation_prompt %}" + header + "{% endif %}")
     return text.replace("%}\n", "%}{{ '\\n' }}")
 
 
@@ -108,9 +98,6 @@ LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 LLAMA_TOKENS = ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|> "
                 "<|eot_id|>")
 LLAMA_TOOL = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
-MISTRAL_TOKENS = ("<s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
-                  "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [ARGS] </s>")
-AVAILABLE = "[AVAILABLE_TOOLS] [" + TOOLS + "][/AVAILABLE_TOOLS]"
 
 
 def hermes(*calls):
@@ -118,25 +105,9 @@ def hermes(*calls):
                      + "\n</tool_call>" for name, given in calls)
 
 
-def listed(*calls):
-    return json.dumps([{"name": name, "arguments": given} for name, given in calls])
-
-
 def parameters(call):
     name, given = call
     return json.dumps({"name": name, "parameters": given})
-
-
-def python(*calls):
-    def one(name, given):
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    return "[" + ", ".join(one(*call) for call in calls) + "]"
-
-
-def xml(*calls):
-    return "\n".join(f"<tool_call>\n<function={name}>\n" + "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
-        + "</function>\n</tool_call>" for name, given in calls)
 
 
 FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as written; parser)
@@ -149,40 +120,7 @@ FAMILIES = {  # name: (control tokens; the last ends a turn; template; calls as 
         "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA,
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}"
         "{% endif %}" + LLAMA_HEADER + CALLS + JSON.replace("arguments\":", "parameters\":")
-        + "{% endfor %}<|eot_id|>", LLAMA_TOOL, LLAMA_HEADER), parameters, "llama3_json"),
-    "llama, python": (LLAMA_TOKENS, template(
-        "<|begin_of_text|>" + TOOLS, LLAMA, LLAMA, LLAMA_HEADER + "[" + CALLS
-        + "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}{{ key }}="
-        "{% if value is string %}'{{ value }}'{% else %}{{ value }}{% endif %}{% if not loop.last "
-        "%}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|eot_id|>",
-        LLAMA_TOOL, LLAMA_HEADER), python, "pythonic"),
-    "mistral v11": (MISTRAL_TOKENS, template(
-        "<s>", AVAILABLE + "[INST]" + PLAIN + "[/INST]", PLAIN + "</s>",
-        CALLS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]" + ARGS + "{% endfor %}</s>",
-        "[TOOL_RESULTS]" + PLAIN + "[/TOOL_RESULTS]", ""),
-        lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"
-                               for name, given in calls), "mistral"),
-    "granite": ("<|start_of_role|> <|end_of_role|> <|tool_call|> <|end_of_text|>",
-                template(
-        TOOLS, "<|start_of_role|>{{ m.role }}<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|><tool_call>[" + CALLS + JSON
-        + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end_of_text|>\n",
-        "<|start_of_role|>tool_response<|end_of_role|>" + PLAIN + "<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>"),
-        lambda *calls: "<tool_call>" + listed(*calls), "granite"),
-    "phi4-mini": ("<|system|> <|user|> <|assistant|> <|tool_response|> <|end|>",
-                  template(
-        "<|system|>" + TOOLS + "<|end|>", "<|user|>" + PLAIN + "<|end|>",
-        "<|assistant|>" + PLAIN + "<|end|>", "<|assistant|>functools[" + CALLS + JSON
-        + "{% if not loop.last %}, {% endif %}{% endfor %}]<|end|>",
-        "<|tool_response|>" + PLAIN + "<|end|>", "<|assistant|>"),
-        lambda *calls: "functools" + listed(*calls), "phi4_mini_json"),
-    "qwen3-coder": ("<|im_start|> <|im_end|>", template(
-        SYSTEM, CHATML, CHATML, "<|im_start|>assistant" + CALLS + "\n<tool_call>\n<function="
-        "{{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}<parameter="
-        "{{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
-        "<|im_end|>\n", GROUP, "<|im_start|>assistant\n"), xml, "qwen3_coder")}
+        + "{% endfor %}<|eot_id|>", LLAMA_TOOL, LLAMA_HEADER), parameters, "llama3_json")}
 TWO = ("add", {"a": 1, "b": 2}), ("spell", {"word": "no", "times": 2})
 ONE = ("spell", {"word": "yes"})
 
@@ -194,15 +132,11 @@ def own(tmp_path_factory):
     return path
 
 
-def make_tools():
+@pytest.fixture(scope="module")
+def tools():
     made = {}
     exec(OWN, made)
     return replies.Tools({name: made[name] for name in NAMES})
-
-
-@pytest.fixture(scope="module")
-def tools():
-    return make_tools()
 
 
 class Inside:
@@ -237,13 +171,13 @@ def bridge_of(tools, tokenizer):
     return turns.check_tools(args, tools.schemas, tokenizer, [tokenizer.eos_token_id], 10**6)
 
 
-def play(bridge, tools, *texts, world=ALONE):
+def play(bridge, tools, *texts):
     """Episodes in which the model writes these texts → [(a prompt's ids, completion), …]."""
     tokenizer = bridge.tokenizer
     row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer, [], data.DataArgs(),
                         tools.schemas)
     episodes = turns.Episodes.__new__(turns.Episodes)
-    episodes.bridge, episodes.world = bridge, world
+    episodes.bridge, episodes.world = bridge, ALONE
     episodes.max_turns, episodes.max_tokens, episodes.stateful = 9, 10**6, False
     episodes.workers, episodes.log = Inside(tools), SimpleNamespace(say=print)
     engine, prompts = Scripted(tokenizer, texts), [data.Prompt(i, row) for i in range(len(texts))]
@@ -256,16 +190,10 @@ def play(bridge, tools, *texts, world=ALONE):
     return [(row.prompt_ids, c) for c in done]
 
 
-def whole(bridge, tools, chat):
-    """The ids of a chat, all at once."""
-    text = bridge.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Do it."}, *chat], tools=tools.schemas, tokenize=False)
-    return bridge.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_put_in_is_the_templates_own_text(tools, name):
-    """Two calls in one turn, another one, and the end: the ids of the whole chat, at once."""
+    """Two calls in one turn, another one, and the end: the ids of the whole chat, at once. The end
+    of a turn is put in where it is missing (a --stop string ended it), and not doubled."""
     controls, text, writes, parser = FAMILIES[name]
     bridge = bridge_of(tools, tokenizer_of(controls, text))
     assert type(bridge.calls.parser) is ToolParserManager.get_tool_parser(parser)
@@ -277,30 +205,31 @@ def test_what_is_put_in_is_the_templates_own_text(tools, name):
             for c in t.get("tool_calls", [])] == [*first, ONE]
     put_in = np.flatnonzero(~done.sampled)
     ids = prompt + done.ids[:put_in[-1] + 1].tolist()
-    assert len(put_in) > 20 and ids == whole(bridge, tools, done.turns)[:len(ids)]
+    whole = bridge.tokenizer(bridge.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Do it."}, *done.turns], tools=tools.schemas,
+        tokenize=False), add_special_tokens=False)["input_ids"]
+    assert len(put_in) > 20 and ids == whole[:len(ids)]
     said = bridge.tokenizer.decode(done.ids[put_in[-1] + 1:], skip_special_tokens=True)
     assert said == "so it is" and not done.failed
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_end_of_a_turn_is_put_in_where_it_is_missing(tools, name):
-    """A --stop string ended the turn. Else the end is not doubled."""
-    tokenizer = tokenizer_of(*FAMILIES[name][:2])
-    bridge, end = bridge_of(tools, tokenizer), tokenizer.eos_token_id
+    assert json.dumps(tools.schemas[0]) in bridge.tokenizer.decode(prompt)
+    end = bridge.tokenizer.eos_token_id
     answer = toolcalls.message(toolcalls.call("add", {}, "0" * 9), "3")
     ids = bridge.ids(77, [answer])
     assert ids[0] == end and bridge.ids(end, [answer]) == ids[1:]
 
 
-def test_the_prompt_has_the_schemas_that_transformers_makes(tools):
-    add, spell, _ = (schema["function"] for schema in tools.schemas)
-    assert add["description"] == "Adds two numbers." and add["parameters"]["required"] == ["a", "b"]
-    assert spell["parameters"]["properties"]["times"] == {
-        "type": "integer", "description": "how often"}
-    controls, text, *_ = FAMILIES["qwen2.5"]
-    row = data.make_row(0, {"prompt": "Do it."}, "", tokenizer_of(controls, text), [],
-                        data.DataArgs(), tools.schemas)
-    assert json.dumps(tools.schemas[0]) in row.prompt
+@pytest.mark.parametrize("parser, text", [
+    ("mistral", '[TOOL_CALLS]first[ARGS]{"x": "y"}'),
+    ("qwen3_coder", "<tool_call>\n<function=first>\n<parameter=x>\ny\n</parameter>\n</function>\n"
+     "</tool_call>"),
+    ("granite", '<tool_call>[{"name": "first", "arguments": {"x": "y"}}]'),
+    ("phi4_mini_json", 'functools[{"name": "first", "arguments": {"x": "y"}}]'),
+    ("pythonic", "[first(x='y')]")])
+def test_the_first_parser_that_reads_what_the_template_writes_is_taken(tools, parser, text):
+    tokenizer = tokenizer_of("[TOOL_CALLS] [ARGS] <|tool_call|> <|im_end|>", FAMILIES["qwen2.5"][1])
+    calls = toolcalls.Calls(tools.schemas, tokenizer, [tokenizer.eos_token_id])
+    calls.choose(lambda turn: text)
+    assert type(calls.parser) is ToolParserManager.get_tool_parser(parser)
 
 
 # ---- what is refused before weights load
@@ -327,28 +256,12 @@ def test_a_template_that_cannot_be_used_is_one_sentence(tools, text, words):
 
 
 @pytest.mark.parametrize("spec, words", [
-    ("own.py", "must be FILE.py:FUNCTION"), ("none.py:add", "--tools none.py:add: no such file"),
-    ("own.py:nothing", r"--tools needs a function nothing \(def, not async def\)"),
-    ("own.py:waits", "needs a function waits"),
+    ("own.py:waits", r"--tools needs a function waits \(def, not async def\)"),
     ("own.py:bare", "A tool needs a docstring with a line `NAME: what it is` below `Args:`")])
 def test_a_function_that_is_no_tool_is_refused(own, monkeypatch, spec, words):
     monkeypatch.chdir(own.parent)
     with pytest.raises(SettingsError, match=words):
         toolcalls.load((spec,), RewardArgs(1))
-
-
-@pytest.mark.parametrize("flags, words", [
-    (dict(tools=("own.py:add",), reply="own.py:reply"), "--tools and --reply both answer"),
-    (dict(max_turns=3), "--max_turns needs --reply or --tools")])
-def test_settings_that_make_no_sense(flags, words):
-    problem, = rules.problems(plan.changed(grpo.Args(), **flags), 1)
-    assert words in str(problem)
-
-
-def test_a_finished_chat_takes_no_tools(tools):
-    with pytest.raises(SettingsError, match="a finished chat text takes no --system, no --tools"):
-        data.make_row(0, {"prompt": "<|im_start|>user"}, "", tiny.make_tokenizer(), [],
-                      data.DataArgs(), tools.schemas)
 
 
 # ---- calls that go wrong
@@ -361,19 +274,6 @@ def test_calls_that_the_template_cannot_write_end_their_episode(tools):
     assert not one.failed and two.failed and len(two.turns[0]["tool_calls"]) == 2
 
 
-def layouts(world):
-    bridge = bridge_of(make_tools(), tokenizer_of(*FAMILIES["qwen2.5"][:2]))
-    texts = [[hermes(*TWO), "3"], ["no"], [hermes(ONE), hermes(*TWO), "<tool_call>{oops"],
-             [hermes(ONE), "x"], ["a", "b"]]
-    return [(c.ids.tolist(), c.turns) for _, c in play(bridge, make_tools(), *texts, world=world)]
-
-
-def test_every_rank_has_the_same_episodes():
-    alone = layouts(ALONE)
-    assert [sum(t["role"] == "tool" for t in said) for _, said in alone] == [2, 0, 3, 1, 0]
-    assert ranks.results(2, layouts) == [alone] * 2
-
-
 def calls_of(*calls):
     return turns.said("") | {"tool_calls": [toolcalls.call(*one, f"{i:09d}")
                                             for i, one in enumerate(calls)]}
@@ -381,7 +281,7 @@ def calls_of(*calls):
 
 def test_hostile_calls_cost_themselves_only(own):
     """One group of calls in two workers: each bad one is a sentence, the others have results."""
-    hostile = "hang", "exit", "memory", "raise", "huge", "set", "surrogate"
+    hostile = "hang", "exit", "raise", "huge", "set", "surrogate"
     turn = calls_of(*(("trap", {"kind": kind}) for kind in hostile), ("nothing", {}),
                     ("add", "{oops"), ("add", {"a": 1}), ("add", {"a": 1, "c": 2}),
                     ("add", {"a": "x", "b": 1}), TWO[0], ("spell", {"word": ""}))
@@ -393,42 +293,26 @@ def test_hostile_calls_cost_themselves_only(own):
     found = [m["content"] for m in score.parts["reply"]]
     for text, start in zip(found, [
             "error: no answer within 3 seconds", "error: the worker ended with code 3",
-            "error: ", "error: KeyError: 'no such thing'", "error: the result has 10,000,000 char",
+            "error: KeyError: 'no such thing'", "error: the result has 10,000,000 char",
             "error: TypeError: Object of type set is not JSON", "?", "error: there is no tool "
             "'nothing', only add, spell, trap", "error: TypeError: ",
             "error: TypeError: add() missing 1 required", "error: TypeError: add() got an "
             "unexpected keyword argument 'c'", "error: TypeError: ", "3", '["é"]'], strict=True):
         assert text.startswith(start) and len(text) < 600
-    assert [m["tool_call_id"] for m in score.parts["reply"]] == [f"{i:09d}" for i in range(14)]
+    assert [m["tool_call_id"] for m in score.parts["reply"]] == [f"{i:09d}" for i in range(13)]
     assert score.total == 0 and [s.parts["reply"] for s in plain] == [None, None]
 
 
-# ---- the example, and the real script
+# ---- the example
 
 @pytest.mark.parametrize("text, start", [
-    ("12 * (3 + 4)", "84"), ("-7/2", "-3.5"), ("1e999*0", "nan"),
+    ("12 * (3 + 4)", "84"), ("-7/2", "-3.5"),
     ("1/0", "error: ZeroDivisionError: division by zero"),
     *((text, "error: ValueError: only numbers, + - * / and parentheses are known") for text in (
-        "2**9**9**9", "__import__('os').getcwd()", "'a' * 9", "9 if 1 else 2")),
+        "2**9**9**9", "__import__('os').getcwd()")),
     ("9*" * 5000 + "9", "error: ValueError: an expression has at most 200 characters"),
-    *((text, "error: ") for text in ("(" * 199, "", "1;2", "\0", 3))])
+    *((text, "error: ") for text in ("(" * 199, "", 3))])
 def test_the_calculator_computes_arithmetic_and_nothing_else(text, start):
     tools = replies.Tools({"calculator": calculator.calculator})
     found = tools.result("calculator", {"expression": text})
     assert found.startswith(start) and len(found) < 300
-
-
-@pytest.mark.slow
-def test_the_script_shows_the_schemas_to_the_model(tmp_path):
-    """The tiny model with a template for tools. It calls none: each episode is one turn."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.ensure(str(ROOT / "runs")), folder)
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.chat_template = FAMILIES["qwen2.5"][1]
-    tokenizer.save_pretrained(folder)
-    ran = run(tmp_path, "--model", str(folder), "--tools",
-              f"{ROOT}/examples/calculator.py:calculator", "--max_prompt_tokens", "500",
-              "--update_tokens", "600", "--score_tokens", "600", ranks_each=2)
-    assert ran.rows[1]["rollout/turns_mean"] == 1
-    prompt = json.loads(ran.samples[1].splitlines()[0])["prompt"]
-    assert '"description": "Computes the value of an arithmetic expression."' in prompt

@@ -13,21 +13,16 @@ import pytest
 import torch
 
 import data
-import dist
-import grpo
 import learning
-import ppo
 import ranks
 import rollout
 from chats import turns
 from dist import SettingsError
 from examples import again, calculator, guess, tiny
-from faults import metrics
 from forked import PYTHON
-from rewards import Item, RewardArgs, Score, Scorer, score_samples
+from rewards import RewardArgs, Score, score_samples
 from scoring.replies import messages
-from test_layouts import run
-from trainer import batch, model
+from trainer import batch
 from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -42,76 +37,51 @@ def with_template(template):
     return other
 
 
-def bridge(template=tiny.CHATML, system=None, vocab=tiny.VOCAB):
-    return turns.Bridge(with_template(template), [EOT, END], vocab, system)
+def bridge(template=tiny.CHATML, vocab=tiny.VOCAB):
+    return turns.Bridge(with_template(template), [EOT, END], vocab, None)
 
 
 # ---- the bridge
 
-def chat(begin, middle, end, trim=False):
-    """A template like ChatML: begin + role + middle + content + end."""
-    content = "message['content']" + " | trim" * trim
-    return ("{% for message in messages %}{{ '" + begin + "' + message['role'] + '" + middle
-            + "' + " + content + " + '" + end + "' }}{% endfor %}{% if add_generation_prompt %}"
-            "{{ '" + begin + "assistant" + middle + "' }}{% endif %}")
-
-
 LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() "
           "+ ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' "
           "}}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}")
-SPEAKER = chat("<|im_end|>", ": ", "")  # a turn ends where the next speaker's token begins
-QWEN3 = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == "
-         "'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1].strip() }}"
-         "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-GROUPS = ("{% for m in messages %}{% if m['role'] == 'tool' %}{% if loop.previtem['role'] != 'tool'"
-          " %}{{ '<|im_start|>user' }}{% endif %}{{ '\n<r>' + m['content'] + '</r>' }}{% if "
-          "loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}"
-          "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
-          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-CHATML_Z = "\n<|im_start|>{}\nz<|im_end|>\n<|im_start|>assistant\n"
+# A turn ends where the next speaker's token begins.
+SPEAKER = ("{% for m in messages %}{{ '<|im_end|>' + m['role'] + ': ' + m['content'] }}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|im_end|>assistant: ' }}{% endif %}")
+REWRITES = tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1)
 
 
-@pytest.mark.parametrize("template, messages, expected", [
-    (tiny.CHATML, [USER], "<|im_end|>" + CHATML_Z.format("user")),
-    (chat("<|im_start|>", "\n", "<|im_end|>\n", trim=True), [USER | {"content": " z\n"}],
-     "<|im_end|>" + CHATML_Z.format("user")),
+@pytest.mark.parametrize("template, said, expected", [
+    (tiny.CHATML, [USER],
+     "<|im_end|>\n<|im_start|>user\nz<|im_end|>\n<|im_start|>assistant\n"),
     (SPEAKER, [USER], "<|im_end|>user: z<|im_end|>assistant: "),
-    (GROUPS, [{"role": "tool", "content": c} for c in "ab"],
-     "<|im_end|>\n<|im_start|>user\n<r>a</r>\n<r>b</r><|im_end|>\n<|im_start|>assistant\n"),
     (LLAMA2, [USER], " <|im_end|>[INST] z [/INST]"),
     (None, [USER, USER], "\n\nz\n\nz\n\n")])
-def test_the_bridge_is_what_the_template_puts_between_turns(template, messages, expected):
+def test_the_bridge_is_what_the_template_puts_between_turns(template, said, expected):
     """A turn's end is appended where it is missing, and never twice."""
     there, encode = bridge(template), lambda text: TOKENIZER(text)["input_ids"]
     whole = encode(expected)
-    assert there.text(messages) == expected
-    assert there.ids(77, messages) == whole                      # a --stop string ended the turn
-    assert there.ids(EOT, messages) == whole                     # another end than the template's
-    assert there.ids(END, messages) == (whole[whole.index(END) + 1:] if template else whole)
+    assert there.text(said) == expected
+    assert there.ids(77, said) == whole                          # a --stop string ended the turn
+    assert there.ids(EOT, said) == whole                         # another end than the template's
+    assert there.ids(END, said) == (whole[whole.index(END) + 1:] if template else whole)
     if template:                                                 # the whole chat, encoded at once
         assert encode(there.render([], True) + "yes" + expected)[-len(whole):] == whole
 
 
 def test_an_end_inside_the_reply_is_not_the_turns_end():
-    there = bridge()
-    ids = there.ids(EOT, [USER | {"content": "<|endoftext|>"}])
+    ids = bridge().ids(EOT, [USER | {"content": "<|endoftext|>"}])
     assert ids[0] == END and ids.count(EOT) == 1
 
 
-@pytest.mark.parametrize("template, role, words", [
-    (QWEN3, "user", "rewrites earlier turns before a message of role user"),
-    (LLAMA2, "tool", "takes no messages of the roles user, assistant, tool .*only user"),
-    (tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1), "user",
-     "rewrites earlier turns before a message of role user")])
-def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, words):
+@pytest.mark.parametrize("template, role, vocab, words", [
+    (LLAMA2, "tool", 320, "takes no messages of the roles user, assistant, tool .*only user"),
+    (REWRITES, "user", 320, "rewrites earlier turns before a message of role user"),
+    (tiny.CHATML, "user", 50, r"has an id of \d+; the model has 50")])
+def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, vocab, words):
     with pytest.raises(SettingsError, match=words):
-        bridge(template).ids(END, [USER | {"role": role}])
-
-
-def test_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(SettingsError, match=r"has an id of \d+; the model has 50"):
-        bridge(vocab=50).ids(END, [USER])
+        bridge(template, vocab).ids(END, [USER | {"role": role}])
 
 
 # ---- episodes, with an engine of random ids
@@ -125,13 +95,12 @@ def reply(row, turns):
         return None
     if kind == "hang": time.sleep(1e6)
     if kind == "exit": os._exit(3)
-    if kind == "memory": bytearray(10**11)
     if kind == "raise": raise KeyError("no such thing")
-    return {"junk": 7, "empty": [], "role": [{"content": "z"}], "huge": "x" * 10**7,
-            "long": "z" * 999, "tools": [{"role": "tool", "content": c, "id": 3} for c in "ab"]
+    return {"junk": 7, "long": "z" * 999,
+            "tools": [{"role": "tool", "content": c, "id": 3} for c in "ab"]
             }.get(kind, "1" * int(kind) if kind.isdigit() else f"go {n}")
 """
-FAILING = ["hang", "exit", "memory", "raise", "junk", "empty", "role", "huge"]
+FAILING = ["hang", "exit", "raise", "junk"]
 LENGTHS = [str(n) for n in range(12, 36)]  # a reply of so many tokens, or nearly
 KINDS = ["plain", "never", "tools", "long", *FAILING, *LENGTHS]
 ROOM = 60
@@ -157,7 +126,7 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="a"):
+def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="a"):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=room,
                            reward_args=RewardArgs(2, timeout))
@@ -173,7 +142,6 @@ def play(world, spec, kinds=KINDS, max_turns=4, timeout=5.0, room=ROOM, answer="
 
 
 ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None)
-TIMED = SimpleNamespace(time=lambda name: nullcontext())
 
 
 @pytest.fixture(scope="module")
@@ -222,19 +190,11 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert [kind for kind in KINDS if kinds[kind].failed] == FAILING
     cut = [kind for kind in KINDS if kinds[kind].truncated]
     assert "long" in cut and not {*cut} & {*FAILING}
-    for kind in LENGTHS:  # it is put in if one token has room after it
-        reply = bridge().ids(kinds[kind].ids[-1], [USER | {"content": "1" * int(kind)}])
-        if len(kinds[kind].turns) == 3 and kinds[kind].truncated:
-            assert len(kinds[kind].ids) + len(reply) >= ROOM or kinds[kind].sampled.all()
-    assert 1 in [asked[-1].room for asked in engine.asked.values()]
-
-    def roles(kind):
-        return [turn["role"] for turn in kinds[kind].turns]
-
-    assert roles("never") == ["assistant"] and roles("plain") == ["assistant", "user"] * 2 + roles(
-        "never")
-    assert roles("tools")[2:] == ["assistant", "tool", "tool", "assistant"]
-    assert {tuple(roles(kind)) for kind in FAILING} == {("assistant", "user", "assistant")}
+    roles = {kind: [turn["role"] for turn in c.turns] for kind, c in kinds.items()}
+    assert roles["never"] == ["assistant"]
+    assert roles["plain"] == ["assistant", "user", "assistant", "user", "assistant"]
+    assert roles["tools"][2:] == ["assistant", "tool", "tool", "assistant"]
+    assert {tuple(roles[kind]) for kind in FAILING} == {("assistant", "user", "assistant")}
     assert kinds["tools"].turns[3] == {"role": "tool", "content": "a"}
     assert len(said) == 1 and "because of --reply; it is counted (printed once)" in said[0]
     # A failed episode has no reward, whatever its function says.
@@ -242,8 +202,9 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     scorer = SimpleNamespace(
         groups=False, kind="reward", unscored=0,
         score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
-    score_samples(SimpleNamespace(scorer=scorer, world=ALONE, log=TIMED,
-                                  engine=SimpleNamespace(tokenizer=TOKENIZER)), samples, 1)
+    score_samples(SimpleNamespace(
+        scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
+        engine=SimpleNamespace(tokenizer=TOKENIZER)), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = batch.sample_metrics(samples, 1.0)
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
@@ -270,18 +231,18 @@ def test_one_token_must_have_room_after_a_reply(n, reply, goes_on, cut):
     assert (len(c.ids), c.tokens, len(c.turns)) == ((n, 4, 1) if goes_on else (old, old, 0))
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_no_episode_has_more_turns_than_allowed(spec, limit):
-    _, done, engine, _ = play(ALONE, spec, ["plain"] * 4, limit)
-    assert max(map(len, engine.gave.values())) == limit
+def test_no_episode_has_more_turns_than_allowed(spec):
+    _, done, engine, _ = play(ALONE, spec, ["plain"] * 4, 2)
+    assert max(map(len, engine.gave.values())) == 2
     for i, c in enumerate(done):
         assert sum(turn["role"] == "assistant" for turn in c.turns) == len(engine.gave[i])
 
 
-def test_the_longest_reply():
+def test_what_is_no_reply_and_the_longest_one():
     assert messages("x" * 10**6) and messages(None) is None
-    with pytest.raises(TypeError, match="1,000,000 characters at most"):
-        messages([USER, USER | {"content": "x" * 10**6}])
+    for bad in [], [{"role": [USER]}], [USER, USER | {"content": "x" * 10**6}]:
+        with pytest.raises(TypeError, match="1,000,000 characters at most"):
+            messages(bad)
 
 
 def texts(world, spec):
@@ -301,87 +262,6 @@ def test_every_rank_has_the_same_episodes_and_decodes_its_share(spec, played):
     assert max(counts) - min(counts) <= rounds
 
 
-# ---- what is trained on
-
-class Bigram:
-    """A policy whose logits see only the token before: what else changes is no condition."""
-    metrics = {}
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-
-        def make():
-            return torch.randn(learning.VOCAB, 8, generator=generator, dtype=torch.float64)
-
-        self.embedding, self.head = (torch.nn.Parameter(make()) for _ in range(2))
-
-    def hidden(self, micro):
-        found = torch.nn.functional.embedding(micro.inputs["input_ids"], self.embedding)
-        return found.flatten(0, 1).index_select(0, micro.source)
-
-    def logprobs(self, micro, temperature, entropy="none"):
-        out = model.token_logprobs(self.hidden(micro), lambda h: h @ self.head.T, micro.targets,
-                                   temperature, 1000, entropy)
-        return tuple(map(micro.spread, out))
-
-    def values(self, micro):
-        return micro.spread(self.hidden(micro).sum(-1))
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self, lr):
-        self.gradient = torch.cat([p.grad.flatten() for p in (self.embedding, self.head)
-                                   if p.grad is not None])
-        self.embedding.grad = self.head.grad = None
-        return float(self.gradient.norm())
-
-
-def learnt(script, samples, **options):
-    """Metrics and gradients of one shipped `learn`."""
-    world = dist.World(0, 1, 0, 1, torch.device("cpu"), None, 1.0)
-    for name in ("sum", "max"):
-        setattr(world, name, lambda tensor: tensor)
-    world.same_phase, policy, critic = lambda *_: None, Bigram(), Bigram()
-    args = learning.arguments(script, minibatches=1, **options)
-    if script is grpo:
-        metrics = grpo.learn(args, world, policy, samples, lr=1.0, reference=Bigram())
-        return metrics, policy.gradient
-    metrics = ppo.learn(args, world, (policy, critic), samples, lr=1.0, critic_lr=1.0,
-                        kl_coef=0.1, reference=Bigram())
-    return metrics, torch.cat([policy.gradient, critic.gradient])
-
-
-@pytest.mark.parametrize("script, options", [
-    (grpo, dict(kl_loss_coef=0.1, entropy_coef=0.1)),
-    (grpo, dict(kl_reward_coef=0.1, advantage="reinforce++", engine_correction="mask")),
-    (grpo, dict(loss="gspo", aggregation="sequence", epochs=2)),
-    (ppo, dict(kl_reward_coef=0.1, engine_correction="truncate", aggregation="constant"))])
-def test_what_the_environment_said_is_a_condition_and_never_a_target(script, options):
-    """Other ids in the replies: loss and gradient are equal to the bit, unless the last one before
-    a sampled token changes, which this model sees."""
-    samples = learning.fabricate("mixed", 7)
-    holes = [(s.completion, t) for s in samples
-             for t in np.flatnonzero(~s.completion.sampled).tolist()]
-    inner = [(c, t) for c, t in holes if not c.sampled[t + 1]]
-    assert len(inner) > 10
-    was = learnt(script, samples, **options)
-    for changed, same in (inner, True), ([(c, t) for c, t in holes if c.sampled[t + 1]], False):
-        for c, t in changed:
-            c.ids[t] = (c.ids[t] + 1) % learning.VOCAB
-        now = learnt(script, samples, **options)
-        assert (was[0] == now[0]) == torch.equal(was[1], now[1]) == same
-    # Nor is it a step, a token of a mean, or a value: without those ids all is the same.
-    for s in samples:
-        c = s.completion
-        stays = c.sampled | np.append(c.sampled[1:], True)
-        c.ids, c.logprobs, c.sampled = c.ids[stays], c.logprobs[stays], c.sampled[stays]
-    less = learnt(script, samples, **options)
-    assert torch.allclose(less[1], now[1], rtol=1e-10, atol=1e-13)
-    for name in now[0].keys() - {"batch/tokens"}:
-        assert less[0][name] == pytest.approx(now[0][name], rel=1e-10, abs=1e-12), name
-
-
 def test_only_sampled_tokens_are_targets():
     samples = learning.fabricate("mixed", 7)
     there = Batch(samples)
@@ -395,69 +275,34 @@ def test_only_sampled_tokens_are_targets():
     assert there.sampled.sum() == len(expected) < there.lengths.sum()
 
 
-# ---- rewards and examples
+# ---- examples, and what is refused
 
-SIGNATURES = """
-def ours(completion, turns, **row): return len(turns)
-def alone(turns): return float(turns[-1]["content"] == "b")
-def compute_score(solution_str, ground_truth, turns): return len(turns)
-def trl(completions, turns):
-    assert [c if isinstance(c, list) else None for c in completions] in (turns, [None] * len(turns))
-    return [len(c) for c in turns]
-"""
-
-
-@pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q"}]])
-def test_every_kind_of_reward_sees_the_turns(tmp_path, monkeypatch, prompt):
-    """Without --reply there is one. TRL's conversational completions are the turns."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(SIGNATURES)
-    episode = [turns.said("a"), USER, turns.said("b")]
-    items = [Item("q", text, "", {"prompt": prompt}, 1, False, [1], chat)
-             for text, chat in (("a z b", episode), ("b", None))]
-    names = ("ours", "alone", "compute_score", "trl")
-    with closing(Scorer([f"own.py:{n}" for n in names], RewardArgs(1))) as scorer:
-        scorer.wait()
-        scores = scorer.score(items, 2)
-    assert not any(s.error for s in scores), scores
-    assert [tuple(s.parts.values()) for s in scores] == [(3, 1, 3, 3), (1, 1, 1, 1)]
-
-
-def test_what_the_calculator_said_is_no_answer():
-    tool = {"role": "tool", "content": "18"}
-    for last, right in (("", 0), ("#### 17", 0), ("So it is\n#### 18", 1)):
-        said = [turns.said("9*2?"), tool, turns.said(last)]
-        assert calculator.right(said, "#### 18") == right
-
-
-def test_the_game_and_the_correction():
+def test_the_examples_answer_the_last_words_of_the_model():
     def chat(*said):
         return [turns.said(x) if i % 2 == 0 else USER for i, x in enumerate(said)]
 
-    row = {"answer": "9"}
+    for last, right in (("", 0), ("So it is\n#### 18", 1)):
+        said = [turns.said("9*2?"), {"role": "tool", "content": "18"}, turns.said(last)]
+        assert calculator.right(said, "#### 18") == right
     for said, expected in ((["8"], "higher"), (["12"], "lower"), (["9"], None), (["x"], "say a"),
                            (["9" * 5000], "say a"), (["1", "", "2", "", "3", "", "4"], None)):
-        assert (guess.reply(row, chat(*said)) or "over").startswith(expected or "over")
-    assert [guess.won(chat("1", "", x), "9") for x in ("9", " 9\n", "8", "nine")] == [1, 1, 0, 0]
+        assert (guess.reply({"answer": "9"}, chat(*said)) or "over").startswith(expected or "over")
+    assert [guess.won(chat("1", "", x), "9") for x in (" 9\n", "8", "nine")] == [1, 0, 0]
     row = {"answer": "4 + 5 = 9\n#### 9"}
-    assert again.reply(row, chat("so #### 9")) is None is again.reply(row, chat("9"))
+    assert again.reply(row, chat("so #### 9")) is None
     assert again.reply(row, chat("8", "", "7")) == "That is wrong (try 2). Try again."
     assert [again.right(chat(*said), "9") for said in (
-        ["9"], ["8", "", "9"], ["8"] * 9 + ["8"], ["8", "", "8"])] == [1, 0.75, 0, 0]
+        ["9"], ["8", "", "9"], ["8"] * 9 + ["8"])] == [1, 0.75, 0]
 
 
-# ---- what is refused before weights load
-
-@pytest.mark.parametrize("code, flag, words", [
-    ("def reply(row, turns): return None", "own.py", "must be FILE.py:FUNCTION"),
-    ("def reply(row): return None", "own.py:reply", r"with a parameter turns \(it has \['row'\]"),
-    ("import nothing_like_it", "own.py:reply", "--reply cannot load"),
-    ("def reply(turns, colour): return None", "own.py:reply", "reply needs 'colour'; 1 of 1 rows"),
-    ("def reply(row, turns): return None", "own.py:reply", "system, user, assistant .*only user")])
-def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, flag, words):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("code, words", [
+    ("def reply(row): return None", r"with a parameter turns \(it has \['row'\]"),
+    ("def reply(turns, colour): return None", "reply needs 'colour'; 1 of 1 rows"),
+    ("def reply(row, turns): return None", "system, user, assistant .*only user")])
+def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, words):
     (tmp_path / "own.py").write_text(code)
-    args = SimpleNamespace(turn_args=turns.TurnArgs(flag), reward_args=RewardArgs(1), reward=(),
+    args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/own.py:reply"),
+                           reward_args=RewardArgs(1), reward=(),
                            data_args=data.DataArgs(system="Be kind."))
     row = data.Row(0, "q", [5], "a", {}, "")
     with pytest.raises(SettingsError, match=words):
@@ -466,25 +311,21 @@ def test_a_reply_that_cannot_be_used_is_refused(tmp_path, monkeypatch, code, fla
 
 # ---- the real engine
 
-def launch(out, *flags, size=1):
-    """tests/turns_worker.py, or another script, on some ranks to its end."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
-    done = subprocess.run(
-        [PYTHON, *(torchrun if size > 1 else []), *flags], cwd=out, timeout=600, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, capture_output=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def real(spec, tmp_path_factory):
+    """What turns_worker.py found."""
     folder = tmp_path_factory.mktemp("real")
-    launch(folder, ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out")
+    done = subprocess.run(
+        [PYTHON, ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out"],
+        cwd=folder, timeout=600, text=True, capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads((folder / "out").read_text())
 
 
 def test_real_episodes_are_the_ids_of_the_engine(real):
-    """Each episode is followed through the rounds by its own ids."""
+    """Each episode is followed through the rounds by its own ids. The trainer's log-probs of all
+    turns are the engine's."""
     calls = [call for made in real["rounds"] for call in made]
     assert len({seed for _, seed, _, _ in calls}) == len(calls)       # a stream for every turn
     used = 0
@@ -501,48 +342,11 @@ def test_real_episodes_are_the_ids_of_the_engine(real):
         keep = s["sampled"]
         assert ids == [x for x, k in zip(s["ids"], keep, strict=True) if k]
         assert logprobs == [x for x, k in zip(s["logprobs"], keep, strict=True) if k]
-        assert len(ids) == sum(keep)
-    assert used == len(calls) and len([*filter(None, real["rounds"])]) == 3
-
-
-def test_later_turns_use_the_prefix_cache(real):
-    """Blocks of 128 tokens on a CPU: each prompt fills one."""
-    lengths = [[len(prompt) for prompt, *_ in made] for made in real["rounds"] if made]
-    for turn, (cached, there) in enumerate(zip(real["cached"], lengths, strict=True)):
-        assert len(cached) == len(there) and min(there) > 128
-        assert turn == 0 or min(cached) >= 128, (turn, cached)
-
-
-def test_engine_and_trainer_agree_on_all_turns(real):
-    assert real["gap"] <= 1e-5, real["gap"]
-
-
-def test_hostile_replies_among_real_ones(real):
-    for s in real["samples"]:
         assert s["failed"] == (s["kind"] in ("raise", "hang") and not s["truncated"]), s["turns"]
-        assert s["truncated"] or s["kind"] != "long"
-        roles = [turn["role"] for turn in s["turns"]]
-        assert roles[0] == roles[-1] == "assistant"
-        turns = 3 if s["kind"] in ("plain", "tools") else 2
-        assert s["truncated"] or roles.count("assistant") == turns
+    assert used == len(calls) and len([*filter(None, real["rounds"])]) == 3
     assert {s["kind"] for s in real["samples"] if not s["truncated"]} == {
         "plain", "raise", "tools", "hang"}
-
-
-# ---- the real script
-
-@pytest.mark.slow
-def test_a_reply_that_always_ends_changes_nothing(tmp_path):
-    """To the bit, in metrics and weights."""
-    (tmp_path / "never.py").write_text("def reply(row, turns): return None")
-    ran = []
-    for name, flags in ("without", ()), ("with", ("--reply", f"{tmp_path}/never.py:reply")):
-        (tmp_path / name).mkdir()
-        ran.append(run(tmp_path / name, *flags))
-    left, right = (metrics(next((tmp_path / name).rglob("metrics.jsonl")).parent)
-                   for name in ("without", "with"))
-    assert left == right and left[0]["rollout/turns_mean"] == 1
-    assert torch.equal(ran[0].weights, ran[1].weights)
+    assert real["gap"] <= 1e-5, real["gap"]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def main(folder: str, reply: str, out: str) -> None:
                     eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
                     tokenizer=tokenizer, episodes=episodes)
     engine.load(policy.weights(engine.dtype))
-    rounds, cached, generate, ask = [], [], engine.generate, engine.llm.generate
+    rounds, generate = [], engine.generate
 
     def noted(requests, temperature):
         made = generate(requests, temperature)
@@ -41,12 +41,7 @@ def main(folder: str, reply: str, out: str) -> None:
                        for r, c in zip(requests, made, strict=True)])
         return made
 
-    def counted(*asked, **options):
-        outputs = ask(*asked, **options)
-        cached.append([output.num_cached_tokens for output in outputs])
-        return outputs
-
-    engine.generate, engine.llm.generate = noted, counted
+    engine.generate = noted
     kinds = ("plain", "raise", "tools", "hang", "long")
     prompts = []
     for i in range(15):
@@ -63,10 +58,10 @@ def main(folder: str, reply: str, out: str) -> None:
     done = [s.completion for s in samples]
     if world.rank == 0:
         Path(out).write_text(json.dumps({
-            "rounds": rounds, "cached": cached, "gap": gap,
+            "rounds": rounds, "gap": gap,
             "samples": [dict(
                 ids=c.ids.tolist(), logprobs=c.logprobs.tolist(), sampled=c.sampled.tolist(),
-                truncated=c.truncated, failed=c.failed, turns=c.turns, text=s.text,
+                truncated=c.truncated, failed=c.failed, turns=c.turns,
                 prompt=s.prompt.row.prompt_ids, kind=s.prompt.row.columns["kind"])
                 for s, c in zip(samples, done, strict=True)]}))
     episodes.workers.close()
