@@ -89,6 +89,9 @@ class Model:
         scale = 2.0 if alpha is None else alpha / rank
         layer.register_forward_hook(lambda layer, inputs, y: y + scale * (inputs[0] @ A.T) @ B.T)
 
+    def weights_now(self) -> dict:
+        return self.trained
+
     def step(self, lr: float) -> float:
         """Clip the gradient's norm, then AdamW → the norm."""
         self.gradients.append({name: p.grad.clone() for name, p in self.trained.items()})
