@@ -165,7 +165,6 @@ WIRINGS = [
     ("grpo.py", "torch.nonzero(differs).flatten().tolist()", "range(len(differs))", REFILL),
     ("grpo.py", "metrics = sample_metrics(samples, run", "metrics = sample_metrics(kept, run",
      REFILL),
-    ("grpo.py", "run.stream.note(samples)", "run.stream.note(kept)", REFILL),
     ("sft.py", "        run.log.watch(metrics)  # gradients that are not finite\n", "", WATCHED),
     # ---- ppo.py: log-probs, rewards, advantages
     ("ppo.py", "lambda m: reference.logprobs(m, args.temperature)[0]",
