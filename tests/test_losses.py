@@ -2,7 +2,6 @@
 against reference.py or by exact enumeration, and finite far from pi_old."""
 import itertools
 import math
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
-import reference
 import reference_losses
 from dist import SettingsError
 from preflight import loss_flags
@@ -135,17 +133,13 @@ def kl(p_theta, q_theta, hold=None):
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("unit", ["token", "sequence"])
-def test_kl_loss_gradients(kind, unit):
+def test_kl_loss_gradients(kind):
     """k1 has none, k2 has KL(pi || ref)'s, k3 has KL(ref || pi)'s."""
-    theta, ref, mask = policy(6), policy(7), FULL
+    theta, ref = policy(6), policy(7)
     logprobs, ref_logprobs = all_logprobs(theta), all_logprobs(ref).detach()
-    if unit == "sequence":
-        logprobs, ref_logprobs = (x.sum(1, keepdim=True) for x in (logprobs, ref_logprobs))
-        mask = FULL[:, :1]
     weights = probs(logprobs).detach()  # "KL as a loss" does not differentiate the sampling
-    estimate = losses.kl_estimate(logprobs, ref_logprobs, mask, kind=kind).sum(1)
-    hold = theta.detach() if unit == "token" else None
+    estimate = losses.kl_estimate(logprobs, ref_logprobs, FULL, kind=kind).sum(1)
+    hold = theta.detach()
     true = {"k1": 0 * theta.sum(), "k2": kl(theta, ref, hold), "k3": kl(ref, theta, hold)}[kind]
     assert close(gradient(weights @ estimate, theta), gradient(true, theta))
 
@@ -198,7 +192,8 @@ def test_gae_is_the_double_sum(lengths, gamma, lam, seed):
         torch.tensor(rewards), torch.tensor(values), mask, gamma=gamma, lam=lam)
     expected, args = np.zeros_like(rewards), SimpleNamespace(gamma=gamma, lam=lam)
     for i, n in enumerate(lengths):
-        expected[i, :n] = reference.gae(args, rewards[i, :n].tolist(), values[i, :n].tolist())
+        expected[i, :n] = reference_losses.gae(
+            args, rewards[i, :n].tolist(), values[i, :n].tolist())
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
     np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), rtol=0, atol=1e-12)
 
@@ -234,7 +229,7 @@ def test_an_advantage_is_the_formula(name, dtype):
     batch = rewards[~rewards.isnan()].tolist()
     for i, R in enumerate(rewards.tolist()):
         group = [r for r in rewards[i - i % 3:i - i % 3 + 3].tolist() if r == r]
-        right = 0.0 if R != R else reference.group_advantage(args, name, R, group, batch)
+        right = 0.0 if R != R else reference_losses.group_advantage(args, name, R, group, batch)
         assert float(got[i]) == pytest.approx(right, abs=1e-12 if dtype == F64 else 1e-6)
         assert right or got[i] == 0  # three rewards of 0.1 have a std of 1e-17
     assert got.dtype == F64 and got.any()
@@ -250,7 +245,7 @@ def test_whitening_is_the_formula_and_zero_where_all_are_equal():
         got = losses.whiten(torch.full((2, 3), 0.1), row_mask(lengths, 3))
         assert got.tolist() == [[0] * 3] * 2 and got.dtype == F64
     x, mask = tensor([1.0, 2.0, nan], [4.0, nan, nan]), row_mask([2, 1], 3)
-    row, white = reference.whiten([[1.0, 2.0], [4.0]])
+    row, white = reference_losses.whiten([[1.0, 2.0], [4.0]])
     assert losses.whiten(x, mask)[mask].tolist() == pytest.approx([*row, *white], abs=1e-14)
 
 
@@ -292,26 +287,19 @@ def one_by_one(name: str, logprobs, old, engine, A, mask):
     return total, ratios, cuts, dropped
 
 
-@pytest.fixture
-def edit(monkeypatch):
-    """Constants of variants/ that act more, in the files and in the reference."""
-    def edit(name: str, **values):
-        module = sys.modules[loss_flags.own("loss", variant(name)).function.__module__]
-        for constant, value in values.items():
-            monkeypatch.setattr(module, constant, value)
-
-    for name, constant, value in (
-            ("sapo", "TAU_OTHER", 1.5), ("ipo", "COEF", 0.3), ("geometric", "LOW", 0.8),
-            ("opsm", "DELTA", 0.02)):
-        edit(name, **{constant: value})
-    for constant, value in (("SAPO_TAUS", (1.0, 1.5)), ("IPO_COEF", 0.3), ("OPSM_DELTA", 0.02),
-                            ("GEOMETRIC", (0.8, 1.001))):
-        monkeypatch.setattr(reference_losses, constant, value)
-    return edit
+def act_more(monkeypatch, name: str, **constants):
+    """Other constants in a file of variants/: its own leave out everything, or nothing."""
+    for constant, value in constants.items():
+        own = loss_flags.own("loss", variant(name)).function
+        monkeypatch.setitem(own.__globals__, constant, value)
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_loss_is_the_formula_and_its_gradient(name, edit):
+def test_a_loss_is_the_formula_and_its_gradient(name, monkeypatch):
+    act_more(monkeypatch, "geometric", LOW=0.8)
+    act_more(monkeypatch, "opsm", DELTA=0.02)
+    monkeypatch.setattr(reference_losses, "GEOMETRIC", (0.8, 1.001))
+    monkeypatch.setattr(reference_losses, "OPSM_DELTA", 0.02)
     for seed, per_token in itertools.product(range(3), (False, True)):
         logprobs, old, engine, A, mask = ragged(seed, per_token)
         found, metrics = loss(name, logprobs, old, A, mask, engine)

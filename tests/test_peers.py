@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import losses
 from preflight import loss_flags
-from test_losses import F64, advantages, close, edit, gradient, ragged, variant  # noqa: F401
+from test_losses import F64, act_more, advantages, close, gradient, ragged, variant
 from test_losses import loss as ours_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -101,7 +101,7 @@ def trl_loss(path: str, logprobs, old, A, mask, inputs=None, **given):
     def same(x, **options):
         return x
 
-    args = Anything(sapo_temperature_pos=1.0, sapo_temperature_neg=1.5, delta=None,
+    args = Anything(sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, delta=None,
                     **given.pop("args", {}))
     trainer = Anything(
         **{"_get_per_token_logps_and_entropies": lambda *a, **k: (logprobs, logprobs * 0, None),
@@ -133,7 +133,8 @@ def check(mine, theirs, logprobs):
 
 
 @pytest.mark.parametrize("name", ["sapo", "gmpo", "opsm"])
-def test_trls_losses(name, edit):  # noqa: F811
+def test_trls_losses(name, monkeypatch):
+    act_more(monkeypatch, "opsm", DELTA=0.02)
     logprobs, old, engine, A, mask = batch()
     path, inputs, given = {
         "sapo": (GRPO_TRAINER, None, {"loss_type": "sapo"}),
@@ -243,7 +244,7 @@ def test_verls_dppo():
     assert metrics["clip_frac"].any()
 
 
-def test_verls_geometric_rejection(edit):  # noqa: F811
+def test_verls_geometric_rejection(monkeypatch):
     """Theirs is about engine / trainer: their bounds are 1 / ours."""
     logprobs, old, engine, A, mask = batch()
     names = {"verl_F": verl_functions(), "SAFETY_BOUND": 20.0, "compute_rs_metrics":
@@ -253,7 +254,7 @@ def test_verls_geometric_rejection(edit):  # noqa: F811
         "seq_mean_k1": {"lower": 1 / 1.05, "upper": 1 / 0.95}}
     theirs, _ = function(CORRECTION, "compute_rollout_rejection_mask", **names)(
         old - engine, mask.to(F64), "seq_mean_k1", "given above")
-    edit("geometric", LOW=0.95, HIGH=1.05)
+    act_more(monkeypatch, "geometric", LOW=0.95, HIGH=1.05)
     mine, metrics = ours_of("geometric", logprobs, old, A, mask, engine, **PPO)
     assert torch.equal(metrics["engine_cut"], mask & (theirs == 0))
     clipped, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)

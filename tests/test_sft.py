@@ -1,25 +1,15 @@
-"""sft.py: the loss is transformers' own, and the masks are those of its {% generation %}."""
+"""sft.py learns of a chat what transformers' {% generation %} marks in its template."""
 import json
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
 
 import sft
 from chats import targets as chats
-from data import Prompt
 from dist import SettingsError
 from examples import tiny
 from preflight import memory, plan, rules
-from tools.trial import Trial, run_trials
-from trainer import model
-from trainer.batch import given
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
 # the reference, nothing in what is tested.
@@ -176,43 +166,6 @@ def test_longer_chats_are_left_out_and_counted(tmp_path):
     for limit, kept in (longest, 2), (longest - 1, 1):  # a row of exactly --max_tokens is kept
         found, note = load(tmp_path, rows, tiny.make_tokenizer(), max_tokens=limit)
         assert len(found) == kept and f"left out: {2 - kept} longer than {limit}" in note
-
-
-# ---- the update ----
-
-def reference_gradient(folder: str, samples) -> dict[str, torch.Tensor]:
-    """transformers' own loss, one row after another: labels are -100 where nothing is learned."""
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    n = sum(s.completion.tokens for s in samples)
-    for sample in samples:
-        prompt, done = sample.prompt.row.prompt_ids, sample.completion
-        ids = torch.tensor([prompt + done.ids.tolist()])
-        labels = torch.full_like(ids, -100)
-        labels[0, len(prompt):][done.sampled] = ids[0, len(prompt):][done.sampled]
-        with model.Float64():  # else it rounds to float32 in norms and in the loss
-            lm(input_ids=ids, labels=labels, num_items_in_batch=n).loss.backward()
-    return {name: p.grad for name, p in lm.named_parameters()}
-
-
-def test_the_gradient_is_that_of_transformers_on_two_ranks(tmp_path):
-    chats = [{"messages": [CHAT[0] | {"content": f"q{i // 2}"}, *CHAT[1:2 + 2 * (i % 3)]]}
-             for i in range(11)]  # some share their prompt
-    rows, _ = load(tmp_path, chats, tiny.make_tokenizer())
-    samples = [given(Prompt(i, row)) for i, row in enumerate(rows)]
-    torch.manual_seed(0)
-    lm = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
-        initializer_range=0.15, eos_token_id=None, bos_token_id=None))
-    lm.double().save_pretrained(tmp_path / "model")
-    theirs = reference_gradient(tmp_path / "model", samples)
-    theirs = torch.cat([theirs[name].flatten() for name, _ in lm.named_parameters()])
-    args = plan.changed(sft.Args(), dtype="float64", lr=1e-3, batch=11, max_grad_norm=0.0,
-                        update_tokens=150)
-    found = run_trials({"packed": Trial(args, [samples], ranks=2)}, sft, str(tmp_path))["packed"]
-    ours = found.gradients["policy, update 1"]
-    assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
-    assert found.metrics["batch/learned_tokens"] == sum(s.completion.tokens for s in samples)
 
 
 # ---- the plan ----

@@ -1,8 +1,6 @@
 """tiny.py makes a model, a tokenizer and rows; the model has a skill, and a bad habit."""
-import itertools
 import os
 import random
-import re
 import subprocess
 from pathlib import Path
 
@@ -30,13 +28,12 @@ def quick(monkeypatch):
 
 # ---- the rows
 
-@pytest.mark.parametrize("task", ["sort", "kk"])
-def test_rows_repeat_with_their_seed_and_the_splits_share_none(task, monkeypatch):
-    first = tiny.rows(50, 0, task)
-    assert first == tiny.rows(50, 0, task) != tiny.rows(50, 1, task)
-    assert len({row["question"] for row in first}) == 50 and tiny.rows(10, 0, task) == first[:10]
-    test = {row["question"] for row in tiny.rows(50, 0, task, "test")}
-    assert not test & {row["question"] for row in tiny.rows(300, 1, task, "train")}
+def test_rows_repeat_with_their_seed_and_the_splits_share_none(monkeypatch):
+    first = tiny.rows(50, 0)
+    assert first == tiny.rows(50, 0) != tiny.rows(50, 1)
+    assert len({row["question"] for row in first}) == 50
+    test = {row["question"] for row in tiny.rows(50, 0, split="test")}
+    assert not test & {row["question"] for row in tiny.rows(300, 1, split="train")}
     few = tiny.Task(lambda rng, clumsy: (f"{rng.randrange(8)}", "", ""), 1, 0, 0, 0.0)
     monkeypatch.setitem(tiny.TASKS, "few", few)
     monkeypatch.setattr(tiny, "held_out", lambda question: question == "0")
@@ -44,61 +41,25 @@ def test_rows_repeat_with_their_seed_and_the_splits_share_none(task, monkeypatch
         tiny.rows(1000, 0, "few")
 
 
-def test_warm_up_never_shows_a_test_question_and_teaches_its_own_turns_only(quick, monkeypatch):
-    seen, lesson, batches = [], tiny.lesson, []
+def test_warm_up_never_shows_a_test_question(quick, monkeypatch):
+    seen, lesson = [], tiny.lesson
     monkeypatch.setattr(
         tiny, "lesson", lambda *given: seen.append(given[1]) or lesson(*given))
-    lm = tiny.make_model(TOKENIZER)
-    forward = lm.forward
-    monkeypatch.setattr(lm, "forward", lambda **given: batches.append(given) or forward(**given))
     with torch.random.fork_rng():
-        tiny.teach(lm, TOKENIZER, tiny.TASKS["sort"], 0)
-        tiny.teach(lm, TOKENIZER, tiny.TASKS["guess"]._replace(skill_steps=1, habit_steps=0), 0)
-    assert len(seen) >= 3 * 128 and not any(map(tiny.held_out, seen[:3 * 128]))
-    for ids, labels in zip(batches[-1]["input_ids"], batches[-1]["labels"], strict=True):
-        assert (labels[labels >= 0] == ids[labels >= 0]).all()
-        chat = TOKENIZER.decode(ids).replace("<|endoftext|>", "")
-        said = re.findall(r"assistant\n(\d+<\|im_end\|>)", chat)
-        assert TOKENIZER.decode(labels[labels >= 0]) == "".join(said)
+        tiny.teach(tiny.make_model(TOKENIZER), TOKENIZER, tiny.TASKS["sort"], 0)
+    assert len(seen) == 3 * 128 and not any(map(tiny.held_out, seen))
 
 
-def test_sort_answers_are_right_and_the_teacher_is_as_clumsy_as_asked():
+@pytest.mark.parametrize("teacher, right, clumsy, share", [
+    (tiny.sort_digits, lambda reply, answer: reply == answer, 0.75, 0.25),
+    (tiny.knights, kk.kk01, 1.0, (1 / 4 + 1 / 8) / 2),  # a guess among 4 or 8
+    (tiny.game, lambda turns, secret: turns[-1] == secret, 1.0, 1 - (14 / 15) ** 4)])
+def test_a_teacher_is_as_clumsy_as_asked(teacher, right, clumsy, share):
     rng = random.Random(0)
-    assert all(row["answer"] == "".join(sorted(row["question"][5:])) for row in tiny.rows(100, 3))
-    for clumsy in (0.0, 0.75):
-        samples = [tiny.sort_digits(rng, clumsy) for _ in range(2000)]
-        assert all(reply in (answer, answer[::-1]) for _, answer, reply in samples)
-        wrong = sum(reply != answer for _, answer, reply in samples) / 2000
-        assert abs(wrong - clumsy) < 0.04   # four standard errors
-
-
-def solutions(question: str) -> list[str]:
-    """All roles that the words of a puzzle allow."""
-    says, found = re.findall(r"([ABC]) says (.*?)\.", question), []
-    for roles in itertools.product(["knight", "knave"], repeat=len(says)):
-        world = dict(zip("ABC", roles, strict=False))
-        true = [any(all(world[x] == role for x, role in re.findall(r"(.) is a (\w+)", part))
-                    for part in text.split(" or ")) for _, text in says]
-        if true == [world[who] == "knight" for who, _ in says]:
-            found.append(" ".join(f"({i}) {x} is a {world[x]}" for i, x in enumerate(world, 1)))
-    return found
-
-
-def test_knights_have_one_solution_and_thinking_finds_it():
-    rng = random.Random(0)
-    for clumsy, share in (0.0, 1.0), (1.0, (1 / 4 + 1 / 8) / 2):  # a guess among 4 or 8
-        samples = [tiny.knights(rng, clumsy) for _ in range(1000)]
-        assert all(solutions(question) == [answer] for question, answer, _ in samples)
-        right = sum(kk.kk01(reply, answer) for _, answer, reply in samples) / 1000
-        assert abs(right - share) < 0.05
-
-
-def test_the_teacher_of_the_game_halves_or_guesses():
-    rng = random.Random(0)
-    for clumsy, share in (0.0, 1.0), (1.0, 0.241):  # 1 - (14/15)^4
-        games = [tiny.game(rng, clumsy) for _ in range(4000)]
-        assert all({*turns[1::2]} <= {"higher", "lower"} for _, _, turns in games)
-        assert abs(sum(turns[-1] == secret for _, secret, turns in games) / 4000 - share) < 0.03
+    for mistakes, expected in (0.0, 1.0), (clumsy, share):
+        found = [right(reply, answer) for _, answer, reply in
+                 (teacher(rng, mistakes) for _ in range(2000))]
+        assert abs(sum(found) / 2000 - expected) < 0.04  # four standard errors
 
 
 # ---- the tokenizer
@@ -111,15 +72,15 @@ def test_any_text_comes_back(text):
     assert TOKENIZER.decode(ids) == text and all(0 <= i < tiny.VOCAB for i in ids)
 
 
-def test_a_lesson_is_the_chat_template():
-    """The template has a line break after the last turn; nobody samples it."""
+def test_a_lesson_is_the_chat_template_and_its_own_turns_are_learned():
     question, _, turns = tiny.game(random.Random(3), 1.0)
     chat = [{"role": "user", "content": question}] + [
         {"role": ("assistant", "user")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    ids, _ = tiny.lesson(TOKENIZER, question, turns)
+    ids, labels = tiny.lesson(TOKENIZER, question, turns)
     text = TOKENIZER.apply_chat_template(chat, tokenize=False)
-    assert text == TOKENIZER.decode(ids) + "\n" and text.startswith("<|im_start|>user\n")
-    assert ids.tolist() == TOKENIZER.apply_chat_template(chat)["input_ids"][:len(ids)]
+    assert text == TOKENIZER.decode(ids) + "\n"  # the last line break, which nobody samples
+    said = "".join(f"{turn}<|im_end|>" for turn in turns[::2])
+    assert TOKENIZER.decode(labels[labels >= 0]) == said
     # The token that ends a turn is trained on, so padding needs another.
     assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id == ids[-1]
 
@@ -190,11 +151,3 @@ def test_any_rank_may_build_and_the_weights_repeat(tmp_path):
     first, second = ((tmp_path / name / "model.safetensors").read_bytes()
                      for name in ("model", "model2"))
     assert first == second
-
-
-def test_it_is_a_command(tmp_path):
-    """`python examples/tiny.py` finds the other files from any folder."""
-    command = [PYTHON, tiny.__file__, "chess"]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
-    assert done.returncode == 1 and not [*tmp_path.iterdir()]
-    assert "error: tiny.py has no task 'chess'; it has sort, kk," in done.stderr
