@@ -86,7 +86,6 @@ class Model:
         if head is not None:
             self.trained["head"] = head
         self.gradients: list[dict] = []
-        self.counts: list = []  # of experts, in each update
         flags = args.optimizer_args
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), betas=flags.betas, weight_decay=flags.weight_decay)
@@ -181,16 +180,6 @@ def balance_loss(found: list[tuple]):
     return total
 
 
-def load_metrics(counts: list[list[float]]) -> dict[str, float]:
-    """counts: of each layer, how often each expert was chosen in all updates."""
-    shares = [[times / sum(layer) for times in layer] for layer in counts]
-    entropies = [-sum(f * math.log(f) for f in layer if f) / math.log(len(layer))
-                 for layer in shares]
-    return {"router/largest_mean": mean([max(layer) for layer in shares]),
-            "router/largest_worst": max(map(max, shares)),
-            "router/entropy_mean": mean(entropies), "router/entropy_worst": min(entropies)}
-
-
 # ---- one step of learning ----
 
 def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, terms: list,
@@ -238,7 +227,6 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         total.backward()
     if policy.mixtures:
         found = loads(policy, [step.completions[i] for i in rows])
-        policy.counts.append([times for times, _ in found])
         (args.expert_args.router_aux_coef * balance_loss(found)).backward()
     return policy.step(lr)
 
@@ -275,12 +263,11 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
     """One step of grpo.py → metrics. reference: the starting model, or None."""
     step = before_update(policy, reference, completions, fates(args, completions))
     step.advantages, terms, norms = grpo_advantages(args, step), [], []
-    policy.counts = []
     for rows in minibatches(args, step):
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, name_of(args.loss),
                                        args.kl_loss_coef))
-    return policy_metrics(args, step, terms, norms) | router_metrics(policy) | {
+    return policy_metrics(args, step, terms, norms) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),
         "batch/dropped_overlong": step.fates.count("overlong"), "lr": lr}
 
@@ -353,14 +340,6 @@ def distill(args, policy: Model, teacher: Model, completions: list[Completion],
              for rows in minibatches(args, step)]
     metrics = policy_metrics(args, step, terms, norms)
     return {name: value for name, value in metrics.items() if "dropped" not in name} | {"lr": lr}
-
-
-def router_metrics(policy: Model) -> dict[str, float]:
-    """Of all updates of a step. Without experts or updates: none."""
-    if not policy.counts:
-        return {}
-    return load_metrics([[sum(times) for times in zip(*layers, strict=True)]
-                         for layers in zip(*policy.counts, strict=True)])
 
 
 def weighted_means(terms: list[tuple[float, dict]]) -> dict[str, float]:

@@ -72,80 +72,42 @@ def test_torch_takes_these_arguments(name):
     assert looked_at or not names
 
 
-# ---- vLLM ----
+# ---- vLLM: what only a GPU's engine is asked for. The rest runs in test_engine.py and test_lora.py
 
-CLASSES = {  # name in rollout.py → its file
-    "LLM": "entrypoints/llm.py", "SamplingParams": "sampling_params.py",
-    "TokensPrompt": "inputs/llm.py", "LoRAModel": "lora/lora_model.py",
-    "PEFTHelper": "lora/peft_helper.py", "LoRARequest": "lora/request.py",
-    "CpuCommunicator": "distributed/device_communicators/cpu_communicator.py"}
-GPU = {"Worker": "v1/worker/gpu_worker.py", "GPUModelRunner": "v1/worker/gpu_model_runner.py",
-       "EngineCore": "v1/engine/core.py", "EngineArgs": "engine/arg_utils.py"}
-ROLLOUT = tree(ROOT / "rollout.py")
+PLACES = {"LLM": "entrypoints/llm.py", "EngineArgs": "engine/arg_utils.py",
+          "Worker": "v1/worker/gpu_worker.py", "EngineCore": "v1/engine/core.py",
+          "GPUModelRunner": "v1/worker/gpu_model_runner.py"}
 
 
 def definition(name: str) -> ast.ClassDef:
-    path = (CLASSES | GPU)[name]
-    found = [node for node in ast.walk(tree(VLLM / path))
-             if isinstance(node, ast.ClassDef) and node.name == name]
-    assert found, f"{path} has no class {name}"
-    return found[0]
-
-
-def fields(name: str) -> set[str]:
-    return {item.target.id for item in definition(name).body if isinstance(item, ast.AnnAssign)}
+    found, = (node for node in ast.walk(tree(VLLM / PLACES[name]))
+              if isinstance(node, ast.ClassDef) and node.name == name)
+    return found
 
 
 def methods(name: str) -> dict[str, set[str]]:
     """{method: its arguments}; LLM inherits some."""
     found, node = {}, definition(name)
-    for base in node.bases:
+    for base in map(ast.unparse, node.bases):
         for path in VLLM.glob("entrypoints/**/*.py"):
-            if f"class {ast.unparse(base)}" in path.read_text():
-                CLASSES[ast.unparse(base)] = path.relative_to(VLLM)
-                found |= methods(ast.unparse(base))
+            if f"class {base}" in path.read_text():
+                PLACES[base] = path.relative_to(VLLM)
+                found |= methods(base)
     return found | {item.name: {arg.arg for arg in ast.walk(item.args) if isinstance(arg, ast.arg)}
                     for item in node.body if isinstance(item, ast.FunctionDef)}
 
 
-def keywords(name: str) -> set[str]:
-    """Of all calls of a function or method with this name, in rollout.py."""
-    calls = [node for node in ast.walk(ROLLOUT) if isinstance(node, ast.Call)
-             and getattr(node.func, "id", getattr(node.func, "attr", None)) == name]
-    assert calls, name
-    return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
-
-
-def test_what_is_imported_from_vllm_is_there():
-    seen = {alias.name: node.module for node in ast.walk(ROLLOUT)
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("vllm")
-            for alias in node.names}
-    assert seen.keys() <= CLASSES.keys()
-    for name, module in seen.items():
-        definition(name)
-        if module == "vllm":  # it is imported when it is first asked for
-            assert f'"{name}"' in (VLLM / "__init__.py").read_text()
-        else:
-            assert f"{module.replace('.', '/')}.py" == f"vllm/{CLASSES[name]}"
-
-
-def test_the_engine_and_its_requests_take_these_options():
-    options = keywords("LLM") | {
-        key.value for function in ast.walk(ROLLOUT) if isinstance(function, ast.FunctionDef)
-        and function.name in ("options_of_device", "options_of_adapter")
-        for node in ast.walk(function) if isinstance(node, ast.Dict) for key in node.keys}
-    assert len(options) > 15
-    assert options <= methods("LLM")["__init__"] | fields("EngineArgs")
-    assert keywords("SamplingParams") <= fields("SamplingParams")
-    assert keywords("TokensPrompt") <= fields("TokensPrompt")
-
-
-@pytest.mark.parametrize("owner, names", [
-    ("LLM", "apply_model collective_rpc reset_prefix_cache generate"),
-    ("LoRAModel", "from_lora_tensors"), ("PEFTHelper", "from_dict")])
-def test_methods_take_these_arguments(owner, names):
-    for name in names.split():
-        assert keywords(name) - {"level", "tags"} <= methods(owner)[name], name
+def test_the_engine_takes_these_options():
+    rollout = [*ast.walk(tree(ROOT / "rollout.py"))]
+    options = {keyword.arg for node in rollout if isinstance(node, ast.Call)
+               and getattr(node.func, "id", "") == "LLM" for keyword in node.keywords} - {None}
+    for function in rollout:
+        if getattr(function, "name", "") in ("options_of_device", "options_of_adapter"):
+            options |= {key.value for node in ast.walk(function) if isinstance(node, ast.Dict)
+                        for key in node.keys}
+    known = {item.target.id for item in definition("EngineArgs").body
+             if isinstance(item, ast.AnnAssign)} | methods("LLM")["__init__"]
+    assert len(options) > 15 and options <= known, options - known
 
 
 @pytest.mark.parametrize("owner, method, words", [
@@ -153,7 +115,7 @@ def test_methods_take_these_arguments(owner, names):
     ("Worker", "reload_weights", set()), ("Worker", "sleep", {"level"}),
     ("Worker", "wake_up", {"tags"}), ("GPUModelRunner", "reload_weights", {"weights_iterator"}),
     ("EngineCore", "shutdown", set())])
-def test_what_only_a_gpu_calls_is_there(owner, method, words):
+def test_the_gpus_engine_has_what_it_is_asked_for(owner, method, words):
     assert words <= methods(owner)[method]
 
 
