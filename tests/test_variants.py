@@ -1,23 +1,35 @@
 """A loss or an advantage of a file: what is refused before anything loads, and that the file stays
 the same. Their formulas are in test_losses.py."""
+import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 import grpo
 import ranks
 from dist import SettingsError
 from keeping import checkpoint
 from preflight import loss_flags, plan, rules
-from test_losses import variant
+from test_losses import (
+    BOUNDS,
+    FULL,
+    advantages,
+    all_logprobs,
+    close,
+    expected_group_gradient,
+    gradient,
+    loss,
+    policy,
+    probs,
+    tensor,
+    variant,
+)
 
 ROOT = Path(__file__).parent.parent
 MINE = """
 def good(logprobs, old_logprobs, advantages, mask, **others):
     return -advantages * logprobs, {}
-
-def short(logprobs, mask):
-    return logprobs
 
 def refuses(args):
     if args.epochs > 1:
@@ -80,3 +92,27 @@ def test_a_file_is_the_same_on_all_ranks_and_in_a_resumed_run(tmp_path):
     with pytest.raises(SettingsError, match="loss_file was .* and is now"):
         checkpoint.check(saved, digests[1])
     assert loss_flags.digests(grpo.Args()) == {}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_far_from_pi_old_a_loss_and_its_gradient_are_finite(name):
+    """In float32, where exp(500) is inf. Of π and of π_old one is tiny; also beside a near token.
+    """
+    for far, A in itertools.product((500.0, -500.0, 80.0), (1.5, -1.5)):
+        old = torch.tensor([[-501.0 if far > 0 else -1.0, -1.0]])
+        logprobs = (old + torch.tensor([[far, 0.1]])).requires_grad_()
+        found, _ = loss(name, logprobs, old, torch.tensor([[A]]), FULL[:1], dual_clip=None)
+        assert found.dtype == torch.float32 and found.isfinite().all()
+        assert gradient(found.sum(), logprobs).isfinite().all()
+
+
+@pytest.mark.parametrize("G", [2, 3])
+def test_maxrl_is_the_gradient_of_the_likelihoods_expansion(G):
+    """Of Σ_k 1/k · pass@k, k < G: the first terms of log p. A is 0 where no completion succeeds, so
+    one term less than in the paper's theorem 2. https://arxiv.org/abs/2602.02710"""
+    theta, won = policy(3), tensor(1, 0, 0, 0, 1, 0, 0, 0, 0)
+    p = probs(all_logprobs(theta)) @ won
+    objective = sum((1 - (1 - p) ** k) / k for k in range(1, G))
+    assert close(expected_group_gradient(theta, won, G, "maxrl"), gradient(objective, theta), 1e-13)
+    with pytest.raises(SettingsError, match=r"at least 0 \(got -0.5\).*Would work: --advantage"):
+        advantages("maxrl", tensor(1, -0.5), 2)
