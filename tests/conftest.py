@@ -24,7 +24,7 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 # Fast files come first, then the longest: ./run.sh test runs two files at a time.
-ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "reference",
+ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference",
          "engine", "layouts", "situations", "prove", "nano", "ppo", "checkpoint", "dist", "packing",
          "families", "float64", "turns", "lora")
 

@@ -225,6 +225,7 @@ def test_a_page_or_a_notebook_with_a_wrong_number_is_found(tmp_path):
         assert run_notebook.same(kept, "loss 0.5", tolerance) == right
 
 
+@pytest.mark.slow
 def test_the_notebook_gives_what_it_keeps():
     before = {*ROOT.glob("runs/tour-*")}
     try:
