@@ -54,7 +54,7 @@ SAMPLED = OFTEN | {
 REWARDED = SAMPLED | {"kl_reward_coef": (0.0, 0.2), "entropy_coef": (0.0, 0.2),
                       "overlong_buffer": (0, 8), "max_grad_norm": (1.0, 0.0)}
 FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()] for kind, names in {
-    "loss": "sapo gmpo dppo ipo opsm geometric", "advantage": "lite_ppo maxrl gdpo"}.items()}
+    "loss": "sapo gmpo dppo ipo opsm", "advantage": "lite_ppo maxrl gdpo"}.items()}
 CHOICES = {
     "grpo": REWARDED | {
         "loss": (*losses.LOSSES, *FILES["loss"]),
