@@ -37,7 +37,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         sapo        -A 4/τ σ(τ (r - 1))                         https://arxiv.org/abs/2511.20347
         gmpo        -A exp(mean of log r, at most high where A > 0, else at least -low)
                                                                 https://arxiv.org/abs/2507.20673
-        dppo        -sg[r] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
+        dppo        -sg[min(r, 20)] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
                     π_old - π > low                             https://arxiv.org/abs/2602.04879
         ipo         -r A, but 0 where π - π_old > high or π_old - π > low, plus c (log r)²
         opsm, geometric: clip's. What they drop is in `dropped`.
@@ -60,7 +60,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         return -s * A, s, (A > 0 and mine > args.clip_high) or (A < 0 and mine < -args.clip_low)
     if kind == "dppo":
         drop = (A > 0 and moved > args.clip_high) or (A < 0 and moved < -args.clip_low)
-        return (0.0 * logp if drop else -r.detach() * A * logp), r, drop
+        return (0.0 * logp if drop else -r.detach().clamp(max=20.0) * A * logp), r, drop
     if kind == "ipo":
         drop = moved > args.clip_high or moved < -args.clip_low
         return (0.0 if drop else -r * A) + IPO_COEF * (logp - old) ** 2, r, drop
