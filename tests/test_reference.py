@@ -41,7 +41,7 @@ from reference_settings import (
 from trainer import experts, lora, model
 from trainer.batch import Sample
 
-LIMIT = 1e-11
+LIMIT = 1e-10
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
