@@ -1,10 +1,11 @@
-"""Lets tests import the top-level files, keeps every test off the network and off the GPUs, and
-sets the order. A test that wants a GPU gives its own process CUDA_VISIBLE_DEVICES.
-
-No test may fail because the machine is busy. Limits of time are for hangs alone.
+"""Lets tests import the top-level files, keeps every test off the network and off the GPUs, sets
+the order, and says at the end which promise is broken. No test may fail because the machine is
+busy: limits of time are for hangs alone.
 """
 import os
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # two workers share the cores, and threads that wait for others spin
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a machine has GPUs
 os.environ["PYTHON_EXEC"] = str(Path(__file__).parent / "python")  # torchrun's ranks: forked.py
@@ -22,7 +24,7 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 
 # Fast files come first, then the longest: ./run.sh test runs two files at a time.
-ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "reference",
+ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference",
          "engine", "layouts", "situations", "prove", "nano", "ppo", "checkpoint", "dist", "packing",
          "families", "float64", "turns", "lora")
 
@@ -30,3 +32,26 @@ ORDER = ("sizes", "losses", "plan", "data", "script", "faults", "same_update", "
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": i for i, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(ORDER)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The ten slowest files; the promise in CONTRIBUTING.md that each failed test breaks."""
+    seconds, failed = Counter(), []
+    for kind, reports in terminalreporter.stats.items():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+            if kind in ("failed", "error"):
+                failed.append(report.nodeid)
+    if len(seconds) > 1:
+        terminalreporter.section("slowest files")
+        for file, spent in seconds.most_common(10):
+            terminalreporter.line(f"{spent:7.1f} s  {file}")
+    table = re.findall(r"^\| ([^|]+) \| (.*test_.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(),
+                       re.M)
+    if failed:
+        terminalreporter.section("broken promises")
+    for test in failed:
+        name = Path(test.partition("::")[0]).name
+        promises = [promise for promise, files in table if f"`{name}`" in files]
+        terminalreporter.line(f"{promises[0] if promises else 'no promise names it'}: {test}")

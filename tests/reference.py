@@ -1,9 +1,9 @@
-"""The update of grpo.py and ppo.py as the papers write it. Tests hold the shipped code against it.
+"""The updates of the scripts as the papers write them. Tests hold the shipped code against them.
 
 It is slow and plain: transformers' own model, one completion at a time, float64. There is no batch,
 no padding and no mask. Every list below is over the sampled tokens of one completion: the model
 reads what a reply put in, but that is no step of the policy. Of the project it takes the flags'
-values, `args`, and nothing else. The losses of a token are in reference_losses.py.
+values, `args`, and nothing else. Losses of a token and advantages are in reference_losses.py.
 
 `args.group` neighbours of the completions share a prompt. Log-probs and entropies are in nats.
 """
@@ -15,14 +15,22 @@ import numpy as np
 import torch
 
 from reference_losses import (
+    distill_advantages,
+    divergence,
     dropped,
     engine_correction,
+    fates,
+    gae,
+    grpo_advantages,
     kl_loss,
     mean,
     name_of,
+    penalized,
     token_loss,
+    token_rewards,
     token_weight,
     value_loss,
+    whiten,
 )
 
 
@@ -78,7 +86,6 @@ class Model:
         if head is not None:
             self.trained["head"] = head
         self.gradients: list[dict] = []
-        self.counts: list = []  # of experts, in each update
         flags = args.optimizer_args
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), betas=flags.betas, weight_decay=flags.weight_decay)
@@ -88,6 +95,9 @@ class Model:
         alpha, rank = self.args.lora_args.lora_alpha, self.args.lora_args.lora_rank
         scale = 2.0 if alpha is None else alpha / rank
         layer.register_forward_hook(lambda layer, inputs, y: y + scale * (inputs[0] @ A.T) @ B.T)
+
+    def weights_now(self) -> dict:
+        return self.trained
 
     def step(self, lr: float) -> float:
         """Clip the gradient's norm, then AdamW → the norm."""
@@ -170,145 +180,14 @@ def balance_loss(found: list[tuple]):
     return total
 
 
-def load_metrics(counts: list[list[float]]) -> dict[str, float]:
-    """counts: of each layer, how often each expert was chosen in all updates."""
-    shares = [[times / sum(layer) for times in layer] for layer in counts]
-    entropies = [-sum(f * math.log(f) for f in layer if f) / math.log(len(layer))
-                 for layer in shares]
-    return {"router/largest_mean": mean([max(layer) for layer in shares]),
-            "router/largest_worst": max(map(max, shares)),
-            "router/entropy_mean": mean(entropies), "router/entropy_worst": min(entropies)}
-
-
-# ---- rewards and advantages ----
-
-def fates(args, completions: list[Completion]) -> list[str]:
-    """Of each completion of grpo.py: "trained", or the first reason why it is not in the loss."""
-    found = []
-    for i, completion in enumerate(completions):
-        first = i - i % args.group
-        scored = [c for c in completions[first:first + args.group] if c.reward is not None]
-        if completion.reward is None:
-            found.append("unscored")
-        elif len(scored) < 2 and args.advantage != "reinforce++":
-            found.append("no_baseline")
-        else:
-            found.append("overlong" if completion.truncated and args.overlong_filter else "trained")
-    return found
-
-
-def penalized(args, completion: Completion) -> float | None:
-    """The reward, minus up to 1 for a long completion.  DAPO: https://arxiv.org/abs/2503.14476, 3.4
-
-        0 up to L_max - L_cache tokens, then ((L_max - L_cache) - L) / L_cache, at least -1
-    """
-    if completion.reward is None or not args.overlong_buffer:
-        return completion.reward
-    free = args.max_tokens - args.overlong_buffer
-    penalty = (free - len(completion.tokens)) / args.overlong_buffer
-    return completion.reward + min(0.0, max(-1.0, penalty))
-
-
-def spread(x: list[float]) -> float:
-    """The standard deviation, ddof 1."""
-    return math.sqrt(sum((value - mean(x)) ** 2 for value in x) / max(1, len(x) - 1))
-
-
-def group_advantage(args, kind: str, R: float, rewards: list[float], batch: list[float]) -> float:
-    """Of one completion, whose reward R is one of its group's. batch: the rewards of all groups.
-
-        grpo                 (R - mean) / (std + eps), ddof 1      https://arxiv.org/abs/2402.03300
-        dr_grpo              R - mean                              https://arxiv.org/abs/2503.20783
-        rloo                 R - mean of the others                https://arxiv.org/abs/2402.14740
-        reinforce++-baseline R - mean, whitened later              https://arxiv.org/abs/2501.03262
-        lite_ppo             (R - mean) / (std of the batch + eps) https://arxiv.org/abs/2508.08221
-        maxrl                (R - mean) / mean                     https://arxiv.org/abs/2602.02710
-    """
-    if max(rewards) == min(rewards):
-        return 0.0
-    if kind == "rloo":
-        return R - (sum(rewards) - R) / (len(rewards) - 1)
-    scale = {"grpo": spread(rewards) + args.advantage_eps, "maxrl": mean(rewards),
-             "lite_ppo": spread(batch) + args.advantage_eps}
-    return (R - mean(rewards)) / scale.get(kind, 1.0)
-
-
-def gdpo(args, step: Step) -> list[list[float]]:
-    """GRPO's advantage for each reward alone, their weighted sum, whitened over the completions.
-    https://arxiv.org/abs/2601.05242"""
-    total: list[list[float]] = [[0.0] if fate == "trained" else [] for fate in step.fates]
-    for spec in args.reward:
-        name, _, weight = spec.partition(":")
-        for i in step.trained():
-            first, parts = i - i % args.group, step.completions[i].parts
-            group = [c.parts[name] for c in step.completions[first:first + args.group]
-                     if c.reward is not None]
-            total[i][0] += float(weight or 1) * group_advantage(
-                args, "grpo", parts[name], group, [])
-    return [A * len(old) for A, old in zip(whiten(total), step.old, strict=True)]
-
-
-def grpo_advantages(args, step: Step) -> list[list[float]]:
-    """The advantage of every token. It is empty for a completion that is not in the loss.
-
-    --kl_reward_coef β: a completion's reward loses β Σ_t (log π_old - log π_ref).
-    """
-    rewards = [penalized(args, completion) for completion in step.completions]
-    advantages: list[list[float]] = [[] for _ in rewards]
-    if args.advantage == "reinforce++":  # of a token: the sum of the rewards from it on
-        for i in step.trained():
-            r = token_rewards(step, i, rewards[i], args.kl_reward_coef)
-            advantages[i] = [sum(r[t:]) for t in range(len(r))]
-        return whiten(advantages)
-    if name_of(args.advantage) == "gdpo":
-        return gdpo(args, step)
-    for i, reward in enumerate(rewards):
-        if args.kl_reward_coef and reward is not None:
-            rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
-    for i in step.trained():
-        first = i - i % args.group
-        group = [R for R in rewards[first:first + args.group] if R is not None]
-        batch = [R for R in rewards if R is not None]
-        A = group_advantage(args, name_of(args.advantage), rewards[i], group, batch)
-        advantages[i] = [A] * len(step.old[i])
-    return whiten(advantages) if args.advantage == "reinforce++-baseline" else advantages
-
-
-def token_rewards(step: Step, i: int, reward: float, kl_coef: float) -> list[float]:
-    """r_t = -β (log π_old - log π_ref), plus the completion's reward for the last token."""
-    rewards = [-kl_coef * kl for kl in step.kl(i)] if kl_coef else [0.0] * len(step.old[i])
-    rewards[-1] += reward
-    return rewards
-
-
-def gae(args, rewards: list[float], values: list[float]) -> list[float]:
-    """A_t = Σ_l (γλ)^l δ_(t+l), δ_t = r_t + γ V_(t+1) - V_t     https://arxiv.org/abs/1506.02438"""
-    n, next_values = len(rewards), [*values[1:], 0.0]
-    delta = [rewards[t] + args.gamma * next_values[t] - values[t] for t in range(n)]
-    return [sum((args.gamma * args.lam) ** l * delta[t + l] for l in range(n - t))
-            for t in range(n)]
-
-
-def whiten(rows: list[list[float]]) -> list[list[float]]:
-    """(x - mean) / √(var + 1e-8), ddof 1, over all tokens of all rows; 0 where all are equal."""
-    x = [value for row in rows for value in row]
-    if not x or max(x) == min(x):
-        return [[0.0 for _ in row] for row in rows]
-    center = mean(x)
-    variance = sum((value - center) ** 2 for value in x) / (len(x) - 1)
-    return [[(value - center) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
-
-
-def adaptive_kl(args, kl_coef: float, kl: float, n: int) -> float:
-    """The coefficient after a step of n completions.    https://arxiv.org/abs/1909.08593"""
-    return kl_coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * n / args.kl_horizon)
-
-
 # ---- one step of learning ----
 
 def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, terms: list,
-                  kind: str = "clip", kl_loss_coef: float = 0.0) -> float:
-    """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm."""
+                  kind: str = "clip", kl_loss_coef: float = 0.0, theirs=None) -> float:
+    """One optimizer step: L = Σ_it weight_it (loss_it + β KL_it - entropy_coef H_it) → its norm.
+
+    theirs: of distill.py, log π_T (n, V) of each completion; with c divergence_it for β KL_it.
+    """
     for i in rows:
         completion, old, total = step.completions[i], step.old[i], 0.0
         weight = token_weight(args, i, {j: len(step.old[j]) for j in rows})
@@ -317,6 +196,9 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         row = list(zip(log_ratios, step.advantages[i], strict=True))
         engine = completion.engine_logprobs
         corrections, engine_ratios = engine_correction(args, old, engine)
+        exact = theirs is not None and args.divergence != "none"
+        apart = divergence(args.divergence, policy.distributions(completion),
+                           theirs[i]) if exact else []
         for t in range(len(old)):
             A = step.advantages[i][t]
             loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
@@ -335,12 +217,16 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
                 found["loss/kl"] = kl_loss(
                     args.kl_estimator, logps[t], step.ref[i][t], old[t])
                 loss = loss + kl_loss_coef * found["loss/kl"]
+            if theirs is not None:
+                found["policy/teacher_kl"] = old[t] - step.ref[i][t]
+            if exact:
+                found["loss/divergence"] = apart[t]
+                loss = loss + args.distill_coef * apart[t]
             total = total + weight * (loss - args.entropy_coef * entropies[t])
             terms.append((weight, found))
         total.backward()
     if policy.mixtures:
         found = loads(policy, [step.completions[i] for i in rows])
-        policy.counts.append([times for times, _ in found])
         (args.expert_args.router_aux_coef * balance_loss(found)).backward()
     return policy.step(lr)
 
@@ -377,12 +263,11 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
     """One step of grpo.py → metrics. reference: the starting model, or None."""
     step = before_update(policy, reference, completions, fates(args, completions))
     step.advantages, terms, norms = grpo_advantages(args, step), [], []
-    policy.counts = []
     for rows in minibatches(args, step):
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, name_of(args.loss),
                                        args.kl_loss_coef))
-    return policy_metrics(args, step, terms, norms) | router_metrics(policy) | {
+    return policy_metrics(args, step, terms, norms) | {
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),
         "batch/dropped_overlong": step.fates.count("overlong"), "lr": lr}
 
@@ -418,12 +303,43 @@ def ppo(args, policy, critic, reference, completions, lr: float, critic_lr: floa
                       "critic/explained_var": 1 - error / variance if variance else 0.0}
 
 
-def router_metrics(policy: Model) -> dict[str, float]:
-    """Of all updates of a step. Without experts or updates: none."""
-    if not policy.counts:
-        return {}
-    return load_metrics([[sum(times) for times in zip(*layers, strict=True)]
-                         for layers in zip(*policy.counts, strict=True)])
+def sft(args, policy: Model, completions: list[Completion], lr: float) -> dict[str, float]:
+    """One step of sft.py → metrics. "sampled" are the tokens that are learned.
+
+    L = -Σ log π(token) / n over the n learned tokens of a minibatch
+    """
+    fates = ["trained" if any(c.sampled) else "nothing" for c in completions]
+    step, terms, norms = Step(completions, fates, [], None, []), [], []
+    for rows in minibatches(args, step):
+        n = sum(sum(completions[i].sampled) for i in rows)
+        for i in rows:
+            logps, entropies = policy.logprobs(completions[i])
+            (-logps.sum() / n).backward()
+            terms += [(1 / n, {"loss/policy": -logp, "policy/entropy": entropy})
+                      for logp, entropy in zip(logps, entropies, strict=True)]
+        if rows:
+            norms.append(policy.step(lr))
+    metrics = weighted_means(terms)
+    return metrics | {
+        "policy/perplexity": math.exp(metrics["loss/policy"]), "grad/norm": mean(norms), "lr": lr,
+        "batch/prompts": len(completions), "batch/trained": fates.count("trained"),
+        "batch/tokens": sum(len(c.prompt) + len(c.tokens) for c in completions),
+        "batch/learned_tokens": sum(sum(c.sampled) for c in completions),
+        "update/steps": len(norms), "update/skipped": minibatches(args, step).count([])}
+
+
+def distill(args, policy: Model, teacher: Model, completions: list[Completion],
+            seen: list[Completion], lr: float) -> dict[str, float]:
+    """One step of distill.py → metrics. seen: the completions behind the teacher's prompts."""
+    step = before_update(policy, teacher, completions, ["trained"] * len(completions))
+    with torch.no_grad():
+        step.ref = [teacher.logprobs(c)[0].tolist() for c in seen]
+        theirs = [teacher.distributions(c) for c in seen]  # (n, V) each
+    step.advantages, terms = distill_advantages(args, step, step.ref), []
+    norms = [update_policy(args, policy, step, rows, lr, terms, theirs=theirs)
+             for rows in minibatches(args, step)]
+    metrics = policy_metrics(args, step, terms, norms)
+    return {name: value for name, value in metrics.items() if "dropped" not in name} | {"lr": lr}
 
 
 def weighted_means(terms: list[tuple[float, dict]]) -> dict[str, float]:

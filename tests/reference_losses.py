@@ -1,7 +1,8 @@
-"""The losses of one token as the papers write them, and their weights. reference.py calls them.
+"""Losses of one token, weights and advantages as the papers write them. reference.py calls them.
 
 In float64, without a batch: every list is over the sampled tokens of one completion. `args` has the
-values of the flags. Log-probs are in nats; those of the policy that learns are tensors.
+values of the flags. Log-probs are in nats; those of the policy that learns are tensors. step: what
+is known before the first update, reference.Step.
 """
 import math
 
@@ -36,7 +37,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         sapo        -A 4/τ σ(τ (r - 1))                         https://arxiv.org/abs/2511.20347
         gmpo        -A exp(mean of log r, at most high where A > 0, else at least -low)
                                                                 https://arxiv.org/abs/2507.20673
-        dppo        -sg[r] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
+        dppo        -sg[min(r, 20)] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
                     π_old - π > low                             https://arxiv.org/abs/2602.04879
         ipo         -r A, but 0 where π - π_old > high or π_old - π > low, plus c (log r)²
         opsm, geometric: clip's. What they drop is in `dropped`.
@@ -59,7 +60,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         return -s * A, s, (A > 0 and mine > args.clip_high) or (A < 0 and mine < -args.clip_low)
     if kind == "dppo":
         drop = (A > 0 and moved > args.clip_high) or (A < 0 and moved < -args.clip_low)
-        return (0.0 * logp if drop else -r.detach() * A * logp), r, drop
+        return (0.0 * logp if drop else -r.detach().clamp(max=20.0) * A * logp), r, drop
     if kind == "ipo":
         drop = moved > args.clip_high or moved < -args.clip_low
         return (0.0 if drop else -r * A) + IPO_COEF * (logp - old) ** 2, r, drop
@@ -140,3 +141,154 @@ def token_weight(args, i: int, lengths: dict[int, int]) -> float:
         mine = sum(n for j, n in lengths.items() if j // args.group == i // args.group)
         return 1 / mine / len({j // args.group for j in lengths})
     return 1 / len(lengths) / (lengths[i] if args.aggregation == "sequence" else args.max_tokens)
+
+
+def divergence(kind: str, logp, logq):
+    """Of π from π_T at each token: log-probs (n, V) of the whole vocabulary → (n,).
+
+        reverse_kl  Σ_v π log (π / π_T)        forward_kl  Σ_v π_T log (π_T / π)
+        jsd         half of KL(π ‖ m) + KL(π_T ‖ m), m = (π + π_T) / 2
+    """
+    p, q = logp.exp(), logq.exp()
+    logm = ((p + q) / 2).log()
+    return {"reverse_kl": p * (logp - logq), "forward_kl": q * (logq - logp),
+            "jsd": (p * (logp - logm) + q * (logq - logm)) / 2}[kind].sum(-1)
+
+
+# ---- rewards and advantages ----
+
+def fates(args, completions: list) -> list[str]:
+    """Of each completion of grpo.py: "trained", or the first reason why it is not in the loss."""
+    found = []
+    for i, completion in enumerate(completions):
+        first = i - i % args.group
+        scored = [c for c in completions[first:first + args.group] if c.reward is not None]
+        if completion.reward is None:
+            found.append("unscored")
+        elif len(scored) < 2 and args.advantage != "reinforce++":
+            found.append("no_baseline")
+        else:
+            found.append("overlong" if completion.truncated and args.overlong_filter else "trained")
+    return found
+
+
+def penalized(args, completion) -> float | None:
+    """The reward, minus up to 1 for a long completion.  DAPO: https://arxiv.org/abs/2503.14476, 3.4
+
+        0 up to L_max - L_cache tokens, then ((L_max - L_cache) - L) / L_cache, at least -1
+    """
+    if completion.reward is None or not args.overlong_buffer:
+        return completion.reward
+    free = args.max_tokens - args.overlong_buffer
+    penalty = (free - len(completion.tokens)) / args.overlong_buffer
+    return completion.reward + min(0.0, max(-1.0, penalty))
+
+
+def spread(x: list[float]) -> float:
+    """The standard deviation, ddof 1."""
+    return math.sqrt(sum((value - mean(x)) ** 2 for value in x) / max(1, len(x) - 1))
+
+
+def group_advantage(args, kind: str, R: float, rewards: list[float], batch: list[float]) -> float:
+    """Of one completion, whose reward R is one of its group's. batch: the rewards of all groups.
+
+        grpo                 (R - mean) / (std + eps), ddof 1      https://arxiv.org/abs/2402.03300
+        dr_grpo              R - mean                              https://arxiv.org/abs/2503.20783
+        rloo                 R - mean of the others                https://arxiv.org/abs/2402.14740
+        reinforce++-baseline R - mean, whitened later              https://arxiv.org/abs/2501.03262
+        lite_ppo             (R - mean) / (std of the batch + eps) https://arxiv.org/abs/2508.08221
+        maxrl                (R - mean) / mean                     https://arxiv.org/abs/2602.02710
+    """
+    if max(rewards) == min(rewards):
+        return 0.0
+    if kind == "rloo":
+        return R - (sum(rewards) - R) / (len(rewards) - 1)
+    scale = {"grpo": spread(rewards) + args.advantage_eps, "maxrl": mean(rewards),
+             "lite_ppo": spread(batch) + args.advantage_eps}
+    return (R - mean(rewards)) / scale.get(kind, 1.0)
+
+
+def gdpo(args, step) -> list[list[float]]:
+    """GRPO's advantage for each reward alone, their weighted sum, whitened over the completions.
+    https://arxiv.org/abs/2601.05242"""
+    total: list[list[float]] = [[0.0] if fate == "trained" else [] for fate in step.fates]
+    for spec in args.reward:
+        name, _, weight = spec.partition(":")
+        for i in step.trained():
+            first, parts = i - i % args.group, step.completions[i].parts
+            group = [c.parts[name] for c in step.completions[first:first + args.group]
+                     if c.reward is not None]
+            total[i][0] += float(weight or 1) * group_advantage(
+                args, "grpo", parts[name], group, [])
+    return [A * len(old) for A, old in zip(whiten(total), step.old, strict=True)]
+
+
+def grpo_advantages(args, step) -> list[list[float]]:
+    """The advantage of every token. It is empty for a completion that is not in the loss.
+
+    --kl_reward_coef β: a completion's reward loses β Σ_t (log π_old - log π_ref).
+    """
+    rewards = [penalized(args, completion) for completion in step.completions]
+    advantages: list[list[float]] = [[] for _ in rewards]
+    if args.advantage == "reinforce++":  # of a token: the sum of the rewards from it on
+        for i in step.trained():
+            r = token_rewards(step, i, rewards[i], args.kl_reward_coef)
+            advantages[i] = [sum(r[t:]) for t in range(len(r))]
+        return whiten(advantages)
+    if name_of(args.advantage) == "gdpo":
+        return gdpo(args, step)
+    for i, reward in enumerate(rewards):
+        if args.kl_reward_coef and reward is not None:
+            rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
+    for i in step.trained():
+        first = i - i % args.group
+        group = [R for R in rewards[first:first + args.group] if R is not None]
+        batch = [R for R in rewards if R is not None]
+        A = group_advantage(args, name_of(args.advantage), rewards[i], group, batch)
+        advantages[i] = [A] * len(step.old[i])
+    return whiten(advantages) if args.advantage == "reinforce++-baseline" else advantages
+
+
+def token_rewards(step, i: int, reward: float, kl_coef: float) -> list[float]:
+    """r_t = -β (log π_old - log π_ref), plus the completion's reward for the last token."""
+    rewards = [-kl_coef * kl for kl in step.kl(i)] if kl_coef else [0.0] * len(step.old[i])
+    rewards[-1] += reward
+    return rewards
+
+
+def gae(args, rewards: list[float], values: list[float]) -> list[float]:
+    """A_t = Σ_l (γλ)^l δ_(t+l), δ_t = r_t + γ V_(t+1) - V_t     https://arxiv.org/abs/1506.02438"""
+    n, next_values = len(rewards), [*values[1:], 0.0]
+    delta = [rewards[t] + args.gamma * next_values[t] - values[t] for t in range(n)]
+    return [sum((args.gamma * args.lam) ** l * delta[t + l] for l in range(n - t))
+            for t in range(n)]
+
+
+def whiten(rows: list[list[float]]) -> list[list[float]]:
+    """(x - mean) / √(var + 1e-8), ddof 1, over all tokens of all rows; 0 where all are equal."""
+    x = [value for row in rows for value in row]
+    if not x or max(x) == min(x):
+        return [[0.0 for _ in row] for row in rows]
+    center = mean(x)
+    variance = sum((value - center) ** 2 for value in x) / (len(x) - 1)
+    return [[(value - center) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def adaptive_kl(args, kl_coef: float, kl: float, n: int) -> float:
+    """The coefficient after a step of n completions.    https://arxiv.org/abs/1909.08593"""
+    return kl_coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * n / args.kl_horizon)
+
+
+def distill_advantages(args, step, teacher: list[list[float]]) -> list[list[float]]:
+    """c (log π_T - log π_old) of each token, without --divergence; plus the reward's advantage,
+    w (R - mean of the group), where there are two scored ones."""
+    found, rewards = [], [c.reward for c in step.completions]
+    for i, (reward, old) in enumerate(zip(rewards, step.old, strict=True)):
+        A, first = [0.0] * len(old), i - i % args.group
+        if args.divergence == "none":
+            A = [args.distill_coef * (b - a) for a, b in zip(old, teacher[i], strict=True)]
+        group = [R for R in rewards[first:first + args.group] if R is not None]
+        if args.reward_coef and reward is not None:
+            A = [a + args.reward_coef * (reward - mean(group)) for a in A]
+        found.append(A)
+    return found

@@ -1,7 +1,9 @@
-"""What README.md and docs/ say is true."""
+"""What README.md and docs/ say is true: what they name, link to, print, draw, cite and count."""
 import json
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,18 @@ import grpo
 import losses
 import ppo
 import sft
+from bench import loss_table, teacher_tokens
 from docs import check_links, make_flags
 from forked import PYTHON
+from keeping import checkpoint
 from preflight import memory, plan, rules
+from results import roads
 
 ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
+import draw  # noqa: E402
+import run_notebook  # noqa: E402
+
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "exercises/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*/*.md"))
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -47,16 +56,23 @@ def blocks(page: str, kind: str = "") -> list[str]:
     return [text for name, text in found if name == kind]
 
 
-def parsed(command: str):
-    """The Args of a command."""
+def printed(*command: str, status: int = 0) -> str:
+    done = subprocess.run([PYTHON, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=600)
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def problems_of(command: str, ranks: int, rows: int = 0):
+    """The Args of a command, and what is wrong with them."""
     *_, script, flags = re.split(r"\b(grpo|ppo)\.py", "grpo.py " + command.replace("\\\n", " "))
     args = tyro.cli(SCRIPTS[script].Args, args=flags.split(),
                     config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
     args.lr = 1e-6   # the default depends on the model
-    return args
+    return args, {rule.kind for rule in rules.problems(args, ranks, *([rows] if rows else []))}
 
 
-# ---- every page
+# ---- names and links
 
 @pytest.mark.parametrize("page", TEXT)
 def test_lines_flags_names_and_files(page):
@@ -86,54 +102,50 @@ def test_every_link_leads_to_a_file_and_a_heading():
             assert target.exists(), (page, name)
             assert not anchor or re.fullmatch(r"L\d+", anchor) or anchor in found[target], (
                 page, name, anchor)
-    for path in re.findall(r"\b(?:docs|bench|results)/[\w/]+\.md", CODE):
-        assert (ROOT / path).exists(), path
+    assert not [page for page in TEXT if page.startswith("docs/")
+                and f"]({page})" not in TEXT["README.md"]]  # a shelf for each page
 
 
-def test_the_book_is_short_and_every_page_is_on_a_shelf_of_the_readme():
-    pages = [page for page in TEXT if page.startswith("docs/")]
-    assert len(pages) <= 15 and sum(len(TEXT[page].encode()) for page in pages) <= 150_000
-    assert not [page for page in pages if f"]({page})" not in TEXT["README.md"]]
+def test_links_to_lines_point_to_the_code_that_they_show(tmp_path):
+    assert not [sentence for page in check_links.pages() for sentence in check_links.check(page)]
+    (tmp_path / "file.py").write_text("a = 1\nb = 2\nb = 3\n")
+    (tmp_path / "page.md").write_text("[`a = 1`](file.py#L2) [`b = `](file.py#L2)")
+    assert len(check_links.check(tmp_path / "page.md")) == 2
+    assert len(check_links.check(tmp_path / "page.md", fix=True)) == 1    # b is there twice
+    assert "[`a = 1`](file.py#L1)" in (tmp_path / "page.md").read_text()
 
 
-# ---- README.md
+def test_every_claim_about_another_project_has_a_thread_or_a_commit(tmp_path):
+    assert not [sentence for page in check_links.pages() for sentence in check_links.unlinked(page)]
+    page, url = tmp_path / "page.md", "https://github.com/a/b"
+    for text, right in (
+            ("TRL had this bug.", False), (f"[TRL 7]({url}/issues/7) had this bug.", True),
+            (f"[verl]({url}/blob/main/x.py) fails.", False),
+            (f"[verl][x] fails.\n\n[x]: {url}/blob/{'0' * 40}/x.py#L7", True)):
+        page.write_text(text + "\n")
+        assert (not check_links.unlinked(page)) == right, text
 
-def test_the_readme_is_short():
-    text = TEXT["README.md"]
-    assert len(text.splitlines()) <= 110
-    prose = re.sub(r"\]\(\S+?\)|[*`]|^#.*$|^\* \*\*(Learn|Use|Look up).*$", "", BARE["README.md"],
-                   flags=re.M)
-    sentences = re.split(r"(?<=[.?!:])\s+|\n\n", prose)
-    assert not [x for x in sentences if len(x.split()) > 30]
-    front = {path.name for path in ROOT.glob("*.py")}
-    assert front <= {*re.findall(r"\w+\.py", text)}
-    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert {f"{room}/" for room in rooms} <= {*re.findall(r"`(\w+/)`", text)}
 
+# ---- commands and code
 
 def test_the_forks_of_the_readme_run(tmp_path):
     """Each diff makes a file; the command above it gives its flags."""
     found = re.findall(r"\(`./run.sh (.*?)`.*?\):\n```diff\n\+\+\+ (\w+\.py)\n(.*?)^```",
                        TEXT["README.md"], re.S | re.M)
     assert [name for _, name, _ in found] == ["near.py", "free.py", "twice.py"]
+    names = {}
     for command, name, diff in found:
         lines = diff.splitlines()
         assert len(lines) <= 10 and all(line.startswith("+") for line in lines)
         (tmp_path / name).write_text("\n".join(line[1:] for line in lines))
         flags = command.removeprefix("prove ").replace(name, str(tmp_path / name)).split()
-        done = subprocess.run([PYTHON, "grpo.py", "--plan", "--max_tokens", "16", *flags], cwd=ROOT,
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=600)
-        assert done.returncode == 0, done.stdout
-    names = {}
-    exec((tmp_path / "near.py").read_text(), names)
+        printed("grpo.py", "--plan", "--max_tokens", "16", *flags)
+        exec((tmp_path / name).read_text(), names)
     assert names["near"]("1243", "1234") == 0.5
-    exec((tmp_path / "twice.py").read_text(), names)
     for text, reply, right in ("12", None, 1.0), ("21", "Sort again.", 0.0):
         turns = [{"role": "assistant", "content": text}]
         assert names["reply"]({"answer": "12"}, turns) == reply
         assert names["right"](turns, "12") == right
-    exec((tmp_path / "free.py").read_text(), names)
     check_loss(names["free"])
 
 
@@ -147,39 +159,10 @@ def check_loss(function) -> None:
     assert loss.shape == theirs.shape and loss.requires_grad and metrics.keys() == expected.keys()
 
 
-# ---- docs/use/
-
-def test_the_page_of_flags_is_written_from_the_dataclasses():
-    page = TEXT["docs/use/flags.md"]
-    assert page.partition(make_flags.BEGIN)[2] == make_flags.tables()
-    listed = re.findall(r"^\| `--(\w+)` \|", page, re.M)
-    assert sorted(listed) == sorted(FLAGS) and make_flags.SAME_UPDATE <= FLAGS
-
-
-def test_a_flag_that_keeps_the_update_may_change_in_a_resumed_run():
-    from keeping import checkpoint
-    assert not make_flags.SAME_UPDATE & {*checkpoint.FIXED}
-    text = BARE["docs/reference/metrics_and_files.md"]
-    listed = re.search(r"cannot change in the middle of a run:(.*?)All\s+others", text, re.S)[1]
-    assert {*re.findall("--(\\w+)", listed)} == {
-        *checkpoint.FIXED} - {"script", "source", "rows", "loss_file", "advantage_file"} | {
-        "loss", "advantage"}
-
-
-def test_every_recipe_passes_the_checks():
-    _, _, *recipes = rows("docs/use/recipes.md", "Algorithms")
-    recipes = [row for row in recipes if len(row) == 2 and "`-" in row[1] + "`-" * (
-        row[1].startswith("`ppo"))]
-    assert len(recipes) == 23
-    for _, command in recipes:
-        found = {rule.kind for rule in rules.problems(parsed(command.strip("`")), 8)}
-        assert found <= {"--update_tokens"}, command   # the page says so for DAPO
-
-
 @pytest.mark.parametrize("page, name", [("docs/use/recipes.md", "soft_clip"),
                                         ("docs/use/start.md", "named")])
 def test_the_examples_of_a_loss_and_of_a_reward_run(page, name):
-    names, = [{}]
+    names = {}
     exec(re.sub("^   ", "", re.search("```python\n(.*?)```", TEXT[page], re.S)[1], flags=re.M),
          names)
     if name == "named":
@@ -188,11 +171,22 @@ def test_the_examples_of_a_loss_and_of_a_reward_run(page, name):
         check_loss(names[name])
 
 
-def check_pasted(pasted: str, printed: str) -> None:
+def test_every_recipe_passes_the_checks():
+    _, _, *recipes = rows("docs/use/recipes.md", "Algorithms")
+    commands = [row[1].strip("`") for row in recipes if len(row) == 2 and re.match(
+        "`(ppo.*)?-", row[1])]
+    commands += [f"grpo.py {loss_table.JOB} {flags}" for methods in loss_table.METHODS.values()
+                 for flags in methods.values()]
+    assert len(commands) >= 38
+    for command in commands:
+        assert problems_of(command, 8)[1] <= {"--update_tokens"}, command   # the page says so
+
+
+def check_pasted(pasted: str, text: str) -> None:
     """Lines can be left out (`...`) and folded."""
-    printed = " ".join(printed.split())
+    text = " ".join(text.split())
     for part in re.split(r"^ *\.\.\.$| \.\.\.$", pasted, flags=re.M):
-        assert " ".join(part.split()) in printed, f"{part}\nis not in\n{printed}"
+        assert " ".join(part.split()) in text, f"{part}\nis not in\n{text}"
 
 
 @pytest.mark.parametrize("page", ["docs/use/memory_and_machines.md", "docs/use/troubleshooting.md"])
@@ -209,11 +203,74 @@ def test_pasted_output_is_what_the_command_prints(page):
 def test_the_pasted_plan_for_64_gpus():
     page = "docs/use/memory_and_machines.md"
     script, = blocks(page, "bash")
-    args = parsed(script[script.index("grpo.py --name"):])
-    assert not rules.problems(args, 64, 7473)
-    made, shape = plan.Plan(args, 64, 7473, 0), memory.shape_of(args.model)
+    args, problems = problems_of(script[script.index("grpo.py --name"):], 64, 7473)
     pasted, = [block for block in blocks(page) if "64 engines" in block]
-    check_pasted(pasted, memory.planned(made, shape, 80 * memory.GIB).text())
+    made = memory.planned(plan.Plan(args, 64, 7473, 0), memory.shape_of(args.model), 80 * 2**30)
+    check_pasted(pasted, made.text())
+    assert not problems
+
+
+@pytest.mark.parametrize(
+    "page", ["choices_and_gap", "reward_to_loss", "one_step", "second_update"])
+def test_a_page_prints_what_it_says(page):
+    printed("tests/pages.py", f"docs/learn/{page}.md")
+
+
+def test_a_page_or_a_notebook_with_a_wrong_number_is_found(tmp_path):
+    (tmp_path / "page.md").write_text("```python\nprint(0.5)\n```\n\n```text\n0.5002\n```\n")
+    printed("tests/pages.py", str(tmp_path / "page.md"), status=1)
+    for kept, tolerance, right in (("loss 0.5", 0, True), ("loss 0.5001", 0, False),
+                                   ("loss 0.45", 0.1, True), ("loss 0.39", 0.1, False),
+                                   ("reward 0.5", 0.1, False)):
+        assert run_notebook.same(kept, "loss 0.5", tolerance) == right
+
+
+@pytest.mark.slow
+def test_the_notebook_gives_what_it_keeps():
+    before = {*ROOT.glob("runs/tour-*")}
+    try:
+        printed("docs/run_notebook.py", "docs/learn/tour.ipynb")
+    finally:
+        for folder in {*ROOT.glob("runs/tour-*")} - before:
+            shutil.rmtree(folder)
+
+
+# ---- what is written by a script, and figures
+
+def test_the_page_of_flags_is_written_from_the_dataclasses():
+    page = TEXT["docs/use/flags.md"]
+    assert page.partition(make_flags.BEGIN)[2] == make_flags.tables()
+    listed = re.findall(r"^\| `--(\w+)` \|", page, re.M)
+    assert sorted(listed) == sorted(FLAGS) and make_flags.SAME_UPDATE <= FLAGS
+
+
+def test_a_flag_that_keeps_the_update_may_change_in_a_resumed_run():
+    assert not make_flags.SAME_UPDATE & {*checkpoint.FIXED}
+    text = BARE["docs/reference/metrics_and_files.md"]
+    listed = re.search(r"cannot change in the middle of a run:(.*?)All\s+others", text, re.S)[1]
+    assert {*re.findall("--(\\w+)", listed)} == {
+        *checkpoint.FIXED} - {"script", "source", "rows", "loss_file", "advantage_file"} | {
+        "loss", "advantage"}
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_pictures_are_what_the_script_draws(name):
+    assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw.PICTURES[name]()
+
+
+def test_the_pages_of_numbers_are_what_the_committed_numbers_say(tmp_path, monkeypatch):
+    for module in (roads, teacher_tokens):
+        assert module.FILE.exists() == module.PAGE.exists()
+        if module.FILE.exists():
+            assert module.PAGE.read_text() == module.page(json.loads(module.FILE.read_text()))
+    before = loss_table.PAGE.read_text()
+    monkeypatch.setattr(loss_table, "PAGE", Path(shutil.copy(loss_table.PAGE, tmp_path)))
+    monkeypatch.setattr(loss_table, "PICTURE", tmp_path / "losses.svg")
+    loss_table.page()
+    assert loss_table.PAGE.read_text() == before
+    if loss_table.FILE.exists():
+        drawn = (tmp_path / "losses.svg").read_text()
+        assert drawn == (ROOT / "docs/pictures/losses.svg").read_text()
 
 
 def test_durations_are_those_of_the_results():
@@ -227,17 +284,13 @@ def test_durations_are_those_of_the_results():
     assert f"of {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
 
 
-def test_the_numbers_of_the_losses_are_in_their_table():
-    table = (ROOT / "bench/loss_table.md").read_text()
-    part = TEXT["docs/learn/algorithms.md"].partition("## Which loss")[2].partition("\n## ")[0]
-    ends = [float(x) for x in re.findall(r"\| [-+]\d\.\d+: [-+](\d\.\d+) to ", table)
-            + re.findall(r"\| [-+]\d\.\d+: \S+ to [-+](\d\.\d+)", table)]
-    assert "0.014" in part and 0.014 in ends
-    for number in "0.946", "0.968":
-        assert number in part and f"| {number} (" in table
+def test_every_figure_of_the_evidence_is_in_its_source():
+    found = rows("docs/reference/evidence.md")
+    figures = [row for row in found if row[-1].endswith(".md") and (ROOT / row[-1]).is_file()]
+    assert len(figures) >= 7
+    for what, figure, source in figures:
+        assert re.search(rf"(?<![\d.-]){re.escape(figure)}", (ROOT / source).read_text()), what
 
-
-# ---- docs/reference/
 
 def test_the_metrics_of_the_code_are_the_documented_ones():
     cells = " ".join(row[0] for row in rows("docs/reference/metrics_and_files.md")
@@ -248,24 +301,18 @@ def test_the_metrics_of_the_code_are_the_documented_ones():
         "tests", "bench", "tools", "exercises", "results", "docs"} & {*path.parts})
     found = {*re.findall(rf'"((?:{groups})/[a-z][a-z0-9_@]*)"', shipped)}
     found |= {f"time/{name}" for name in re.findall(r'\b(?:time|phase)\("(\w+)"\)', shipped)}
-    assert len(found) > 25
-    assert not found - documented
-    names = {name for name in documented if "/" in name and not re.search("[A-Z/]$|[A-Z]", name)}
-    assert len(names) > 40
-    for name in names:   # spelled whole, by its last part, or by the phase it measures
+    assert len(found) > 25 and not found - documented
+    for name in (name for name in documented if "/" in name and not re.search("[A-Z]|/$", name)):
         last = name.partition("/")[2].removesuffix("_not_finite")
         phase = last.removesuffix("_gb").removesuffix("_reserved")
+        # spelled whole, by its last part, or by the phase it measures
         spelled = f'"{name}"', f'"{last}"', f"/{last}", f'("{phase}")', f"/{phase}_"
         assert any(text in shipped for text in spelled), name
 
 
-def test_every_dependency_has_its_reason():
+def test_contributing_names_every_dependency_and_only_tests_that_are_there():
     for name in re.findall("^([^#=\n]+)==", (ROOT / "requirements.txt").read_text(), re.M):
         assert f"`{name}`" in TEXT["CONTRIBUTING.md"], name
-
-
-def test_every_test_file_stands_in_the_table_of_promises():
     table = " ".join(row[1] for row in rows("CONTRIBUTING.md", "What the tests prove"))
     assert {*re.findall(r"test_\w+\.py", table)} <= {
         path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    assert check_links.pages()

@@ -1,8 +1,8 @@
-"""losses.py against exact enumeration, and against bugs of others. Its losses, advantages and
-corrections are held against reference.py in test_variants.py, with those of variants/."""
-
+"""losses.py and variants/: each loss, advantage and correction is the paper's, token by token
+against reference.py or by exact enumeration, and finite far from pi_old."""
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
-import reference
-from preflight.loss_flags import LossArgs
+import reference_losses
+from preflight import loss_flags
 
 F64, nan, inf = torch.float64, math.nan, math.inf
 WIDE = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
-BASELINES = ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"]
+TIGHT = {"clip_low": 0.05, "clip_high": 0.08, "dual_clip": None}
+BOUNDS = {
+    **dict.fromkeys("cispo reinforce sapo dppo ipo opsm geometric".split(), TIGHT),
+    "clip": TIGHT | {"dual_clip": 1.02}, "gspo": TIGHT | {"clip_low": 0.01, "clip_high": 0.02},
+    "gmpo": TIGHT | {"clip_low": 0.1, "clip_high": 0.15}}
 
 
 def tensor(*values):
@@ -31,20 +35,27 @@ def gradient(y, x):
     return torch.autograd.grad(y, x, retain_graph=True)[0]
 
 
-def row_mask(lengths, T=None):
-    lengths = torch.as_tensor(lengths)
-    return torch.arange(T or int(lengths.max()))[None, :] < lengths[:, None]
+def row_mask(lengths, T):
+    return torch.arange(T)[None, :] < torch.as_tensor(lengths)[:, None]
 
 
-def token_weights(mask, aggregation, max_tokens):
-    """The weight of each token, (B, T)."""
-    weights = losses.token_weights(mask.sum(1), aggregation, max_tokens=max_tokens)
-    return torch.where(mask, weights.view(-1, 1), 0)
+def variant(name: str) -> str:
+    return f"variants/{name}.py:{name}"
 
 
-def group_advantages(rewards, group, kind, eps=1e-6, scored=None):
-    scored = rewards == rewards if scored is None else torch.as_tensor(scored)
-    return losses.group_advantages(rewards, group, kind=kind, eps=eps, scored=scored)
+def loss(name: str, logprobs, old, A, mask, engine=None, **bounds):
+    """Of a name, with the bounds above."""
+    function = loss_flags.loss_of(name if name in losses.LOSSES else variant(name))
+    return function(logprobs, old, A, mask, engine_logprobs=old if engine is None else engine,
+                    **BOUNDS[name] | bounds)
+
+
+def advantages(name: str, rewards, group, scored=None, eps=1e-6):
+    scored = ~rewards.isnan() if scored is None else torch.as_tensor(scored)
+    if name in loss_flags.NAMES["advantage"]:
+        return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
+    return loss_flags.own("advantage", variant(name)).function(
+        rewards, group, scored=scored, eps=eps, parts={}, trained=scored)
 
 
 # ---- exact enumeration: V = 3, length 2
@@ -84,34 +95,18 @@ def expected_group_gradient(theta, rewards, G, kind):
     index = torch.tensor(list(itertools.product(range(9), repeat=G)))  # (9^G, G)
     logprobs = all_logprobs(theta)
     chance = probs(logprobs).detach()[index].prod(1)  # (9^G,)
-    advantages = group_advantages(rewards[index.flatten()], G, kind)
+    A = advantages(kind, rewards[index.flatten()], G)
     rows = logprobs[index.flatten()]  # (9^G * G, 2)
-    loss = reinforce(rows, advantages[:, None], torch.ones_like(rows, dtype=torch.bool))
+    loss = reinforce(rows, A[:, None], torch.ones_like(rows, dtype=torch.bool))
     return gradient(-(loss.sum(1) * chance.repeat_interleave(G)).sum() / G, theta)
 
 
 @pytest.mark.parametrize("kind", ["rloo", "dr_grpo", "reinforce++-baseline"])
-@pytest.mark.parametrize("G", [2, 3])
-def test_rloo_is_unbiased_and_a_mean_baseline_shrinks_the_gradient(kind, G):
-    theta, factor = policy(1), 1 if kind == "rloo" else (G - 1) / G
+def test_rloo_is_unbiased_and_a_mean_baseline_shrinks_the_gradient(kind):
+    theta, G = policy(1), 3
+    factor = 1 if kind == "rloo" else (G - 1) / G
     got = expected_group_gradient(theta, REWARDS, G, kind)
     assert close(got, factor * true_gradient(theta, REWARDS))
-
-
-def test_std_reweights_prompts():
-    """GRPO scales the gradients of an easy and a hard prompt differently; RLOO by 1.
-
-    With 0/1 rewards and G of 2 or 3 every mixed group has the same std, so G is 4.
-    """
-    theta, factors = policy(3), {"grpo": [], "rloo": []}
-    for rewards in (tensor(1, 0, 0, 0, 0, 0, 0, 0, 0), tensor(1, 1, 1, 1, 0, 0, 0, 0, 0)):
-        for kind, found in factors.items():
-            got = expected_group_gradient(theta, rewards, 4, kind)
-            true = true_gradient(theta, rewards)
-            found.append(float(got.norm() / true.norm()))
-            assert close(got, found[-1] * true, 1e-12)  # the direction is right
-    assert factors["rloo"] == pytest.approx([1, 1])
-    assert abs(factors["grpo"][0] - factors["grpo"][1]) > 0.02
 
 
 def kl(p_theta, q_theta, hold=None):
@@ -124,42 +119,38 @@ def kl(p_theta, q_theta, hold=None):
     return reach @ (P.exp() * (P - Q)).sum(1)
 
 
-def test_kl_expectations():
-    theta, ref = policy(4).detach(), policy(5).detach()
-    logprobs, ref_logprobs = all_logprobs(theta), all_logprobs(ref)
-    true = float(kl(theta, ref))
-
-    def estimate(*logprobs, kind):
-        return losses.kl_estimate(*logprobs, FULL, kind=kind)
-
-    def mean(logprobs, other, kind):
-        return float(
-            probs(logprobs) @ estimate(logprobs, other, kind=kind).sum(1))
-
-    for kind in ("k1", "k3"):
-        assert mean(logprobs, ref_logprobs, kind) == pytest.approx(true, abs=1e-14)
-    assert abs(mean(logprobs, ref_logprobs, "k2") - true) > 0.01  # right to second order only
-    near = theta + 1e-3 * ref
-    got = mean(all_logprobs(near), logprobs, "k2")
-    assert got == pytest.approx(float(kl(near, theta)), rel=2e-3)
-    assert estimate(logprobs, ref_logprobs, kind="k3").min() >= 0
-
-
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("unit", ["token", "sequence"])
-def test_kl_loss_gradients(kind, unit):
+def test_kl_loss_gradients(kind):
     """k1 has none, k2 has KL(pi || ref)'s, k3 has KL(ref || pi)'s."""
-    theta, ref, mask = policy(6), policy(7), FULL
+    theta, ref = policy(6), policy(7)
     logprobs, ref_logprobs = all_logprobs(theta), all_logprobs(ref).detach()
-    if unit == "sequence":
-        logprobs, ref_logprobs = (x.sum(1, keepdim=True) for x in (logprobs, ref_logprobs))
-        mask = FULL[:, :1]
     weights = probs(logprobs).detach()  # "KL as a loss" does not differentiate the sampling
-    estimate = losses.kl_estimate(logprobs, ref_logprobs, mask, kind=kind).sum(1)
-    got = gradient(weights @ estimate, theta)
-    hold = theta.detach() if unit == "token" else None
+    estimate = losses.kl_estimate(logprobs, ref_logprobs, FULL, kind=kind).sum(1)
+    hold = theta.detach()
     true = {"k1": 0 * theta.sum(), "k2": kl(theta, ref, hold), "k3": kl(ref, theta, hold)}[kind]
-    assert close(got, gradient(true, theta))
+    assert close(gradient(weights @ estimate, theta), gradient(true, theta))
+
+
+def test_k3_times_the_ratio_has_the_gradient_of_kl_with_samples_of_another_policy():
+    """All outcomes of π_old are listed. At each prefix the expectation is KL(π‖ref) and so is its
+    gradient; k3 alone has neither."""
+    theta, old, ref = policy(0), policy(10).detach(), policy(20).detach()
+    logprobs, old_logprobs, ref_logprobs = map(all_logprobs, (theta, old, ref))
+
+    def estimate(kind):
+        each = losses.kl_estimate(logprobs, ref_logprobs, FULL, kind=kind,
+                                  old_logprobs=old_logprobs)
+        return probs(old_logprobs) @ each.sum(1)
+
+    true = kl(theta, ref, hold=old)
+    assert close(estimate("k3_ratio"), true, 1e-13)
+    assert close(gradient(estimate("k3_ratio"), theta), gradient(true, theta), 1e-13)
+    assert not close(gradient(estimate("k3"), theta), gradient(true, theta), 0.01)
+    for new, was, of_ref in itertools.product([-1.0, -501.0], repeat=3):
+        logp = torch.tensor([[new]], requires_grad=True)
+        got = losses.kl_estimate(logp, torch.tensor([[of_ref]]), FULL[:1, :1], kind="k3_ratio",
+                                 old_logprobs=torch.tensor([[was]]))
+        assert got.isfinite().all() and gradient(got.sum(), logp).isfinite().all()
 
 
 def test_k1_in_the_reward_is_exact():
@@ -172,7 +163,7 @@ def test_k1_in_the_reward_is_exact():
     assert close(got, gradient(probs(logprobs) @ REWARDS - coef * kl(theta, ref), theta))
 
 
-# ---- GAE, on-policy losses
+# ---- rewards, advantages
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,171 +175,147 @@ def test_gae_is_the_double_sum(lengths, gamma, lam, seed):
     rng, mask = np.random.default_rng(seed), row_mask(lengths, 7)
     rewards, values = rng.normal(size=(2, len(lengths), 7))
     rewards[~mask.numpy()] = values[~mask.numpy()] = nan
-    advantages, returns = losses.gae(
+    got, returns = losses.gae(
         torch.tensor(rewards), torch.tensor(values), mask, gamma=gamma, lam=lam)
-    expected = np.zeros_like(rewards)
+    expected, args = np.zeros_like(rewards), SimpleNamespace(gamma=gamma, lam=lam)
     for i, n in enumerate(lengths):
-        for t in range(n):
-            for u in range(t, n):
-                following = values[i, u + 1] if u + 1 < n else 0.0
-                delta = rewards[i, u] + gamma * following - values[i, u]
-                expected[i, t] += (gamma * lam) ** (u - t) * delta
-    np.testing.assert_allclose(advantages, expected, rtol=0, atol=1e-12)
+        expected[i, :n] = reference_losses.gae(
+            args, rewards[i, :n].tolist(), values[i, :n].tolist())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
     np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8).filter(any), st.integers(0, 999))
 def test_gae_and_the_score_carry_across_holes(sampled, seed):
-    """A reply inside a row changes no number of the tokens that were sampled: the row without it is
-    the double sum above."""
+    """A reply inside a row changes no number of the tokens that were sampled."""
     holed, rng = torch.tensor([sampled]), np.random.default_rng(seed)
     v, logp, ref = torch.tensor(rng.normal(size=(3, 1, len(sampled))))
     v[~holed] = ref[~holed] = nan
-
-    def cut(x):
-        return x[holed][None]
 
     def numbers(v, logp, ref, mask):
         return (
             r := losses.token_rewards(tensor(2.5), logp, ref, mask, kl_coef=0.1),
             *losses.gae(r, v, mask, gamma=0.9, lam=0.8), losses.rewards_to_go(r, mask))
 
-    there, expected = numbers(v, logp, ref, holed), numbers(*map(cut, (v, logp, ref, holed)))
-    for x, y in zip(there[1:], expected[1:], strict=True):
-        assert torch.equal(x[holed], y[0]) and not x[~holed].any()
-    assert torch.equal(there[0][holed], expected[0][0])
-    assert close(there[3][holed][0], there[0][holed].sum())
+    there = numbers(v, logp, ref, holed)
+    for x, y in zip(there, numbers(*(z[holed][None] for z in (v, logp, ref, holed))), strict=True):
+        assert torch.equal(x[holed], y[0])
+    assert not any(x[~holed].any() for x in there[1:])
 
 
-def random_batch(seed, rows=6, T=7):
-    g = torch.Generator().manual_seed(seed)
-    mask = row_mask(torch.randint(1, T + 1, (rows,), generator=g), T)
-    logprobs, noise, ref = -torch.rand(3, rows, T, dtype=F64, generator=g) * 2
-    advantages = torch.randn(rows, 1, dtype=F64, generator=g)
-    return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), ref, advantages, mask
-
-
-# ---- rewards, advantages
-
-
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo",
+                                  "maxrl"])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("G", [3, 7, 8])
-def test_equal_rewards_are_exactly_zero(dtype, G):
-    """Eight rewards of 0.1 in float32 have a std of 1e-9."""
-    rewards = torch.full((G,), 0.1, dtype=dtype)
-    for kind in BASELINES:
-        assert not group_advantages(rewards, G, kind, eps=0.0).any()
-    assert losses.keep_groups(rewards, G, rewards > 0).tolist() == [False]
+def test_an_advantage_is_the_formula(name, dtype):
+    """Groups of 3: one of equal rewards, one with a single score, one with an unscored one, one
+    with none. verl gave a lone completion its raw reward; OpenRLHF divided by zero."""
+    rewards = torch.tensor(np.random.default_rng(0).random(18), dtype=dtype)
+    rewards[3:6], rewards[7:9], rewards[10], rewards[12:15] = 0.1, nan, nan, nan
+    args, got = SimpleNamespace(advantage_eps=0.0), advantages(name, rewards, 3, eps=0.0)
+    batch = rewards[~rewards.isnan()].tolist()
+    for i, R in enumerate(rewards.tolist()):
+        group = [r for r in rewards[i - i % 3:i - i % 3 + 3].tolist() if r == r]
+        right = 0.0 if R != R else reference_losses.group_advantage(args, name, R, group, batch)
+        assert float(got[i]) == pytest.approx(right, abs=1e-12 if dtype == F64 else 1e-6)
+        assert right or got[i] == 0  # three rewards of 0.1 have a std of 1e-17
+    assert got.dtype == F64 and got.any()
+    assert not advantages(name, rewards, 1, eps=0.0).any()
+    assert losses.keep_groups(rewards, 3, ~rewards.isnan()).tolist() == [
+        True, False, False, True, False, True]
+    with pytest.raises(ValueError, match="advantage 'gpro'"):
+        losses.group_advantages(rewards, 3, kind="gpro", eps=0.0, scored=rewards > 0)
 
 
-@pytest.mark.parametrize("kind", BASELINES)
-def test_group_of_one_has_no_gradient(kind):
-    """verl gave the raw reward in one function; OpenRLHF divided by zero."""
-    assert group_advantages(tensor(3.0, -1.0), 1, kind).tolist() == [0, 0]
-    for scored in ([True, False, False], [False] * 3):
-        got = group_advantages(tensor(3.0, 1.0, nan), 3, kind, scored=scored)
-        assert got.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("kind", BASELINES)
-def test_unscored_completions_are_outside_the_baseline(kind):
-    rewards, others = tensor(1.0, nan, 4.0, 2.0), [0, 2, 3]
-    got = group_advantages(rewards, 4, kind)
-    assert got[1] == 0
-    assert torch.equal(got[others], group_advantages(rewards[others], 3, kind))
-
-
-ONE = FULL[:1, :1]
-ZERO = torch.zeros(1, 1)
-
-
-@pytest.mark.parametrize("error, message, call", [
-    (RuntimeError, "size 7", lambda: group_advantages(torch.zeros(7), 4, "grpo")),
-    (ValueError, "advantage 'gpro'", lambda: group_advantages(torch.zeros(2), 2, "gpro")),
-    (KeyError, "k4", lambda: losses.kl_estimate(ZERO, ZERO, ONE, kind="k4")),
-    (KeyError, "mean", lambda: losses.token_weights(ZERO[0], "mean", max_tokens=1)),
-])
-def test_a_wrong_name_or_size_is_refused(error, message, call):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_keep_groups():
-    rewards = tensor(1, 0, 1, 1, 0, 1, nan, 1, 5, nan)
-    scored = torch.tensor([True] * 5 + [False] + [False, True] + [True, False])
-    assert losses.keep_groups(rewards, 2, scored).tolist() == [True] + [False] * 4
-    rewards = tensor(1, 0, nan, 1, 1, nan)
-    assert losses.keep_groups(rewards, 3, rewards.isfinite()).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_whitening_is_the_formula_and_zero_where_all_are_equal(dtype):
+def test_whitening_is_the_formula_and_zero_where_all_are_equal():
     for lengths in ([3, 3], [1, 0], [0, 0]):
-        got = losses.whiten(torch.full((2, 3), 0.1, dtype=dtype), row_mask(lengths, 3))
+        got = losses.whiten(torch.full((2, 3), 0.1), row_mask(lengths, 3))
         assert got.tolist() == [[0] * 3] * 2 and got.dtype == F64
-    x, mask = torch.tensor([[1.0, 2.0, nan], [4.0, nan, nan]], dtype=dtype), row_mask([2, 1], 3)
-    row, white = reference.whiten([[1.0, 2.0], [4.0]])
+    x, mask = tensor([1.0, 2.0, nan], [4.0, nan, nan]), row_mask([2, 1], 3)
+    row, white = reference_losses.whiten([[1.0, 2.0], [4.0]])
     assert losses.whiten(x, mask)[mask].tolist() == pytest.approx([*row, *white], abs=1e-14)
 
 
-def test_the_score_is_on_the_last_valid_token():
-    """TRL's PPO puts it one later, and GAE differs. A row without tokens gets none."""
-    mask = row_mask([1, 3, 0], 3)
-    logprobs = tensor([-1, -9, nan], [-1, -2, -3], [nan] * 3)
-    got = losses.token_rewards(tensor(5, 6, nan), logprobs, logprobs - 1, mask, kl_coef=0.5)
-    assert got.tolist() == [[4.5, 0, 0], [-0.5, -0.5, 5.5], [0, 0, 0]]
-    got = losses.token_rewards(tensor(5, 6, 7), None, None, mask, kl_coef=0.5)
-    assert got.tolist() == [[5, 0, 0], [0, 0, 6], [0, 0, 0]]
+# ---- losses, corrections, weights: token by token
 
 
-# ---- policy losses, token by token
+def ragged(seed: int, per_token: bool = False):
+    """Rows with gaps inside, one without a token. Where there is no number, it is nan."""
+    rng, mask = np.random.default_rng(seed), np.zeros((6, 9), bool)
+    for row, length in enumerate((9, 1, 4, 7, 6)):
+        mask[row, :length] = rng.random(length) < 0.7
+        mask[row, 0] = True
+    old = -rng.exponential(size=mask.shape)
+    logprobs, engine = old + 0.4 * rng.normal(size=(2, *mask.shape))
+    A = rng.normal(size=mask.shape if per_token else (6, 1))
+    A[3] = 0.0
+    for x in (logprobs, old, engine, A):
+        if x.shape == mask.shape:
+            x[~mask] = nan
+    found = [torch.tensor(x) for x in (logprobs, old, engine, A)]
+    return found[0].requires_grad_(), *found[1:], torch.tensor(mask)
 
 
-def one_token(name, log_ratio, advantage, dtype=F64, **options):
-    """loss, gradient, clip_frac of one token."""
-    logprobs = torch.tensor([[log_ratio - 1.0]], dtype=dtype, requires_grad=True)
-    old, A = torch.tensor([[-1.0]], dtype=dtype), tensor([advantage])
-    loss, metrics = losses.LOSSES[name](logprobs, old, A, ONE, **WIDE | options)
-    return float(loss.detach()), float(gradient(loss, logprobs)), float(metrics["clip_frac"])
+def one_by_one(name: str, logprobs, old, engine, A, mask):
+    """By reference.py: the sum of the token losses, the ratios, what is cut, what is dropped."""
+    total, ratios, cuts, dropped = 0.0, [], [], []
+    args = SimpleNamespace(**BOUNDS[name])
+    for i, row in enumerate(mask):
+        each, olds, engines = (x.expand(mask.shape)[i][row].tolist() for x in (A, old, engine))
+        logps = list(logprobs[i][row])
+        log_ratios = [(new - was, a) for new, was, a in zip(logps, olds, each, strict=True)]
+        for logp, was, a in zip(logps, olds, each, strict=True):
+            one, ratio, cut = reference_losses.token_loss(args, name, logp, was, a, log_ratios)
+            dropped.append(reference_losses.dropped(
+                name, a, [x.detach() for x in logps], olds, engines))
+            total = total + (1 + 0.1 * i) * (0.0 * one if dropped[-1] else one)  # a row's weight
+            ratios.append(float(ratio.detach()))
+            cuts.append(float(cut))
+    return total, ratios, cuts, dropped
 
 
-UP, NEAR, DOWN = (2 * math.exp(x) for x in (0.3, 0.24, -0.3))
-FAR = 1.5 * math.exp(2)
+def act_more(monkeypatch, name: str, **constants):
+    """Other constants in a file of variants/: its own leave out everything, or nothing."""
+    for constant, value in constants.items():
+        own = loss_flags.own("loss", variant(name)).function
+        monkeypatch.setitem(own.__globals__, constant, value)
 
 
-@pytest.mark.parametrize("name, log_ratio, advantage, options, expected", [
-    ("clip", 0.3, 2.0, {}, (-1.28 * 2, 0, 1)),  # too far up, A > 0: cut
-    ("clip", 0.3, -2.0, {}, (UP, UP, 0)),  # A < 0: it is pulled back
-    ("clip", -0.3, -2.0, {}, (0.8 * 2, 0, 1)),
-    ("clip", -0.3, 2.0, {}, (-DOWN, -DOWN, 0)),
-    ("clip", 0.24, 2.0, {}, (-NEAR, -NEAR, 0)),
-    ("clip", 0.24, 2.0, {"clip_high": 0.2}, (-1.2 * 2, 0, 1)),
-    ("cispo", 0.0, 2.0, {}, (2, -2, 0)),
-    ("cispo", 1.0, 2.0, {}, (0, -1.28 * 2, 1)),  # it still learns
-    ("cispo", -1.0, -2.0, {}, (-2 * 0.8 * 2, 0.8 * 2, 1)),
-    ("cispo", -1.0, -2.0, {"clip_low": 1.0, "clip_high": 4.0}, (-4 / math.e, 2 / math.e, 0)),
-    *((name, 2.0, *case) for name in ("clip", "gspo") for case in (
-        (-1.5, {}, (FAR, FAR, 0)), (-1.5, {"dual_clip": 3.0}, (4.5, 0, 1)),
-        (1.5, {"dual_clip": 3.0}, (-1.28 * 1.5, 0, 1)))),
-])
-def test_bounds_are_1_minus_low_and_1_plus_high(name, log_ratio, advantage, options, expected):
-    """As in verl. TRL's epsilon_high is the upper bound itself: 0.28 would shrink each gradient."""
-    assert one_token(name, log_ratio, advantage, **options) == pytest.approx(expected, abs=1e-15)
-    assert LossArgs().dual_clip is None  # as in the PPO paper; verl has it on at 3
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_loss_is_the_formula_and_its_gradient(name, monkeypatch):
+    act_more(monkeypatch, "geometric", LOW=0.8)
+    act_more(monkeypatch, "opsm", DELTA=0.02)
+    monkeypatch.setattr(reference_losses, "GEOMETRIC", (0.8, 1.001))
+    monkeypatch.setattr(reference_losses, "OPSM_DELTA", 0.02)
+    for seed, per_token in itertools.product(range(3), (False, True)):
+        logprobs, old, engine, A, mask = ragged(seed, per_token)
+        found, metrics = loss(name, logprobs, old, A, mask, engine)
+        weights = (1 + 0.1 * torch.arange(6, dtype=F64))[:, None]
+        total, ratios, cuts, dropped = one_by_one(name, logprobs, old, engine, A, mask)
+        assert abs(float(((weights * found).sum() - total).detach())) < 1e-12
+        assert close(gradient((weights * found).sum(), logprobs), gradient(total, logprobs), 1e-12)
+        assert metrics["ratio"][mask].tolist() == pytest.approx(ratios, abs=1e-12)
+        assert metrics["clip_frac"][mask].tolist() == cuts
+        assert any(cuts) != (name in ("sapo", "reinforce"))
+        log_r = (logprobs - old).detach()[mask]
+        assert close(metrics["approx_kl"][mask], log_r.exp() - 1 - log_r)
+        if name in ("opsm", "geometric"):
+            metric = metrics["opsm_cut" if name == "opsm" else "engine_cut"]
+            assert metric[mask].tolist() == dropped and 0 < sum(dropped) < len(dropped)
+        assert not found[~mask].any() and not any(x.requires_grad for x in metrics.values())
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo"])
-@pytest.mark.parametrize("dtype, log_ratio", [
-    (torch.float32, 79.0), (torch.float32, 89.0), (torch.float32, 500.0), (F64, 800.0)])
-def test_a_ratio_that_overflows(name, dtype, log_ratio):
+@pytest.mark.parametrize("log_ratio", [79.0, 89.0, 500.0])
+def test_a_ratio_that_overflows(name, log_ratio):
     """exp(89) is inf in float32: a clipped token's gradient was 0 * inf = nan."""
-
-    def far(x, A, **options):
-        return one_token(name, x, A, dtype, **options)
+    def far(log_ratio, advantage, **options):
+        logprobs = torch.tensor([[log_ratio - 1.0]], requires_grad=True)
+        loss, metrics = losses.LOSSES[name](
+            logprobs, torch.tensor([[-1.0]]), tensor([advantage]), FULL[:1, :1], **WIDE | options)
+        return float(loss.detach()), float(gradient(loss, logprobs)), float(metrics["clip_frac"])
 
     assert far(log_ratio, -2.0, dual_clip=3.0) == pytest.approx((6, 0, 1))
-    assert far(log_ratio, 0.0) == far(log_ratio, 0.0, dual_clip=3.0) == (0, 0, 0)
     large = 2 * math.exp(min(log_ratio, 80))  # no bound acts: it must not become a silent 0
     assert far(log_ratio, -2.0) == pytest.approx((large, large, 0), rel=1e-5)
     for x, A, expected in (  # far up, and far down
@@ -357,97 +324,81 @@ def test_a_ratio_that_overflows(name, dtype, log_ratio):
         assert far(x, A) == far(x, A, dual_clip=3.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", losses.LOSSES)
-def test_metrics_of_a_ratio_that_overflows_are_inf(name):
-    logprobs, A = torch.tensor([[99.0], [-200.0]]), torch.ones(2, 1)
-    metrics = losses.LOSSES[name](logprobs, torch.zeros(2, 1), A, FULL[:2, :1], **WIDE)[1]
-    assert metrics["ratio"].flatten().tolist() == [inf, 0]
-    assert metrics["approx_kl"].flatten().tolist() == [inf, 199]
-
-
-# ---- critic, engine, aggregation
+@pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask"])
+def test_a_correction_is_the_formula_and_finite(kind):
+    args = SimpleNamespace(engine_correction=kind, correction_low=0.9, correction_high=1.1)
+    _, old, engine, _, mask = ragged(0)
+    got, found = losses.engine_correction(old, engine, mask, kind=kind, low=0.9, high=1.1)
+    for i, row in enumerate(mask[:5]):
+        weights, ratios = reference_losses.engine_correction(
+            args, old[i][row].tolist(), engine[i][row].tolist())
+        assert got[i][row].tolist() == pytest.approx(weights, abs=1e-12)
+        assert found["engine_ratio"][i][row].tolist() == pytest.approx(ratios, abs=1e-12)
+    assert not got[~mask].any() and not found["engine_cut"][~mask].any()
+    assert 0 < found["engine_cut"].sum() < mask.sum()
+    engine = torch.tensor([[-501.0, -501.0]])
+    for far in (500.0, -500.0):
+        got, _ = losses.engine_correction(
+            engine + far, engine, FULL[:1], kind=kind, low=0.5, high=2.0)
+        top = 2.0 if kind.endswith("truncate") and far > 0 else 0.0
+        assert got.dtype == torch.float32 and got.tolist() == [[top, top]]
 
 
 def test_value_loss_is_pessimistic():
     values, old = tensor([1.0, 1.0, 0.1, 1.0]).requires_grad_(), tensor([0.0] * 4)
-    returns, mask = tensor([2.0, 0.2, 2.0, -1.0]), row_mask([4])
+    returns, mask = tensor([2.0, 0.2, 2.0, -1.0]), row_mask([4], 4)
     for clip, first, slope in ((0.2, 1.8, 0), (None, 1, -1)):
         loss, cut = losses.value_loss(values, old, returns, mask, clip=clip)
         assert (2 * loss[0]).tolist() == pytest.approx([first**2, 0.8**2, 1.9**2, 2**2])
         assert cut.tolist() == [[clip is not None, 0, 0, 0]]
         assert gradient(loss.sum(), values)[0].tolist() == pytest.approx([slope, 0.8, -1.9, 2])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_value_clip_cuts_only_what_is_outside(dtype):
-    """V_old + (V - V_old) is not V in floating point."""
-    values = torch.linspace(-3, 3, 601, dtype=dtype)[None] - 0.1
-    old, returns, mask = values.flip(1) * 0.7, values * 0.3 + 0.2, values < 9
-    loss, cut = losses.value_loss(values, old, returns, mask, clip=100.0)
-    assert not cut.any()
-    assert torch.equal(loss, losses.value_loss(values, old, returns, mask, clip=None)[0])
-    one = (torch.full((1, 1), x, dtype=dtype) for x in (-1.9, -0.7, 0.0))
-    assert losses.value_loss(*one, ONE, clip=100.0)[1] == 0
-
-
-@pytest.mark.parametrize("kind, low, high, weights, cut", [
-    ("truncate", 0.5, 2.0, [2, 1, 0.4, 0], [1, 0, 0, 0]),
-    ("mask", 0.5, 2.0, [0, 1, 0, 0], [1, 0, 1, 0]),
-    ("mask", 0.3, 3.5, [3, 1, 0.4, 0], [0, 0, 0, 0]),  # the ratio itself, not 1
-])
-def test_engine_correction(kind, low, high, weights, cut):
-    old = tensor([3.0, 1.0, 0.4, nan]).log().requires_grad_()
-    engine, mask = tensor([0.0, 0.0, 0.0, nan]), row_mask([3], 4)
-    got, metrics = losses.engine_correction(old, engine, mask, kind=kind, low=low, high=high)
-    assert got[0].tolist() == pytest.approx(weights) and not got.requires_grad
-    assert metrics["engine_cut"][0].tolist() == cut
-    assert metrics["engine_ratio"][0, :3].tolist() == pytest.approx([3, 1, 0.4])
+    # V_old + (V - V_old) is not V in floating point.
+    one = (torch.full((1, 1), x) for x in (-1.9, -0.7, 0.0))
+    assert losses.value_loss(*one, FULL[:1, :1], clip=100.0)[1] == 0
 
 
 def test_token_weights():
-    """A row of False is in no denominator, and no token at all is no nan."""
-    mask = row_mask([1, 3, 0], 4)
-    expected = {"token": [1 / 4] * 4, "sequence": [1 / 2] + [1 / 6] * 3, "constant": [1 / 10] * 4}
-    for aggregation in expected:
-        weights = token_weights(mask, aggregation, max_tokens=5)
-        assert weights[mask].tolist() == expected[aggregation]
-        assert not weights[~mask].any() and weights.dtype == F64
-        assert not token_weights(torch.zeros_like(mask), aggregation, max_tokens=5).any()
-
-
-def test_masked_mean():
-    values, mask = tensor([1, nan, nan], [2, 6, inf]), row_mask([1, 2], 3)
-    assert losses.masked_mean(values, mask) == 3
-    assert losses.masked_mean(tensor([nan]), ~ONE) == 0
+    """A row without loss is in no denominator, and no token at all is no nan."""
+    lengths, prompts = torch.tensor([4, 0, 6, 5, 0, 0]), torch.tensor([7, 7, 7, 8, 9, 9])
+    expected = {"token": [1 / 15, 1 / 15, 1 / 15], "sequence": [1 / 12, 1 / 18, 1 / 15],
+                "constant": [1 / 60] * 3, "prompt": [1 / 20, 1 / 20, 1 / 10]}
+    for aggregation, right in expected.items():
+        options = dict(max_tokens=20, prompts=prompts)
+        got = losses.token_weights(lengths, aggregation, **options)
+        assert got[lengths > 0].tolist() == pytest.approx(right, abs=1e-16)
+        assert not got[lengths == 0].any() and got.dtype == F64
+        assert not losses.token_weights(0 * lengths, aggregation, **options).any()
+    alone = losses.token_weights(lengths, "prompt", max_tokens=9)
+    assert torch.equal(alone, losses.token_weights(lengths, "sequence", max_tokens=9))
 
 
 @pytest.mark.parametrize("garbage", [nan, inf, -inf, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_padding_never_leaks(garbage, dtype):
+def test_padding_never_leaks(garbage):
     """Values, metrics and gradients are 0 in the padding and do not depend on it."""
+    logprobs, old, ref, A, mask = ragged(11, per_token=True)
+
     def everything(pad):
-        *inputs, mask = random_batch(11)
-        leaf, old, ref, A = (torch.where(mask, x.detach(), pad).to(dtype) for x in inputs)
+        leaf, of_old, of_ref, each = (
+            torch.where(mask, x.detach(), pad).float() for x in (logprobs, old, ref, A))
         leaf.requires_grad_()
         out = []
         for loss in losses.LOSSES.values():
-            token_loss, metrics = loss(leaf, old, A, mask, **WIDE | {"dual_clip": 3.0})
+            token_loss, metrics = loss(leaf, of_old, each, mask, **WIDE | {"dual_clip": 3.0})
             metrics["ratio"] = torch.where(mask, metrics["ratio"], 0)
             out += [token_loss, *metrics.values()]
-            assert token_loss.dtype == dtype
-        out += [losses.kl_estimate(leaf, ref, mask, kind=kind) for kind in ("k1", "k2", "k3")]
-        out += losses.value_loss(leaf, old, ref.double(), mask, clip=0.2)
-        weights = token_weights(mask, "token", max_tokens=7)
-        out += [(weights * x).to(dtype) for x in out if x.requires_grad]
+            assert token_loss.dtype == torch.float32
+        out += [losses.kl_estimate(leaf, of_ref, mask, kind=kind) for kind in ("k1", "k2", "k3")]
+        out += losses.value_loss(leaf, of_old, of_ref.double(), mask, clip=0.2)
         for kind in ("truncate", "mask"):
-            w, metrics = losses.engine_correction(old, ref, mask, kind=kind, low=0.5, high=2.0)
+            w, metrics = losses.engine_correction(
+                of_old, of_ref, mask, kind=kind, low=0.5, high=2.0)
             out += [w, metrics["engine_cut"]]
-        out += [losses.token_rewards(tensor(*range(6)), old, ref, mask, kl_coef=0.1),
-                *losses.gae(old, ref, mask, gamma=0.9, lam=0.9), losses.rewards_to_go(old, mask),
-                losses.whiten(old, mask)]
+        out += [losses.token_rewards(tensor(*range(6)), of_old, of_ref, mask, kl_coef=0.1),
+                *losses.gae(of_old, of_ref, mask, gamma=0.9, lam=0.9),
+                losses.rewards_to_go(of_old, mask), losses.whiten(of_old, mask)]
         out += torch.autograd.grad(sum(x.sum() for x in out if x.requires_grad), leaf)
         assert not any(x[~mask].any() for x in out)
-        return [*out, losses.masked_mean(old, mask)]
+        return [*out, losses.masked_mean(of_old, mask)]
 
     for clean, dirty in zip(everything(0.0), everything(garbage), strict=True):
         assert torch.equal(clean, dirty) and dirty.isfinite().all()

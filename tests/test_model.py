@@ -18,9 +18,11 @@ from trainer.packing import pack
 
 IDS = torch.arange(24).view(2, 12)
 SOURCE = torch.tensor([0, 3, 11, 12, 22])
+UP = "model.layers.1.mlp.up_proj.weight"
+OPTIONS = [{"cpu_offload": True}, {"shard_size": 1, "offload": ("params", "optimizer")}]
 
 
-def make(folder, dtype: torch.dtype, tied: bool) -> str:
+def make(folder, dtype=torch.float32, tied: bool = True) -> str:
     """A random Qwen2 with `dtype` weights → its folder."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -38,36 +40,65 @@ def logprobs_of(folder: str) -> torch.Tensor:
     return logprobs.gather(-1, IDS.flatten()[SOURCE + 1].unsqueeze(-1)).squeeze(-1).detach()
 
 
-def load_and_export(world, folder: str, args: model.ModelArgs) -> torch.Tensor:
-    """Log-probs of the loaded model, after a way to the host and back; it is exported too."""
-    module = model.build(model.LogprobModel, folder, world, args)
-    policy = model.Policy(module, world, args, model.OptimizerArgs())
-    for device in (torch.device("cpu"), world.device):
-        policy.move(device)
-    ids, positions, packed, _ = pack(
-        [*range(len(IDS))], IDS.tolist(), [row[:1] for row in IDS], world.device)
-    inputs = {"input_ids": ids, "position_ids": positions, "packed": packed}
-    with torch.no_grad():
-        micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
-        logp, _ = policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")
-    export_model(policy, folder, f"{folder}-out", notes={"note.json": "{}"})
-    return logp
+def load_and_export(world, folders: list[str]) -> list[torch.Tensor]:
+    """Log-probs of the loaded models, after a way to the host and back; they are exported too."""
+    found = []
+    for folder, options in zip(folders, OPTIONS, strict=True):
+        args = model.ModelArgs(**options)
+        module = model.build(model.LogprobModel, folder, world, args)
+        policy = model.Policy(module, world, args, model.OptimizerArgs())
+        for device in (torch.device("cpu"), world.device):
+            policy.move(device)
+        ids, positions, packed, _ = pack(
+            [*range(len(IDS))], IDS.tolist(), [row[:1] for row in IDS], world.device)
+        inputs = {"input_ids": ids, "position_ids": positions, "packed": packed}
+        with torch.no_grad():
+            micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
+            found.append(policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")[0])
+        export_model(policy, folder, f"{folder}-out", notes={"note.json": "{}"})
+    return found
 
 
 @pytest.mark.parametrize("size", (1, 2))
-@pytest.mark.parametrize("dtype, tied, options", [
-    (torch.bfloat16, True, {}), (torch.float32, False, {"cpu_offload": True}),
-    (torch.float32, True, {"shard_size": 1, "offload": ("params", "optimizer")})])
-def test_what_is_loaded_and_exported_is_what_transformers_has(tmp_path, size, dtype, tied, options):
-    folder = make(tmp_path / "model", dtype, tied)
-    for logp in results(size, load_and_export, folder, model.ModelArgs(**options)):
-        assert torch.allclose(logp, logprobs_of(folder), atol=1e-5)
-    out = f"{folder}-out"
-    ours, theirs = (load_file(f"{path}/model.safetensors") for path in (out, folder))
-    assert ours.keys() == theirs.keys()                 # with tied embeddings no lm_head.weight
-    assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == dtype for n in ours)
-    assert torch.equal(logprobs_of(out), logprobs_of(folder))
-    assert set(os.listdir(out)) == set(os.listdir(folder)) | {"note.json"}
+def test_what_is_loaded_and_exported_is_what_transformers_has(tmp_path, size):
+    kinds = (torch.bfloat16, False), (torch.float32, True)
+    folders = [make(tmp_path / f"{tied}", dtype, tied) for dtype, tied in kinds]
+    for logps in results(size, load_and_export, folders):
+        for folder, logp in zip(folders, logps, strict=True):
+            assert torch.allclose(logp, logprobs_of(folder), atol=1e-5)
+    for folder, (dtype, _) in zip(folders, kinds, strict=True):
+        ours, theirs = (load_file(f"{path}/model.safetensors") for path in (
+            f"{folder}-out", folder))
+        assert ours.keys() == theirs.keys()             # with tied embeddings no lm_head.weight
+        assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == dtype for n in ours)
+        assert {*os.listdir(f"{folder}-out")} == {*os.listdir(folder), "note.json"}
+
+
+@pytest.mark.parametrize("flaw, said", [
+    ("missing", f"{UP} has the shape [48, 32]; the *.safetensors have none"),
+    ("shape", f"{UP} has the shape [48, 32]; the *.safetensors have [48, 1]"),
+    ("cut", "model.safetensors is no whole safetensors file"),
+    ("no tokenizer", "has no tokenizer that transformers can load"),
+    ("many ids", "must have tokens with ids below 50 (the largest is ")])
+def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path, flaw, said):
+    make(tmp_path)
+    tiny.make_tokenizer().save_pretrained(tmp_path)            # 320 ids, for a model of 50
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    if flaw == "missing":
+        del weights[UP]
+    if flaw == "shape":
+        weights[UP] = torch.ones(48, 1)
+    save_file(weights, path, metadata={"format": "pt"})
+    if flaw == "cut":
+        path.write_bytes(path.read_bytes()[:-1000])
+    for file in tmp_path.glob("token*") if flaw == "no tokenizer" else ():
+        file.unlink()
+    args = plan.changed(grpo.Args(), model=str(tmp_path))
+    for look in (lambda: inputs.read_inputs(args, 1, 1)), (lambda: inputs.show_plan(args)):
+        with pytest.raises(SettingsError) as caught:
+            look()
+        assert said in str(caught.value)
 
 
 def refusal(world, folder: str) -> str:
@@ -76,49 +107,10 @@ def refusal(world, folder: str) -> str:
     return str(caught.value)
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def spoil(folder, flaw: str) -> None:
-    """One flaw in a model's folder."""
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    if flaw == "missing":
-        del weights[UP]
-    elif flaw == "shape":
-        weights[UP] = torch.ones(48, 1)
-    elif flaw == "nan":
-        weights[UP][40, 3] = float("nan")
-    save_file(weights, path, metadata={"format": "pt"})
-    if flaw == "cut":
-        path.write_bytes(path.read_bytes()[:-1000])
-    elif flaw == "garbled":
-        path.write_bytes(b"\x7f" * 5000)
-    elif flaw == "no tokenizer":
-        for file in folder.glob("token*"):
-            file.unlink()
-
-
-@pytest.mark.parametrize("flaw, said", [
-    ("missing", f"{UP} has the shape [48, 32]; the *.safetensors have none"),
-    ("shape", f"{UP} has the shape [48, 32]; the *.safetensors have [48, 1]"),
-    ("cut", "model.safetensors is no whole safetensors file"),
-    ("garbled", "model.safetensors is no whole safetensors file"),
-    ("no tokenizer", "has no tokenizer that transformers can load"),
-    ("many ids", "must have tokens with ids below 50 (the largest is ")])
-def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path, flaw, said):
-    make(tmp_path, torch.float32, True)
-    tiny.make_tokenizer().save_pretrained(tmp_path)            # 320 ids, for a model of 50
-    spoil(tmp_path, flaw)
-    args = plan.changed(grpo.Args(), model=str(tmp_path))
-    for look in (lambda: inputs.read_inputs(args, 1, 1)), (lambda: inputs.show_plan(args)):
-        with pytest.raises(SettingsError) as caught:
-            look()
-        assert said in str(caught.value)
-
-
 def test_a_weight_that_is_not_finite_is_named_on_every_rank(tmp_path):
-    folder = make(tmp_path, torch.float32, True)
-    spoil(tmp_path, "nan")
+    folder, path = make(tmp_path), tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights[UP][40, 3] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
     for sentence in results(2, refusal, folder):
         assert f"{UP} has values that are not finite" in sentence
