@@ -2,6 +2,7 @@
 would be legal. Stubs stand for what a test does not look at."""
 import asyncio
 import json
+import signal
 import sys
 from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
@@ -19,12 +20,13 @@ from chats import turns
 from data import Prompt, Row, Stream
 from keeping import evaluate, run
 from keeping.log import Log
-from preflight import memory
+from preflight import memory, rules, same_policy
 from preflight.plan import Plan, changed
 from rewards import Score
 from rollout import Engine, Request, hash_seed
 from scoring import worker
 from scoring.signatures import Item, Reward
+from trainer import model
 from trainer.batch import Completion, Sample
 
 
@@ -83,8 +85,8 @@ def test_a_request_has_its_own_room_and_every_end_token(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     engine.llm = SimpleNamespace(generate=lambda *given, **named: [])
     engine.generate([Request([1], 3, 5), Request([1], 4)], 0.7)
-    assert [(p.max_tokens, p.seed, p.temperature, p.stop_token_ids) for p in made] == [
-        (5, 3, 0.7, [4, 6]), (9, 4, 0.7, [4, 6])]
+    found = [(p.max_tokens, p.seed, p.temperature, p.stop_token_ids, p.ignore_eos) for p in made]
+    assert found == [(5, 3, 0.7, [4, 6], True), (9, 4, 0.7, [4, 6], True)]
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -216,6 +218,16 @@ def test_a_mistake_of_another_rank_is_raised_here_too():
         world.together(int)
 
 
+def test_sigterm_is_noticed_after_the_step(monkeypatch):
+    kept = signal.getsignal(signal.SIGTERM)
+    stop = dist.Stop(world_of())
+    stop.world.any_rank = bool
+    assert not stop.agreed()
+    signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, kept)
+    assert stop.agreed()
+
+
 # ---- keeping/
 
 def run_of(tmp_path, given=None, **inputs):
@@ -262,6 +274,51 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
         0.3, 2, {"step": 1}, 7)
 
 
+def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
+    it, kept = run_of(tmp_path), []
+    monkeypatch.setattr(run.rewards, "Scorer", lambda *given: SimpleNamespace(wait=int))
+    monkeypatch.setattr(run, "try_worst_case", lambda it: None)
+    monkeypatch.setattr(run.dist, "Stop", lambda world: None)
+    monkeypatch.setattr(run.Run, "build_models", lambda it: None)
+    monkeypatch.setattr(run.Run, "build_engine", lambda it: None)
+    monkeypatch.setattr(run.Run, "restore", lambda it, state: kept.append(state))
+    for saved, states in (None, []), (SimpleNamespace(state={"step": 4}), [{"step": 4}]):
+        it.saved = saved
+        it.build()
+        assert kept == states
+
+
+def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
+    it, asked = run_of(tmp_path, args(save_every=2)), []
+    it.log.open = lambda *given: (tmp_path / ".lock").touch()
+    it.inputs.plan.text = str
+    it.world.any_rank = lambda flag: asked.append(flag) or True  # another rank does not see it
+    with pytest.raises(dist.SettingsError, match="a folder that all machines share"):
+        run.open_folder(it, {})
+    assert asked == [False]
+
+
+def test_a_missed_grade_is_the_status_of_every_rank(tmp_path, monkeypatch):
+    it = run_of(tmp_path, args(export=False, report=False), eval_rows=[])
+    it.world.rank, it.log.writing = 1, False
+    it.stop, it.engine = SimpleNamespace(agreed=lambda: False), None
+    it.world.any_rank = lambda flag: True  # rank 0 missed it
+    monkeypatch.setattr(run.Run, "close", lambda it: None)
+    assert it.finish() == 1
+
+
+def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
+    world, half = world_of(), torch.full((2, 3), -0.5)
+    world.max = lambda gaps: gaps + torch.tensor([0.0, 1.0])
+    its = SimpleNamespace(world=world, max_gap=0.1, args=args(), policy=SimpleNamespace(
+        logprobs=lambda micro, temperature: (half, None)))
+    monkeypatch.setattr(same_policy, "plain_logprobs", lambda run, sample: half[0].double())
+    sample = Sample(Prompt(0, Row(0, "", [1, 2], "", {}, "")), completion(), "", Score(0, {}, None))
+    sample.completion.logprobs[:] = -0.5
+    with pytest.raises(dist.SettingsError, match="engine and trainer differ"):
+        same_policy.compare_policies(its, [sample])
+
+
 def test_an_evaluation_scores_the_completions_of_a_row_together(monkeypatch):
     groups = []
     monkeypatch.setattr(evaluate, "score_samples", lambda run, samples, group: groups.append(group))
@@ -289,7 +346,26 @@ def test_only_bad_steps_in_a_row_end_a_run(tmp_path):
         log.watch(bad)
 
 
-# ---- preflight/, chats/
+# ---- preflight/, chats/, trainer/
+
+def test_a_dual_clip_of_1_is_refused():
+    assert [rule.kind for rule in rules.problems(args(dual_clip=1.0), 1)] == ["--dual_clip"]
+    assert not rules.problems(args(dual_clip=1.5), 1)
+
+
+def test_what_offload_names_moves(monkeypatch):
+    moved, p = [], torch.nn.Parameter(torch.zeros(2))
+    module = torch.nn.Linear(1, 1)
+    module.to = moved.append
+    for names, count in ((), 0), (("optimizer",), 0), (("params", "optimizer"), 1):
+        it = object.__new__(model.Trained)
+        it.module, it.moving, it.optimizer = module, names, torch.optim.AdamW([p])
+        moment = torch.zeros(2)
+        it.optimizer.state[p] = {"exp_avg": moment, "exp_avg_sq": moment, "step": 1}
+        it.move(torch.device("meta"))
+        assert moved == [torch.device("meta")] * count
+        there = it.optimizer.state[p]["exp_avg_sq"].device.type
+        assert there == ("meta" if "optimizer" in names else "cpu")
 
 def test_ranks_share_parameters_and_moments():
     shape = memory.shape_of("tiny")
@@ -324,7 +400,6 @@ def test_a_reply_is_put_behind_the_system_message_of_the_run(tmp_path, monkeypat
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
-    from trainer import model
     seen = []
 
     class Stop(Exception):
