@@ -2,6 +2,8 @@
 
     python tests/faults.py                    20 kills of grpo.py on 2 ranks: 6 minutes on 2 cores
     python tests/faults.py --kills 5 --script ppo --seed 1
+    python tests/faults.py --kills 5 --task experts     the model is tiny:experts
+    python tests/faults.py --kills 10 --carry 0.6 --carry_tokens 3 --engine_correction truncate
 
 A kill is KILL or TERM of one rank or of all, or TERM of torchrun: half of them after some steps, a
 quarter in a save, a quarter in the start. Exit status 1: anything but the times differs.
@@ -26,11 +28,11 @@ FLAGS = ("--batch 4 --group 4 --minibatches 2 --max_tokens 12 --max_prompt_token
          "--update_tokens 256").split()
 
 
-def model() -> str:
-    """The tiny model's folder, made once for all runs of this checkout."""
+def model(task: str = "sort") -> str:
+    """A tiny model's folder, made once for all runs of this checkout."""
     sys.path.insert(0, str(ROOT))
     from examples import tiny
-    return tiny.ensure(str(ROOT / "runs"))
+    return tiny.ensure(str(ROOT / "runs"), task)
 
 
 class Attempt:
@@ -137,14 +139,14 @@ def progress(run: Path) -> int:
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for name, value in dict(script="grpo", kills=20, ranks=2, seed=0).items():
+    for name, value in dict(script="grpo", task="sort", kills=20, ranks=2, seed=0).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
-    a = parser.parse_args()
+    a, flags = parser.parse_known_args()  # the other flags are the script's
     cwd = Path(tempfile.mkdtemp(prefix="faults-"))
     steps, rng = 2 * a.kills + 8, random.Random(a.seed)
 
     def start(name):
-        return Attempt(cwd, "--model", model(), "--name", name, "--steps", str(steps),
+        return Attempt(cwd, "--model", model(a.task), "--name", name, "--steps", str(steps), *flags,
                        script=a.script, ranks=a.ranks)
 
     print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, in {cwd}", flush=True)
