@@ -32,6 +32,7 @@ TARGETS = ("grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_pro
 AUX = "grpo group=3 steps=1 experts router_aux_coef=0.3 minibatches=2 epochs=2"
 FREEZE = "grpo group=3 steps=2 experts freeze_router=True checkpointing=True"
 PPO = "ppo group=1 steps=2"
+PPO_ONE_ROW = "ppo group=1 steps=1 minibatches=30"
 PPO_MANY = f"ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}"
 PPO_KL = "ppo group=1 steps=1 gamma=0.95 lam=1.0 kl_reward_coef=0.2 minibatches=2 epochs=2"
 PPO_WARM = "ppo group=1 steps=2 overlong_buffer=8 temperature=1.4 kl_reward_coef=0.3"
@@ -191,7 +192,7 @@ WIRINGS = [
      "ppo group=1 steps=1 dual_clip=1.1 epochs=3"),
     ("ppo.py", "critic.step(critic_lr)", "critic.step(lr)", PPO),
     ("ppo.py", "loss_tokens[rows], args.aggregation", "loss_tokens[rows], \"token\"", PPO_MANY),
-    ("ppo.py", "rows = [r for r in rows if loss_tokens[r]]", "pass", PPO),
+    ("ppo.py", "rows = [r for r in rows if loss_tokens[r]]", "pass", PPO_ONE_ROW),
     ("ppo.py", "prompts=prompts[rows]", "prompts=prompts[rows] * 0", PPO_PROMPT),
     ("ppo.py", "loss, details = loss * factors, details | found", "details |= found",
      PPO_TRUNCATE),
