@@ -5,7 +5,7 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ class Row:
     target: tuple[list[int], list[bool]] | None = None  # ids to learn from, see chats/targets.py
     teacher_ids: list[int] | None = None  # the prompt that --teacher_prompt makes
     pictures: object = None  # of the prompt: pictures/rows.py; None: text alone
+    shown: dict = field(default_factory=dict)  # more for samples/
 
 
 class Prompt(NamedTuple):

@@ -124,7 +124,7 @@ case "${1:-}" in
          [ -e runs/squares-sft/model ] || (train sft.py "" --model runs/squares/model --steps 9 \
            --data runs/squares/train.jsonl --train_vision --lr 2e-3 --warmup_steps 5 \
            --name squares-sft)
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.8 --target_eval 0.8 0.9")" --steps 40 \
+         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.75 0.9")" --steps 40 \
            --model runs/squares-sft/model --data runs/squares/train.jsonl \
            --eval_data runs/squares/test.jsonl --lr 1e-3 "$@" ;;
   real)  shift; setup

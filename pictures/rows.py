@@ -3,6 +3,7 @@ import copy
 import re
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 from data import PROMPTS, Row, not_null
 from dist import SettingsError
@@ -52,8 +53,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
 
 def values_of(columns: dict) -> list:
     """What a row has in `images` or `image`."""
-    there = not_null(columns)
-    found = next((there[name] for name in COLUMNS if name in there), [])
+    found = next((value for name, value in not_null(columns).items() if name in COLUMNS), [])
     return found if isinstance(found, list) else [found]
 
 
@@ -66,8 +66,8 @@ def source_of(value, folder: Path) -> str | bytes:
         if not Path(value).is_file():
             raise SettingsError(f"there is no picture {value}.")
     elif not isinstance(value, bytes):
-        raise SettingsError("a picture must be a path beside the data, the bytes of a file, or a "
-                            f"struct of bytes and path, not {repr(value)[:80]}.")
+        raise SettingsError("a picture must be a path beside the data, the bytes of a file, or "
+                            f"both in a struct, not {repr(value)[:80]}.")
     return value
 
 
@@ -94,3 +94,4 @@ def place(row: Row, sources: tuple, eyes: Eyes) -> None:
     if sources:
         places = [i for i, token in enumerate(ids) if token == eyes.token]
         row.prompt_ids, row.pictures = ids, Pictures(sources, short, places, eyes)
+        row.shown = {"images": [s if isinstance(s, str) else f"{crc32(s):x}" for s in sources]}

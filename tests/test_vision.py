@@ -1,4 +1,6 @@
 """pictures/: what is seen is what transformers' processor and model see, in trainer and engine."""
+import base64
+import gzip
 import io
 import json
 import os
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
 import data
@@ -20,6 +22,7 @@ import grpo
 from dist import SettingsError
 from examples import squares
 from forked import PYTHON
+from keeping import log
 from keeping.export import export_model
 from learning import difference
 from pictures import rows as pictured
@@ -28,6 +31,7 @@ from pictures.eyes import Eyes
 from preflight import inputs, memory, plan, rules
 from ranks import results
 from rewards import Score
+from tools import report
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Sample
 
@@ -41,6 +45,9 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("vision")
     for name, splits in ("one", 1), ("split", 2):
         squares.make_model(str(path / name), splits=splits, noise=0.1)
+        weights = load_file(path / name / "model.safetensors")
+        weights["lm_head.weight"][320] *= 3  # the token of a picture: it shall be sampled
+        save_file(weights, path / name / "model.safetensors", metadata={"format": "pt"})
     rng = random.Random(0)
     for i, name in enumerate("abcd"):
         squares.draw(rng, i + 1).save(path / f"{name}.png")
@@ -325,6 +332,16 @@ def test_adapters_are_in_the_text_model_alone(folder):
     lora.put_in(lm, lora.LoraArgs(4), torch.float32)
     trained = [name for name, p in lm.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("model.text_model.") for name in trained)
+
+
+def test_the_report_has_the_pictures_of_each_prompt(folder):
+    """Equal texts with other pictures are other prompts."""
+    rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
+    made = json.loads(gzip.decompress(base64.b64decode(report.block(rows, False, None))))
+    assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
+    for (source,), name in zip(made["pictures"], "ab", strict=True):
+        image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
+        assert image.tobytes() == Image.open(folder / f"{name}.png").tobytes()
 
 
 # ---- the engine ----

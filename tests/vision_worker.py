@@ -32,24 +32,24 @@ def engine_run(folder: str, out: str) -> None:
         max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
         log=SimpleNamespace(phase=lambda name: nullcontext(), count=False), pictures=options)
     found = {"gaps": [], "plain": [], "sampled": 0}
-    run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=0.7))
+    run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=1.0))
     for _ in range(3):
         engine.load(policy.weights(engine.dtype))
-        samples = engine.sample(rows, 4, 0.7)
+        samples = engine.sample(rows, 4, 1.0)
         batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
-        ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, 0.7)[0])
+        ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, 1.0)[0])
         found["gaps"].append(float((ours - families.engine_logprobs(batch)).abs().max()))
         found["sampled"] += sum(int((s.completion.ids == eyes.token).sum()) for s in samples)
         for sample, span in zip(batch.samples, batch.spans, strict=True):
             plain = same_policy.plain_logprobs(run, sample)
             found["plain"].append(float((plain - ours[span]).abs().max()))
         for micro in batch.micros(world, [*range(len(samples))], 400, "update"):
-            logprobs, _ = policy.logprobs(micro, 0.7)
+            logprobs, _ = policy.logprobs(micro, 1.0)
             policy.backward((logprobs * micro.sampled).sum() / 100)
         assert policy.step(3e-3) > 0
     a, b = samples[0], samples[4]  # equal ids, other pictures
     swapped = families.scored([b.prompt, a.prompt], [a.completion, b.completion])
-    ours = swapped.score(world, 400, "score", lambda m: policy.logprobs(m, 0.7)[0])
+    ours = swapped.score(world, 400, "score", lambda m: policy.logprobs(m, 1.0)[0])
     found["swapped"] = float((ours - families.engine_logprobs(swapped)).abs().max())
     long = rows[0].row.pictures._replace(short_ids=rows[0].row.prompt_ids)
     try:
