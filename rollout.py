@@ -210,10 +210,9 @@ class Engine:
         from vllm import SamplingParams, TokensPrompt
         stop = list(self.args.stop)
         params = [SamplingParams(
-            temperature=temperature, top_p=1.0, max_tokens=r.room or self.max_tokens,
-            seed=r.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
-            ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
-            for r in requests]
+            temperature=temperature, top_p=1.0, max_tokens=r.room or self.max_tokens, seed=r.seed,
+            logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
+            stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
         prompts = prompts or [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
         return self.llm.generate(prompts, params, use_tqdm=self.bar, lora_request=self.request)
 

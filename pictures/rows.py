@@ -8,14 +8,15 @@ from zlib import crc32
 from data import PROMPTS, Row, not_null
 from dist import SettingsError
 from pictures.eyes import Eyes, opened
+from scoring.replies import is_message
 
 MARK = "<image>"
 COLUMNS = ("images", "image")
 
 
 class Pictures(NamedTuple):
-    """Of a prompt. It holds where they are, or the bytes of their files, and no pixels."""
-    sources: tuple[str | bytes, ...]
+    """Of a prompt."""
+    sources: tuple[str | bytes, ...]  # paths, or the bytes of files: no pixels are held
     short_ids: list[int]  # the prompt with one token for each: the engine makes more of it itself
     places: list[int]  # where in the prompt's ids their features stand
     eyes: Eyes
@@ -77,7 +78,7 @@ def marked(prompt, count: int):
         return prompt if MARK in prompt or not prompt.strip() else MARK * count + prompt
     if not isinstance(prompt, list) or MARK in str(prompt):
         return prompt
-    asked = next((m for m in prompt if isinstance(m, dict) and m.get("role") == "user"), None)
+    asked = next((m for m in prompt if is_message(m) and m["role"] == "user"), None)
     return [m | {"content": marked(m["content"], count)} if m is asked else m for m in prompt]
 
 

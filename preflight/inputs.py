@@ -41,8 +41,8 @@ class Inputs:
     @property
     def for_pictures(self) -> dict:
         """The engine's options for them. {}: the model sees none."""
-        most = max(len(row.pictures.sources) if row.pictures else 0
-                   for row in self.rows + self.eval_rows)
+        most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
+                    if row.pictures), default=0)
         return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
                 "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
 
@@ -90,7 +90,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
-    if tokenizer and sees(lm.config):
+    if lm and tokenizer and sees(lm.config):
         eyes = mistakes.attempt(find_eyes, args, lm, source, notes)
 
     def load(flag: str, seed: int) -> list[data.Row]:

@@ -260,11 +260,6 @@ WIRINGS = [
      "vision.py::test_a_bad_row_is_one_sentence_with_its_number"),
     ("trainer/model.py", "for part in (seeing.text_of(lm), *seeing.tower_of(lm))",
      "for part in [lm]", "vision.py::test_text_and_vision_layers_are_sharded_and_exported"),
-    ("rollout.py", "self.llm.llm_engine.reset_encoder_cache()", "pass",
-     "vision.py::test_engine_trainer_and_transformers_see_the_same"),
-    ("rollout.py", "{\"prompt_token_ids\": r.pictures.short_ids,",
-     "{\"prompt_token_ids\": r.prompt_ids,",
-     "vision.py::test_engine_trainer_and_transformers_see_the_same"),
     # ---- batch.py
     ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):", "if i == 0:", DEFAULT),
     ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):", "if True:", PACKED),

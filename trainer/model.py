@@ -93,8 +93,8 @@ def config_of(folder: str, flag: str = "model"):
     except Exception as error:  # of many kinds
         why = " ".join(str(error).split())[:300]
         raise SettingsError(f"--{flag} {folder}: cannot read its config.json ({why}).") from None
-    kind, classes = config.model_type, config.architectures or []
-    rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
+    kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
+    rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
     known = CLASSES | seeing.CLASSES
     for what, wrong in (
             (f"model_type {kind}", kind not in (*FAMILIES, *seeing.CLASSES)),
