@@ -5,7 +5,7 @@ import json
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ class DataArgs:
     """The user's message, with {question} or any {column} filled in."""
     system: str | None = None
     """A system message, put before the prompt."""
+    max_image_tokens: int = 0
+    """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Row:
     finished: bool = False  # its text was a rendered chat already
     target: tuple[list[int], list[bool]] | None = None  # ids to learn from, see chats/targets.py
     teacher_ids: list[int] | None = None  # the prompt that --teacher_prompt makes
+    pictures: object = None  # of the prompt: pictures/rows.py; None: text alone
+    shown: dict = field(default_factory=dict)  # more for samples/
 
 
 class Prompt(NamedTuple):

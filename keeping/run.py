@@ -26,7 +26,7 @@ from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
 from rewards import RewardArgs
-from rollout import Engine, EngineArgs
+from rollout import Engine, EngineArgs, SeeingEngine
 from trainer import lora, model
 from trainer.experts import ExpertArgs
 from trainer.lora import LoraArgs
@@ -251,13 +251,14 @@ class Run:
         self.policy = model.policy_of(args, load(model.LogprobModel, adapters=adapters), *shared)
         self.trained = {"policy": self.policy}
         if args.critic_args:
-            self.critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared)
+            critic = load(model.ValueModel, adapters=adapters)
+            self.critic = model.made(model.Critic, critic, *shared)
             self.trained["critic"] = self.critic
         if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
             teacher = load(model.LogprobModel, self.inputs.teacher or source, trained=False)
-            self.reference = model.Policy(teacher, *shared)
+            self.reference = model.made(model.Policy, teacher, *shared)
         if adapters:
             base = source if is_tiny(args.model) else args.model
             self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)
@@ -268,14 +269,16 @@ class Run:
         models = self.policy, self.reference, self.critic
         if inputs.bridge:
             self.episodes = Episodes(args, inputs.bridge, self.world, self.log)
-        self.engine = Engine(
+        make = SeeingEngine if inputs.eyes else Engine
+        self.engine = make(
             inputs.source, self.world, args.engine_args, tokenizer=inputs.tokenizer,
             eos_ids=eos_ids(inputs.source, inputs.tokenizer), log=self.log,
             trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
             max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
-            episodes=self.episodes, routes=args.expert_args.replay_routing)
+            episodes=self.episodes, routes=args.expert_args.replay_routing,
+            pictures=inputs.for_pictures)
         self.engine.sleep()
 
     def restore(self, state: dict):

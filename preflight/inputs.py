@@ -13,8 +13,12 @@ import dist
 import rewards
 from chats import targets, toolcalls, turns
 from dist import Mistakes, SettingsError
+from pictures import rows as pictured
+from pictures.eyes import Eyes
+from pictures.seeing import sees
 from preflight import memory, rules
 from preflight.plan import Plan
+from rollout import HELD
 from trainer import experts, model
 from trainer.teacher import add_teacher_prompts
 
@@ -32,6 +36,15 @@ class Inputs:
     bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
+    eyes: Eyes | None = None  # of a model that sees
+
+    @property
+    def for_pictures(self) -> dict:
+        """The engine's options for them. {}: the model sees none."""
+        most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
+                    if row.pictures), default=0)
+        return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
+                "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
 
 
 class NoTokenizer:
@@ -68,7 +81,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
     source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
-    needs, tools, teacher = [], None, None
+    needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
     shape = mistakes.attempt(find_shape, args.model, lm, args.plan_args.plan)
@@ -77,8 +90,11 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
+    if lm and tokenizer and sees(lm.config):
+        eyes = mistakes.attempt(find_eyes, args, lm, source, notes)
+
     def load(flag: str, seed: int) -> list[data.Row]:
-        return load_rows(args, flag, seed, tokenizer, ends, tools, mistakes, notes)
+        return load_rows(args, flag, seed, tokenizer, ends, tools, mistakes, notes, eyes)
 
     rows, eval_rows = load("data", args.seed), load("eval_data", 0)  # for any --seed
     everything = rows + eval_rows
@@ -93,10 +109,10 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     mistakes += map(str, rules.problems(args, *counts, shape, local_size))
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
-        mistakes += model_limits(args, lm.config, everything if tokenizer else [])
+        mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
     mistakes.stop()
     return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts))
+                  Plan(args, *counts), eyes=eyes)
 
 
 # ---- the model ----
@@ -212,12 +228,30 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
+def find_eyes(args, lm, source: str, notes: list[str]) -> Eyes:
+    """Of a model that sees."""
+    limit = args.data_args.max_image_tokens
+    try:
+        eyes = Eyes(source, lm.config, limit)
+    except SettingsError:
+        raise
+    except Exception as error:  # transformers has many kinds
+        why = " ".join(str(error).split())[:300]
+        raise SettingsError(f"--model {args.model} has no processor for pictures that transformers "
+                            f"can load ({why}).") from None
+    longest = eyes.size["longest_edge"]
+    if longest < eyes.usual:
+        notes.append(f"--max_image_tokens {limit}: every picture is scaled to a longest edge of "
+                     f"{longest:,} pixels, not {eyes.usual:,}: at most {eyes.most:,} tokens")
+    return eyes
+
+
 # ---- rows, turns, memory ----
 
 def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
                 rows: list[data.Row], mistakes: Mistakes) -> turns.Bridge | None:
     """What makes the next prompt after a completion. None: one turn, or the model is not here."""
-    vocab = lm.config.vocab_size if lm and tokenizer else 0
+    vocab = lm.config.get_text_config().vocab_size if lm and tokenizer else 0
     if not vocab:
         tokenizer = None
     if args.turn_args.reply:  # without a model the function alone is tried
@@ -227,8 +261,15 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
     return None
 
 
+def folder_of(spec: str) -> Path:
+    """Of the data: paths of pictures begin there."""
+    path = Path(os.path.expanduser(spec))
+    return path if path.is_dir() else path.parent
+
+
 def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
-              tools: list[dict] | None, mistakes: Mistakes, notes: list[str]) -> list[data.Row]:
+              tools: list[dict] | None, mistakes: Mistakes, notes: list[str],
+              eyes: Eyes | None) -> list[data.Row]:
     """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
 
     ends: the ids that end a completion. tools: the schemas of --tools.
@@ -236,15 +277,22 @@ def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
     spec = getattr(args, flag)
     if not spec:
         return []
-    tokenizer = tokenizer or NoTokenizer()
+    make = partial(data.make_row, tools=tools)
     if args.supervised:
-        found = mistakes.attempt(targets.load, spec, tokenizer, args, ends, seed=seed)
+        make = partial(targets.make_row, eos_ids=ends)
+    if eyes:
+        make = partial(pictured.make_row, make=make, eyes=eyes, folder=folder_of(spec))
+    blind, tokenizer = tokenizer and not eyes, tokenizer or NoTokenizer()
+    if args.supervised:
+        found = mistakes.attempt(targets.load, spec, tokenizer, args, ends, seed=seed, make=make)
     else:
-        make = partial(data.make_row, tools=tools)
         found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed, make=make)
     if found is None:
         return []
     rows, note = found
+    if blind and any(pictured.values_of(row.columns) for row in rows):
+        mistakes.append(f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would "
+                        f"work: a model of type idefics3, or rows without image and images.")
     notes.append(f"--{flag} {note}")
     return rows
 

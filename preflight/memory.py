@@ -5,12 +5,14 @@ Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: t
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
+from pictures.seeing import text_of, tower_of
 from preflight.plan import BUDGETS, Phase, Plan, ceil_div, changed, flags
 from preflight.rules import broken, typed
-from rollout import engine_limits
+from rollout import HELD, engine_limits
 from trainer import experts
 from trainer.model import HEAD_LOGITS
 from trainer.packing import EVEN
@@ -25,6 +27,24 @@ LADDER = [  # what makes a run smaller, the cheapest first
     ("kv_cache_gb", 0.0), ("sleep_level", 2), ("checkpointing", True), ("offload", ("optimizer",)),
     ("offload", ("params", "optimizer", "reference")), ("head_chunk", 256), ("cpu_offload", True),
     ("tp", 2), ("tp", 4), ("tp", 8)]
+
+
+class Tower(NamedTuple):
+    """The sizes of what makes features of pictures."""
+    params: int  # with the projector
+    layers: int
+    sharded: int  # parameters of all its layers
+    hidden: int
+    inner: int
+    side: int  # pixels of a tile
+    patches: int  # of a tile
+    tokens: int  # that a tile becomes
+
+    def bytes(self, tokens: int, c: int, trained: bool) -> int:
+        """Of the largest pictures in a micro-batch, as if all its tokens were theirs."""
+        tiles, kept = ceil_div(tokens, self.tokens), self.layers if trained else 1
+        patch = c * (12 * self.hidden + 4 * self.inner)  # that a layer keeps for backward, or makes
+        return tiles * (12 * self.side**2 + self.patches * patch * kept)
 
 
 @dataclass
@@ -44,12 +64,15 @@ class Shape:
     fused: bool  # attention; else its memory grows with length²
     linears: dict  # {name: in + out} of the linear layers of a layer
     mixture: experts.Sizes | None = None  # of experts
+    tower: Tower | None = None  # of a model that sees
     teacher: object = None  # the Shape of --teacher
 
     def __post_init__(self):
         self.q, self.kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.embedding = self.vocab * self.hidden
         self.params = self.layers * self.layer + self.root
+        if self.tower:
+            self.params += self.tower.sharded
         self.wide = self.intermediate * (self.mixture.used if self.mixture else 1)  # of a token
         self.critic = self.params if self.tied else self.params - self.embedding  # no head
 
@@ -114,20 +137,35 @@ def shape_of(model: str) -> Shape | None:
 
 def shape_from(lm) -> Shape:
     """A model's shape, with or without its weights."""
-    c, sizes = lm.config, {name: p.numel() for name, p in lm.named_parameters()}
-    layer = sum(n for name, n in sizes.items() if ".0." in name)
+    c, sizes = lm.config.get_text_config(), {name: p.numel() for name, p in lm.named_parameters()}
+    text = text_of(lm)
+    layer = sum(p.numel() for name, p in text.named_parameters() if ".0." in name)
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features
-               for name, m in lm.named_modules() if ".0." in name and hasattr(m, "in_features")}
-    heads, mixture = c.num_attention_heads, experts.sizes(lm)
+               for name, m in text.named_modules() if ".0." in name and hasattr(m, "in_features")}
+    heads, mixture, tower = c.num_attention_heads, experts.sizes(lm), tower_sizes(lm)
     inner = mixture.inner if mixture else getattr(c, "intermediate_size", None)
     return Shape(
         hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
         intermediate=inner or 4 * c.hidden_size,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
         head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
-        layer=layer, root=sum(sizes.values()) - c.num_hidden_layers * layer,
+        layer=layer, linears=linears, mixture=mixture, tower=tower,
+        root=sum(sizes.values()) - c.num_hidden_layers * layer - (tower.sharded if tower else 0),
         tied="lm_head.weight" not in sizes, qk_norm="q_norm" in str(sizes),
-        fused=c.model_type != "gemma2", linears=linears, mixture=mixture)
+        fused=c.model_type != "gemma2")
+
+
+def tower_sizes(lm) -> Tower | None:
+    """None: a text model."""
+    if not tower_of(lm):
+        return None
+    parts, c = tower_of(lm), lm.config.vision_config
+    patches = (c.image_size // c.patch_size) ** 2
+    return Tower(
+        params=sum(p.numel() for part in parts for p in part.parameters()),
+        sharded=sum(p.numel() for p in parts[0].encoder.parameters()), layers=c.num_hidden_layers,
+        hidden=c.hidden_size, inner=c.intermediate_size, side=c.image_size, patches=patches,
+        tokens=patches // lm.config.scale_factor**2)
 
 
 def number_bytes(dtype: str, card) -> int:
@@ -152,6 +190,9 @@ class EngineMemory:
         activations = c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
         logits = 3 * 4 * seqs * shape.vocab  # three float32 copies
         self.workspace = graphs + activations + logits
+        if shape.tower:  # the pixels that it holds
+            tokens = plan.requests * plan.args.data_args.max_prompt_tokens
+            self.workspace += min(HELD * GIB, shape.tower.bytes(tokens, c, False))
 
         block_tokens = 16 if card else 128
         kv = max(shape.kv / e.tp, shape.head_dim)  # at least one head
@@ -191,6 +232,9 @@ class TrainerMemory:
         if self.adapter:
             frozen = self.c * sum(models.values())
             self.trained = dict.fromkeys(models, self.adapter)
+        elif shape.tower and not a.optimizer_args.train_vision:
+            frozen = self.m * shape.tower.params * len(models)
+            self.trained = {name: n - shape.tower.params for name, n in models.items()}
 
         offload = w.offload if card else ()  # without a GPU there is one memory
         trained, reference = self.m * sum(self.trained.values()), 0
@@ -231,9 +275,12 @@ class TrainerMemory:
         and this rank's part, and two layers)."""
         c, tokens = self.c, phase.tokens
         logits, root = self.logits(shape, tokens), shape.root * c
+        pictures = 0
+        if shape.tower:
+            pictures = shape.tower.bytes(tokens, c, self.args.optimizer_args.train_vision)
         if critic:
             logits, root = 0, (shape.embedding + shape.hidden) * c
-        gathered = root + root / self.ranks + 2 * shape.layer * c
+        gathered = root + root / self.ranks + 2 * shape.layer * c + pictures
         return (tokens * shape.hidden * c, tokens * shape.wide * c,
                 tokens * shape.saved(c, phase.keys, self.adapter > 0), logits, root, gathered)
 

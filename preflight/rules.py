@@ -194,6 +194,26 @@ def expert_rules(args, shape):
         yield Rule("--replay_routing needs an engine.", [off["replay_routing"]])
 
 
+def picture_rules(args, shape):
+    """Models that see. shape: see broken."""
+    given, default = flags(args), flags(type(args)())
+    sees = shape is not None and shape.tower is not None
+    for name in ("max_image_tokens", "train_vision"):
+        if given[name] and shape and not sees:
+            yield Rule(f"--{name} needs a model that sees pictures.", [(name, [default[name]])])
+    if given["train_vision"] and given["lora_rank"]:
+        yield Rule("--train_vision trains all weights of the tower, and --lora_rank trains "
+                   "adapters alone.", [("train_vision", [False]), ("lora_rank", [0])])
+    for name in ("reply", "tools", "carry", "teacher", "teacher_prompt"):
+        if sees and given.get(name):
+            yield Rule(f"--{name} is for models that read text alone: --model sees pictures, and "
+                       "they are sampled in one turn and without a teacher.",
+                       [(name, [default[name]])])
+    if sees and given["tp"] > 1:
+        yield Rule("--tp must be 1 for a model that sees pictures: no test proves more.",
+                   [("tp", [1])])
+
+
 def divisor_rules(plan: Plan, shape, local_size: int | None):
     """Numbers that must divide others. shape, local_size: see broken."""
     tp, shard_size = plan.args.engine_args.tp, plan.args.model_args.shard_size or 1
@@ -248,7 +268,7 @@ def broken(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=N
     plan = Plan(usable, max(1, ranks), n_rows, n_eval)
     found = [*wrong.values(), *usable.rules(), *run_rules(plan), *limit_rules(plan),
              *lora_rules(usable.lora_args, shape), *expert_rules(usable, shape),
-             *divisor_rules(plan, shape, local_size)]
+             *picture_rules(usable, shape), *divisor_rules(plan, shape, local_size)]
     if usable.turn_args.tools:
         found += tool_rules(usable)
     if usable.carry_args and usable.carry_args.carry:

@@ -51,7 +51,7 @@ def plain_logprobs(run, sample: Sample):
     module = run.policy.module
     micro = Micro(Batch([sample]), [0], run.world.device)  # one row: packed is as it is
     register_fsdp_forward_method(module, "plain_logits")
-    with torch.no_grad():
+    with torch.no_grad(), run.policy.looking(micro):
         logits = module.plain_logits(micro.inputs["input_ids"][0], micro.source[-LAST:])
     module.reshard()
     logprobs = (logits.cpu().double() / run.args.temperature).log_softmax(-1)  # (n, V)

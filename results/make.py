@@ -39,6 +39,7 @@ JOBS = {
     "sort-ppo": ("./run.sh ppo", "exact", "3e-5"),
     "kk": ("./run.sh kk", "kk01", "1e-5"),
     "game": ("./run.sh game", "examples/guess.py:won", "3e-5"),
+    "vision": ("./run.sh vision", "", ""),  # its control: README.md
     "instructions": ("./run.sh real", "examples/instructions.py:follows", "5e-6"),
     "instructions-lora": ("./run.sh real --lora_rank 16 --lr 5e-4", "", "")}
 CONTROLS = {"sharpen": "--entropy_coef -0.05", "coin": COIN}

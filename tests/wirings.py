@@ -31,6 +31,8 @@ TARGETS = ("grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_pro
            "kl_reward_coef=0.2")
 AUX = "grpo group=3 steps=1 experts router_aux_coef=0.3 minibatches=2 epochs=2"
 FREEZE = "grpo group=3 steps=2 experts freeze_router=True checkpointing=True"
+VISION = "vision.py::test_the_update_is_the_formula_on_any_ranks_and_budgets"
+PICTURES = "vision.py::test_ids_are_those_of_the_processor"
 PPO = "ppo group=1 steps=2"
 PPO_ONE_ROW = "ppo group=1 steps=1 minibatches=30"
 PPO_MANY = f"ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}"
@@ -247,9 +249,21 @@ WIRINGS = [
     ("trainer/model.py", "betas=args.betas", "betas=(0.9, 0.999)", ADAMW),
     ("trainer/model.py", "kind(lm, args.head_chunk).eval()", "kind(lm, args.head_chunk).train()",
      "details.py::test_a_dropout_of_the_config_is_off"),
+    # ---- pictures/
+    ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):",
+     "if last is None or last[0] != row.prompt_ids:",
+     "vision.py::test_neighbours_with_other_pictures_are_other_prompts"),
+    ("pictures/seeing.py", "[start + place for", "[place for", VISION),
+    ("pictures/seeing.py", "part.requires_grad_(args.train_vision)", "pass", VISION),
+    ("pictures/seeing.py", "for row in owners.values():", "for row in micro.rows:", VISION),
+    ("pictures/rows.py", "if text != MARK]", "]", PICTURES),
+    ("pictures/rows.py", 'short.count(eyes.token) != len(sources)', "False",
+     "vision.py::test_a_bad_row_is_one_sentence_with_its_number"),
+    ("trainer/model.py", "for part in (seeing.text_of(lm), *seeing.tower_of(lm))",
+     "for part in [lm]", "vision.py::test_text_and_vision_layers_are_sharded_and_exported"),
     # ---- batch.py
-    ("trainer/batch.py", "if prompt != last:", "if i == 0:", DEFAULT),
-    ("trainer/batch.py", "if prompt != last:", "if True:", PACKED),
+    ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):", "if i == 0:", DEFAULT),
+    ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):", "if True:", PACKED),
     ("trainer/batch.py", "has_grad == (learns", "has_grad != (learns", DEFAULT),
     ("trainer/batch.py", "if part or has_grad:", "if has_grad:", DEFAULT),
     ("trainer/batch.py", "np.zeros(1, bool))", "np.ones(1, bool))", ONE_ROW),

@@ -9,10 +9,12 @@ tools/report.html is the page without its data.
 import argparse
 import base64
 import gzip
+import io
 import json
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from dist import SettingsError  # noqa: E402
 from keeping.files import read, write_whole  # noqa: E402
 from keeping.log import finished_steps, is_evaluation, read_metrics  # noqa: E402
+from pictures.eyes import opened  # noqa: E402
 from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
@@ -165,21 +168,37 @@ def shortened(text, most: int | None):
 
 def block(rows: list[dict], with_tokens: bool, most: int | None) -> str:
     """The completions of a file, packed. most: characters of a text."""
-    prompts = {row["prompt"]: None for row in rows}
+    prompts = dict.fromkeys(map(prompt_of, rows))
     index = {prompt: i for i, prompt in enumerate(prompts)}
     kept = []
     for row in rows:
         turns = row.get("turns") or []
         kept.append({
-            "p": index[row["prompt"]], "position": row.get("position"),
+            "p": index[prompt_of(row)], "position": row.get("position"),
             "text": shortened(row["completion"], most), "reward": row["reward"],
             "rewards": row.get("rewards"), "advantage": row.get("advantage"),
             "n": row["tokens"], "cut": row["truncated"],
             "answer": shortened(as_text(row.get("answer")), most),
             "turns": [[t["role"], shortened(as_text(t["content"]), most)] for t in turns]
             if len(turns) > 1 else None})
-    return packed({"prompts": [shortened(p, most) for p in prompts], "rows": kept,
-                   "tokens": tokens(rows) if with_tokens else None})
+    pictures = [[small(path) for path in paths if most is None and Path(path).is_file()]
+                for _, paths in prompts]
+    return packed({"prompts": [shortened(text, most) for text, _ in prompts], "rows": kept,
+                   "pictures": pictures, "tokens": tokens(rows) if with_tokens else None})
+
+
+def prompt_of(row: dict) -> tuple[str, tuple[str, ...]]:
+    """Its text and its pictures: other pictures make another prompt."""
+    return row["prompt"], tuple(row.get("images", ()))
+
+
+@cache
+def small(path: str) -> str:
+    """A picture of at most 128 x 128 pixels, for the page."""
+    image, file = opened(path), io.BytesIO()
+    image.thumbnail((128, 128))
+    image.save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def as_text(value) -> str:

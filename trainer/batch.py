@@ -84,10 +84,10 @@ class Batch:
         self.spans, self.sizes = [], []  # of each row; sizes: see dist.Size
         start, last = 0, None
         for i, sample in enumerate(samples):
-            prompt, end = sample.prompt.row.prompt_ids, start + len(sample.completion.ids)
-            if prompt != last:  # equal neighbours share a prompt
-                owner, last = i, prompt
-            self.sizes.append((owner, len(prompt), end - start))
+            row, end = sample.prompt.row, start + len(sample.completion.ids)
+            if last != (row.prompt_ids, row.pictures):  # equal neighbours share a prompt
+                owner, last = i, (row.prompt_ids, row.pictures)
+            self.sizes.append((owner, len(row.prompt_ids), end - start))
             self.spans.append(slice(start, end))
             start = end
 

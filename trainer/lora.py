@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
+from pictures.seeing import text_of
+
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 
 
@@ -91,7 +93,7 @@ class Base:
 def put_in(lm, args: LoraArgs, dtype):
     """Freeze a model and give its targets empty adapters, in place: all other names stay."""
     lm.requires_grad_(False)
-    for name, layer in lm.named_modules():
+    for name, layer in text_of(lm).named_modules():
         if isinstance(layer, nn.Linear) and args.chosen(name.rpartition(".")[2]):
             empty = partial(torch.empty, device=layer.weight.device, dtype=dtype)
             layer.__class__, layer.scale = Lora, args.scale

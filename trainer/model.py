@@ -1,7 +1,7 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from dist import SettingsError, World
+from pictures import seeing
 from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.logprobs import hidden_alone, recomputed, token_logprobs
@@ -65,6 +66,8 @@ class OptimizerArgs:
     """Steps of linear warm-up to --lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up, until --steps."""
+    train_vision: bool = False
+    """Train a model's vision tower and projector too. Else they stay as they are."""
 
 
 def find(model: str, flag: str = "model") -> str:
@@ -90,31 +93,36 @@ def config_of(folder: str, flag: str = "model"):
     except Exception as error:  # of many kinds
         why = " ".join(str(error).split())[:300]
         raise SettingsError(f"--{flag} {folder}: cannot read its config.json ({why}).") from None
-    kind, classes = config.model_type, config.architectures or []
-    rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
+    kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
+    rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
+    known = CLASSES | seeing.CLASSES
     for what, wrong in (
-            (f"model_type {kind}", kind not in FAMILIES),
-            (f"architecture {classes}", classes != [CLASSES.get(kind)] * len(classes)),
+            (f"model_type {kind}", kind not in (*FAMILIES, *seeing.CLASSES)),
+            (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
             ("quantized weights", hasattr(config, "quantization_config")),
             (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
             *((name, getattr(config, name)) for name in UNSERVED.get(kind, ())),
-            *experts.unserved(config)):
+            *experts.unserved(config), *seeing.unserved(config)):
         if wrong:
+            why = seeing.WHY_NOT.get(kind, "")
             raise SettingsError(
-                f"--{flag} {folder} has {what}, which is not supported. Would work: a plain causal "
-                f"language model of type {', '.join(FAMILIES)}.")
+                f"--{flag} {folder} has {what}, which is not supported{why}. "
+                f"Would work: a plain causal language model of type {', '.join(FAMILIES)}.")
     return config
 
 
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     """The model without weights. Its attention takes packed inputs (packing.py)."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
     AttentionInterface.register("packed", packing.attention)
+    config = config_of(folder, flag)
+    kind = AutoModelForImageTextToText if seeing.sees(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config_of(folder, flag), dtype=dtype, attn_implementation="packed")
+        lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    seeing.text_of(lm).set_attn_implementation("packed")
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     experts.put_in(lm)
+    seeing.put_in(lm)
     return lm
 
 
@@ -152,13 +160,14 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     if adapters:
         lora.put_in(lm, adapters, master)
     if master == torch.float64:
-        widen(lm)
+        widen(seeing.text_of(lm))
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
-    layers = next(m for m in lm.base_model.modules() if isinstance(m, nn.ModuleList))
+    layers = [layer for part in (seeing.text_of(lm), *seeing.tower_of(lm))
+              for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
     for module in lm.modules():  # rotary frequencies are in no file
@@ -238,8 +247,9 @@ class LogprobModel(nn.Module):
 
     def __init__(self, lm, head_chunk: int):
         super().__init__()
-        self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // lm.config.vocab_size)
-        get = partial(getattr, lm.config)
+        text = lm.config.get_text_config()
+        self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // text.vocab_size)
+        get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
 
@@ -258,11 +268,11 @@ class LogprobModel(nn.Module):
     def plain_logits(self, ids, keep):
         """transformers' own forward of ids (L,), at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
-        self.lm.set_attn_implementation("eager" if capped else "sdpa")
+        seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
         with experts.as_in_transformers(self.lm):
             logits = self.lm(
                 input_ids=ids.unsqueeze(0), use_cache=False, logits_to_keep=keep).logits
-        self.lm.set_attn_implementation("packed")
+        seeing.text_of(self.lm).set_attn_implementation("packed")
         return logits[0]
 
 
@@ -273,7 +283,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.lm = lm
         del lm.lm_head
-        self.head = nn.Linear(lm.config.hidden_size, 1, bias=False, device="meta",
+        self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, device="meta",
                               dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
@@ -315,6 +325,8 @@ class Trained:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    looking = nullcontext  # around a forward of a micro-batch: see seeing.py
 
     def move(self, device: torch.device):
         """What --offload names goes to the host, or comes back."""
@@ -377,7 +389,7 @@ def policy_of(args, module, *others) -> Policy:
     """args: of the script."""
     if experts.blocks(module.lm):
         return RoutedPolicy(args.expert_args, module, *others)
-    return Policy(module, *others)
+    return made(Policy, module, *others)
 
 
 class Critic(Trained):
@@ -390,6 +402,21 @@ class Critic(Trained):
     def values(self, micro: Micro):
         """V(s_t) of the state in which token t was chosen: (b, t)."""
         return micro.spread(self.run(micro))
+
+
+class SeeingPolicy(seeing.Seeing, Policy):
+    """A policy that sees pictures."""
+
+
+class SeeingCritic(seeing.Seeing, Critic):
+    """A critic that sees pictures."""
+
+
+def made(kind, module, *others):
+    """A Policy or a Critic: `kind`."""
+    if seeing.sees(module.lm.config):
+        kind = {Policy: SeeingPolicy, Critic: SeeingCritic}[kind]
+    return kind(module, *others)
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):

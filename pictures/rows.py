@@ -1,0 +1,98 @@
+"""rows.py: the pictures of a row: in its columns, in its text, and in the ids of its prompt."""
+import copy
+import re
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+from data import PROMPTS, Row, not_null
+from dist import SettingsError
+from pictures.eyes import Eyes, opened
+from scoring.replies import is_message
+
+MARK = "<image>"
+COLUMNS = ("images", "image")
+
+
+class Pictures(NamedTuple):
+    """Of a prompt."""
+    sources: tuple[str | bytes, ...]  # paths, or the bytes of files: no pixels are held
+    short_ids: list[int]  # the prompt with one token for each: the engine makes more of it itself
+    places: list[int]  # where in the prompt's ids their features stand
+    eyes: Eyes
+
+
+def apart(tokenizer):
+    """The tokenizer; its chat template gets texts and pictures apart, if it asks for that."""
+    def apply(messages, **options) -> str:
+        return tokenizer.apply_chat_template(
+            [m | {"content": parts_of(m["content"])} for m in messages], **options)
+
+    changed = copy.copy(tokenizer)
+    if re.search("""['"]image['"]""", str(tokenizer.chat_template)):
+        changed.apply_chat_template = apply
+    return changed
+
+
+def parts_of(text: str) -> list[dict]:
+    return [{"type": "image"} if part == MARK else {"type": "text", "text": part}
+            for part in re.split(f"({MARK})", text) if part]
+
+
+def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str], args, *,
+             make, eyes: Eyes, folder: Path) -> Row | None:
+    """In the place of `make`, data.make_row or that of targets.py. folder: of the data."""
+    sources = tuple(source_of(value, folder) for value in values_of(columns))
+    columns = {column: marked(value, len(sources)) if column in ("messages", *PROMPTS) else value
+               for column, value in columns.items() if column not in COLUMNS}
+    controls = [text for text in controls if text != MARK]  # a prompt may begin with it
+    row = make(index, columns, name, apart(tokenizer), controls, args)
+    if row:
+        place(row, sources, eyes)
+    return row
+
+
+def values_of(columns: dict) -> list:
+    """What a row has in `images` or `image`."""
+    found = next((value for name, value in not_null(columns).items() if name in COLUMNS), [])
+    return found if isinstance(found, list) else [found]
+
+
+def source_of(value, folder: Path) -> str | bytes:
+    """A path beside the data, bytes, or the struct of `datasets` → a path or bytes."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str):
+        value = str(folder / value)
+        if not Path(value).is_file():
+            raise SettingsError(f"there is no picture {value}.")
+    elif not isinstance(value, bytes):
+        raise SettingsError("a picture must be a path beside the data, the bytes of a file, or "
+                            f"both in a struct, not {repr(value)[:80]}.")
+    return value
+
+
+def marked(prompt, count: int):
+    """A prompt column with a mark for each picture: in front, unless it has marks."""
+    if isinstance(prompt, str):
+        return prompt if MARK in prompt or not prompt.strip() else MARK * count + prompt
+    if not isinstance(prompt, list) or MARK in str(prompt):
+        return prompt
+    asked = next((m for m in prompt if is_message(m) and m["role"] == "user"), None)
+    return [m | {"content": marked(m["content"], count)} if m is asked else m for m in prompt]
+
+
+def place(row: Row, sources: tuple, eyes: Eyes) -> None:
+    """The row gets the ids of its pictures."""
+    short, ids, rest = row.prompt_ids, [], iter(sources)
+    if short.count(eyes.token) != len(sources):
+        raise SettingsError(f"the prompt has {short.count(eyes.token)} places {MARK} and the row "
+                            f"{len(sources)} pictures: they must be as many.")
+    if row.target and eyes.token in row.target[0]:
+        raise SettingsError(f"{MARK} is in what the assistant says; pictures are for prompts.")
+    for token in short:
+        ids += eyes.ids_of(opened(next(rest)).size) if token == eyes.token else [token]
+    if sources:
+        places = [i for i, token in enumerate(ids) if token == eyes.token]
+        row.prompt_ids, row.pictures = ids, Pictures(sources, short, places, eyes)
+        row.shown = {"images": [s if isinstance(s, str) else f"{crc32(s):x}" for s in sources]}

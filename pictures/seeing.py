@@ -1,0 +1,91 @@
+"""seeing.py: what a model and a policy do beside, if they see. (rollout.SeeingEngine: an engine.)
+
+In a packed input each prompt stands once, so its pictures are computed once for their group. Their
+features stand at places of the prompt, never where the image token is: a policy may sample it.
+"""
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+CLASSES = {"idefics3": "Idefics3ForConditionalGeneration"}
+WHY_NOT = dict.fromkeys(
+    ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"),
+    ": its processor needs torchvision, and its part of the trainer is not written"
+) | dict.fromkeys(("gemma3", "paligemma"), ": on a CPU vLLM's attention drops its pictures' mask")
+
+
+def sees(config) -> bool:
+    return config.model_type in CLASSES
+
+
+def unserved(config):
+    """Yields (what, whether this model has it): what vLLM does not compute alike."""
+    if sees(config):
+        text, tied = config.get_text_config(), config.tie_word_embeddings
+        yield f"a text model of type {text.model_type}", text.model_type != "llama"
+        yield "two values of tie_word_embeddings", tied != text.tie_word_embeddings
+
+
+def text_of(lm):
+    """The part of a model that reads tokens; of a text model all of it."""
+    return lm.base_model.text_model if sees(lm.config) else lm
+
+
+def tower_of(lm) -> list:
+    """The modules that make features of pixels. []: a text model."""
+    return [lm.base_model.vision_model, lm.base_model.connector] if sees(lm.config) else []
+
+
+def put_in(lm) -> None:
+    """The model places features as here, in place: parameters and names stay."""
+    if sees(lm.config):
+        lm.base_model.forward = partial(forward, lm.base_model)
+
+
+def forward(eyes, input_ids, **options):
+    """In the place of Idefics3Model's: ids (1, S) → what its text model gives. eyes.pixels:
+    (tiles, 3, h, w). eyes.places: (n,), where their features stand in the input."""
+    x = eyes.get_input_embeddings()(input_ids)  # (1, S, H)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and eyes.trains):
+        tower = eyes.vision_model(pixel_values=eyes.pixels.to(x.dtype)).last_hidden_state
+        features = eyes.connector(tower).flatten(0, 1)  # (tiles · tokens of one, H)
+    x = x.index_copy(1, eyes.places, features[:len(eyes.places)].unsqueeze(0))
+    given = {name: value for name, value in options.items() if value is not None}
+    out = eyes.text_model(inputs_embeds=x, **given)
+    out.image_hidden_states = None  # transformers asks for it
+    return out
+
+
+class Seeing:
+    """What a Policy or a Critic does beside: model.SeeingPolicy."""
+
+    def __init__(self, module, world, model_args, args):
+        self.eyes = module.lm.base_model
+        self.eyes.trains = args.train_vision
+        for part in tower_of(module.lm):
+            part.requires_grad_(args.train_vision)
+        super().__init__(module, world, model_args, args)
+
+    def run(self, micro, *inputs):
+        with self.looking(micro):
+            return super().run(micro, *inputs)
+
+    @contextmanager
+    def looking(self, micro):
+        """Inside, a forward sees the pictures of a micro-batch."""
+        eyes, pixels, places, start = self.eyes, [], [], 0
+        owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
+        for row in owners.values():  # each prompt once, in the order of packing.pack
+            prompt = micro.batch.samples[row].prompt.row
+            if prompt.pictures:
+                pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
+                places += [start + place for place in prompt.pictures.places]
+            start += len(prompt.prompt_ids)
+        if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
+            side = eyes.config.vision_config.patch_size * eyes.config.scale_factor
+            pixels = [torch.ones(1, 3, side, side)]
+        eyes.pixels = torch.cat(pixels).to(micro.device)
+        eyes.places = torch.tensor(places, dtype=torch.long, device=micro.device)
+        yield
+        eyes.pixels = eyes.places = None

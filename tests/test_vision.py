@@ -1,0 +1,373 @@
+"""pictures/: what is seen is what transformers' processor and model see, in trainer and engine."""
+import base64
+import gzip
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+
+import data
+import grpo
+from dist import SettingsError
+from examples import squares
+from forked import PYTHON
+from keeping import log
+from keeping.export import export_model
+from learning import difference
+from pictures import rows as pictured
+from pictures import seeing
+from pictures.eyes import Eyes
+from preflight import inputs, memory, plan, rules
+from ranks import results
+from rewards import Score
+from tools import report
+from trainer import lora, model
+from trainer.batch import Batch, Completion, Sample
+
+ROOT = Path(__file__).parent.parent
+GROUP, COMPLETION = 3, 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """one/: a picture is a tile. split/: 4 tiles and the whole. a.png to d.png."""
+    path = tmp_path_factory.mktemp("vision")
+    for name, splits in ("one", 1), ("split", 2):
+        squares.make_model(str(path / name), splits=splits, noise=0.1)
+        weights = load_file(path / name / "model.safetensors")
+        weights["lm_head.weight"][320] *= 3  # the token of a picture: it shall be sampled
+        save_file(weights, path / name / "model.safetensors", metadata={"format": "pt"})
+    rng = random.Random(0)
+    for i, name in enumerate("abcd"):
+        squares.draw(rng, i + 1).save(path / f"{name}.png")
+    return path
+
+
+def read(folder: Path, *rows: dict, kind="one", most=0, **options) -> list[data.Row]:
+    """Rows by the shipped way, from a file beside the pictures."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = str(folder / kind)
+    make = partial(pictured.make_row, make=data.make_row, folder=inputs.folder_of(
+        f"{folder}/rows.jsonl"), eyes=Eyes(source, model.config_of(source), most))
+    tokenizer = inputs.load_tokenizer("x", source)
+    return data.load(f"{folder}/rows.jsonl", tokenizer, data.DataArgs(**options), make=make)[0]
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+# ---- rows ----
+
+@pytest.mark.parametrize("kind", ["one", "split"])
+@pytest.mark.parametrize("row", [
+    {"prompt": "How many?", "image": "a.png"}, {"prompt": "<image>How many?", "images": ["b.png"]},
+    {"problem": "First <image>, then\n<image>?", "images": ["a.png", "c.png"], "answer": "3"},
+    {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "x<image>"}],
+     "image": "a.png"}, {"prompt": "no picture"}, {"prompt": "none", "image": None}])
+def test_ids_are_those_of_the_processor(folder, kind, row):
+    """The same text and pictures through transformers' own processor."""
+    from transformers import AutoProcessor
+    ours = read(folder, row, kind=kind)[0]
+    processor = AutoProcessor.from_pretrained(folder / kind)
+    names = pictured.values_of(row)
+    images = {"images": [[Image.open(folder / name) for name in names]]} if names else {}
+    assert ours.prompt_ids == processor(text=[ours.prompt], **images)["input_ids"][0]
+    assert ours.prompt.count("<image>") == len(names) and not ours.finished
+    if names:
+        assert ours.pictures.short_ids.count(ours.pictures.eyes.token) == len(names)
+        assert ours.pictures.sources == tuple(str(folder / name) for name in names)
+        tiles = ours.pictures.eyes.pixels(ours.pictures.sources)
+        assert len(ours.pictures.places) == 4 * len(tiles)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (300, 7), (7, 300), (33, 32), (64, 64), (500, 400)])
+def test_a_picture_of_any_size_has_a_place_for_each_feature(folder, size):
+    eyes = Eyes(str(folder / "split"), model.config_of(str(folder / "split")))
+    tiles = eyes.pixels([png(Image.new("RGB", size, "red"))])
+    assert eyes.ids_of(size).count(eyes.token) == 4 * len(tiles)
+    assert len(tiles) * 12 * 32**2 <= eyes.bytes
+
+
+def test_bytes_structs_and_modes_are_taken(folder):
+    eyes = Eyes(str(folder / "one"), model.config_of(str(folder / "one")))
+    image = Image.open(folder / "a.png")
+    for value in (png(image), {"bytes": png(image), "path": None}, {"bytes": None, "path": "a.png"},
+                  "a.png"):
+        source = pictured.source_of(value, folder)
+        assert torch.equal(eyes.pixels([source]), eyes.pixels([str(folder / "a.png")]))
+    for mode in ("L", "RGBA", "P", "1", "I;16", "CMYK"):
+        made = io.BytesIO()
+        Image.new(mode, (40, 30)).save(made, "tiff")
+        assert eyes.pixels([made.getvalue()]).shape == (1, 3, 32, 32)
+
+
+def broken(folder: Path, name: str) -> None:
+    whole = png(Image.effect_noise((64, 64), 50))
+    made = {"cut.png": whole[:len(whole) // 2], "text.png": b"no picture", "empty.png": b"",
+            "none.png": whole[:16] + b"\0" * 8 + whole[24:]}  # its header says 0 x 0
+    if name in made:
+        (folder / name).write_bytes(made[name])
+    if name == "huge.png":
+        Image.new("1", (10_000, 10_000)).save(folder / name)
+
+
+@pytest.mark.parametrize("row, words", [
+    *(({"prompt": "q", "image": name}, f"a picture must be a whole .* and .*{name} cannot be op")
+      for name in ("cut.png", "text.png", "empty.png", "none.png", "huge.png")),
+    ({"prompt": "q", "image": "gone.png"}, "there is no picture .*gone.png"),
+    ({"prompt": "q", "image": 3}, "a picture must be a path beside the data, the bytes .*not 3"),
+    ({"prompt": "q", "image": "https://x.org/a.png"}, "there is no picture .*x.org/a.png"),
+    ({"prompt": "<image><image>", "image": "a.png"}, "has 2 places <image> and the row 1 pict"),
+    ({"prompt": "<image>", "images": ["a.png", "b.png"]}, "has 1 places <image> and the row 2"),
+    ({"prompt": "see <image>"}, "has 1 places <image> and the row 0 pictures")])
+def test_a_bad_row_is_one_sentence_with_its_number(folder, row, words):
+    broken(folder, str(row.get("image")))
+    with pytest.raises(SettingsError, match=f"rows.jsonl, row 1 .counted from 0.: .*{words}"):
+        read(folder, {"prompt": "q", "image": "a.png"}, row)
+
+
+def test_a_limit_scales_every_picture_down(folder):
+    row = {"prompt": "q", "image": "a.png"}
+    free, same, small = (read(folder, row, kind="split", most=most)[0] for most in (0, 90, 20))
+    assert free.prompt_ids == same.prompt_ids
+    eyes = small.pictures.eyes
+    assert len(small.pictures.places) == 4 and len(free.pictures.places) == 20
+    args, notes = plan.changed(grpo.Args(), max_image_tokens=20), []
+    source = str(folder / "split")
+    inputs.find_eyes(args, model.skeleton(source), source, notes)
+    assert "longest edge of 32 pixels, not 64: at most 7 tokens" in notes[0]
+    assert eyes.pixels(small.pictures.sources).shape == (1, 3, 32, 32)
+    with pytest.raises(SettingsError, match="--max_image_tokens must be at least 7, .*got 6"):
+        read(folder, row, kind="split", most=6)
+
+
+# ---- settings ----
+
+@pytest.mark.parametrize("kind, words", [
+    ("qwen2_5_vl", "its processor needs torchvision"), ("qwen3_vl", "needs torchvision"),
+    ("internvl", "needs torchvision"), ("llava", "needs torchvision"),
+    ("gemma3", "vLLM's attention drops its p"), ("paligemma", "vLLM's attention drops its pict")])
+def test_other_models_that_see_are_refused_with_the_reason(tmp_path, kind, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(SettingsError, match=f"has model_type {kind}, which is not supp.*{words}"):
+        model.config_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(reply="x.py:Y"), "--reply is for models that read text alone"),
+    (dict(tools=("x.py:f",)), "--tools is for models that read text alone"),
+    (dict(carry=1.0, engine_correction="truncate"), "--carry is for models that read text alone"),
+    (dict(train_vision=True, lora_rank=4), "--train_vision trains all weights of the tower"),
+    (dict(train_vision=True), None), (dict(lora_rank=4), None), (dict(max_image_tokens=9), None)])
+def test_settings_that_are_refused(folder, flags, words):
+    shape = memory.shape_from(model.skeleton(str(folder / "one")))
+    args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
+    found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
+    assert len(found) == bool(words) and (not words or words in found[0]), found
+
+
+@pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
+def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
+    args = plan.changed(grpo.Args(), lr=1e-3, **flags)
+    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
+    assert len(found) == 1 and "needs a model that sees pictures" in found[0]
+    read(folder, {"prompt": "q", "image": "a.png"})
+    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64)
+    with pytest.raises(SettingsError, match="has pictures, and --model tiny sees none"):
+        inputs.read_files(args, 1, 1)
+
+
+def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
+    lm = model.skeleton(str(folder / "one"))
+    shape, moments = memory.shape_from(lm), []
+    assert shape.params == sum(p.numel() for p in lm.parameters())
+    tower = sum(p.numel() for part in seeing.tower_of(lm) for p in part.parameters())
+    for trained in False, True:
+        args = plan.changed(grpo.Args(), train_vision=trained)
+        found = memory.TrainerMemory(plan.Plan(args, 1, 8, 0), shape, None)
+        moments.append(found.state["optimizer"])
+        assert found.state["parameters"] == 4 * shape.params
+    assert moments[1] - moments[0] == 8 * tower
+
+
+# ---- the trainer ----
+
+def fabricate(folder: Path, kind: str = "one") -> list[Sample]:
+    """Equal ids and other pictures; a prompt with two; one without. Some completions have the
+    token of a picture, which a policy may sample."""
+    rng = np.random.default_rng(0)
+    found = read(folder, *({"prompt": "q", "image": f"{name}.png"} for name in "aba"),
+                 {"prompt": "<image> or <image>?", "images": ["c.png", "d.png"]},
+                 {"prompt": "text alone"}, kind=kind)
+    assert found[0].prompt_ids == found[1].prompt_ids
+    samples = []
+    for i, row in enumerate(found):
+        for g in range(GROUP):
+            ids = rng.integers(3, 360, rng.integers(1, COMPLETION + 1)).astype(np.int32)
+            if g == 1:
+                ids[-1] = ids[0] = found[0].pictures.eyes.token
+            samples.append(Sample(data.Prompt(i, row), Completion(
+                ids, np.full(len(ids), -6.0, np.float32), False), "t", Score(
+                float(rng.random()), {"exact": 0.0}, None)))
+    return samples
+
+
+def naive(lm, sample: Sample):
+    """log π of each token of a completion, by transformers' parts, one row alone: (T,)."""
+    row, ids = sample.prompt.row, torch.tensor(sample.completion.ids).long()
+    x = lm.get_input_embeddings()(torch.tensor([row.prompt_ids + ids.tolist()]))
+    if row.pictures:
+        pixels = row.pictures.eyes.pixels(row.pictures.sources).to(x.dtype)
+        features = lm.model.get_image_features(pixels.unsqueeze(0)).pooler_output.flatten(0, 1)
+        spots = torch.zeros(x.shape[1], dtype=torch.bool)
+        spots[row.pictures.places] = True
+        x = x.masked_scatter(spots.view(1, -1, 1), features)
+    hidden = lm.model.text_model(inputs_embeds=x).last_hidden_state[0, -len(ids) - 1:-1]
+    return lm.lm_head(hidden).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def expected(folder: Path, kind: str, samples, trains: bool) -> dict[str, torch.Tensor]:
+    """The gradient of GRPO's loss, Σ -A log π / all tokens, a row at a time: {name: gradient}."""
+    from transformers import AutoModelForImageTextToText
+    lm = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float64)
+    model.widen(seeing.text_of(lm))
+    rewards = np.array([s.score.total for s in samples]).reshape(-1, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdims=True)).flatten()
+    tokens = sum(len(s.completion.ids) for s in samples)
+    for advantage, sample in zip(advantages, samples, strict=True):
+        (-advantage * naive(lm, sample).sum() / tokens).backward()
+    frozen = () if trains else ("model.vision_model.", "model.connector.")
+    return {name: p.grad for name, p in lm.named_parameters() if not name.startswith(frozen)}
+
+
+class Spy(model.SeeingPolicy):
+    """It keeps the gradient of its last step, by name, and whole."""
+
+    def step(self, lr):
+        self.gradient = {name.removeprefix("lm."): model.whole(p.grad).clone()
+                         for name, p in self.parameters.items()}
+        return super().step(lr)
+
+
+def updates(world, folder: Path, kind: str) -> list:
+    """[(gradient, parameters afterwards)] of two steps, for frozen towers and trained ones, and
+    budgets from one longest row to everything."""
+    found, samples = [], fabricate(folder, kind)
+    for trains, budget, again in ((False, 1000, False), (True, 1000, False), (True, 90, True),
+                                  (False, 90, False)):
+        args = plan.changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
+                            update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
+                            train_vision=trains)
+        module = model.build(model.LogprobModel, str(folder / kind), world, args.model_args)
+        policy = Spy(module, world, args.model_args, args.optimizer_args)
+        grpo.learn(args, world, policy, samples, lr=1e-3)
+        first = policy.gradient
+        grpo.learn(args, world, policy, samples, lr=1e-3)
+        after = {name: model.whole(p.detach()).clone() for name, p in module.lm.named_parameters()}
+        found.append((first, after))
+    return found
+
+
+def flat(named: dict) -> torch.Tensor:
+    return torch.cat([named[name].flatten() for name in sorted(named)])
+
+
+def test_the_update_is_the_formula_on_any_ranks_and_budgets(folder):
+    kind = "split"
+    samples = fabricate(folder, kind)
+    formula = {trains: expected(folder, kind, samples, trains) for trains in (False, True)}
+    runs = {size: results(size, updates, folder, kind, timeout=300)[0] for size in (1, 2, 3)}
+    for size, found in runs.items():
+        for (gradient, after), trains in zip(found, (False, True, True, False), strict=True):
+            assert gradient.keys() == formula[trains].keys()
+            assert difference(flat(gradient), flat(formula[trains])) < 1e-12, (size, trains)
+            one = runs[1][int(trains)][1]
+            assert difference(flat(after), flat(one)) < 1e-12
+    start, moved = (flat(a) for a in (runs[1][0][1], runs[1][1][1]))
+    assert difference(start, moved) > 1e-4  # the tower learned
+
+
+def test_neighbours_with_other_pictures_are_other_prompts(folder):
+    owners = [owner for owner, _, _ in Batch(fabricate(folder)).sizes]
+    assert owners == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9, 12, 12, 12]
+
+
+def sharded(world, folder: str) -> list[str]:
+    module = model.build(model.LogprobModel, folder, world, model.ModelArgs())
+    policy = model.made(model.Policy, module, world, model.ModelArgs(), model.OptimizerArgs())
+    export_model(policy, folder, f"{folder}-out")
+    critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
+    critic = model.made(model.Critic, critic, world, model.ModelArgs(), model.OptimizerArgs())
+    micro, = Batch(fabricate(Path(folder).parent)).micros(world, [*range(15)], 999, "values")
+    assert critic.values(micro).shape == micro.sampled.shape
+    return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+
+
+def test_text_and_vision_layers_are_sharded_and_exported(folder):
+    """The first list of layers in the model is the tower's."""
+    parts = "vision_model.encoder", "text_model"
+    assert results(2, sharded, str(folder / "one"))[0] == ["", *(
+        f"lm.model.{part}.layers.{i}" for part in parts for i in (0, 1))]
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("one-out", "one"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_adapters_are_in_the_text_model_alone(folder):
+    lm = model.skeleton(str(folder / "one"))
+    lora.put_in(lm, lora.LoraArgs(4), torch.float32)
+    trained = [name for name, p in lm.named_parameters() if p.requires_grad]
+    assert trained and all(name.startswith("model.text_model.") for name in trained)
+
+
+def test_the_report_has_the_pictures_of_each_prompt(folder):
+    """Equal texts with other pictures are other prompts."""
+    rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
+    made = json.loads(gzip.decompress(base64.b64decode(report.block(rows, False, None))))
+    assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
+    for (source,), name in zip(made["pictures"], "ab", strict=True):
+        image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
+        assert image.tobytes() == Image.open(folder / f"{name}.png").tobytes()
+
+
+# ---- the engine ----
+
+@pytest.fixture(scope="module")
+def engine(folder) -> dict:
+    done = subprocess.run(
+        [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+         "tests/vision_worker.py", str(folder), f"{folder}/out"], cwd=ROOT, text=True,
+        capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert Path(folder, "out").exists(), done.stderr[-6000:]
+    return pickle.loads(Path(folder, "out").read_bytes())
+
+
+def test_engine_trainer_and_transformers_see_the_same(engine):
+    """After each of three loads, in which the tower changed too; two pictures in a row; rows with
+    equal ids; sampled tokens of pictures."""
+    assert engine["sampled"] > 0
+    assert max(engine["gaps"]) < 1e-5 and max(engine["plain"]) < 1e-5
+    assert engine["swapped"] > 0.1
+
+
+def test_ids_that_are_expanded_already_end_the_run(engine):
+    """vLLM makes still more of them, and says nothing."""
+    assert "engine and trainer differ in the ids of a prompt with pictures" in engine["expanded"]
+
+
+def test_without_the_reset_an_old_picture_is_missed(engine):
+    assert "cache miss" in engine["stale"]
