@@ -5,7 +5,6 @@ Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: t
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
@@ -29,7 +28,8 @@ LADDER = [  # what makes a run smaller, the cheapest first
     ("tp", 2), ("tp", 4), ("tp", 8)]
 
 
-class Tower(NamedTuple):
+@dataclass
+class Tower:
     """The sizes of what makes features of pictures."""
     params: int  # with the projector
     layers: int
@@ -82,12 +82,11 @@ class Shape:
         return lora.lora_rank * self.layers * layer
 
     def uneven(self, ranks: float) -> float:
-        """Parameters to add, so that params / ranks is what the fullest rank has: FSDP gives it
-        whole experts."""
+        """Parameters to add: FSDP gives the fullest rank whole experts."""
         if not self.mixture or ranks == float("inf"):
             return 0
-        more = ceil_div(self.mixture.experts, ranks) * ranks - self.mixture.experts
-        return more * self.layers * 3 * self.mixture.inner * self.hidden
+        n = self.mixture.experts
+        return (ceil_div(n, ranks) * ranks - n) * self.layers * 3 * self.mixture.inner * self.hidden
 
     def saved(self, c: int, keys: int, frozen: bool) -> float:
         """Bytes that a layer keeps for backward, per token: norms, attention, MLP.
@@ -114,7 +113,6 @@ Qwen2.5-1.5B qwen2 1536 8960 28 12 2 151936 tied
 Qwen2.5-3B qwen2 2048 11008 36 16 2 151936 tied
 Qwen2.5-7B qwen2 3584 18944 28 28 4 152064 untied
 Qwen3-0.6B qwen3 1024 3072 28 16 8 151936 tied
-Qwen3-8B qwen3 4096 12288 36 32 8 151936 untied
 Qwen3-30B-A3B qwen3_moe 2048 6144 48 32 4 151936 128 untied
 Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied"""
 
@@ -336,8 +334,7 @@ def loads(plan, shape, card) -> list[Load]:
 
 
 def holds(plan, shape, card) -> int:
-    """The longest sequences that the engine's cache holds. Without an engine nothing is too
-    long: 1."""
+    """How many of the longest sequences the engine's cache holds. Without an engine: 1."""
     return EngineMemory(plan, shape, card).holds if plan.args.needs_engine else 1
 
 
@@ -348,13 +345,10 @@ def fits(plan, shape, card) -> bool:
     return largest <= 0.97 * limit and holds(plan, shape, card) > 0
 
 
-# ---- the search for flags with which it fits ----
+# ---- flags with which it fits ----
 
 def flags_that_fit(plan, shape, card) -> dict | None:
-    """The flags to change so that it fits: {} if it fits already. None: no flags are enough.
-
-    It tries small budgets and each step of LADDER alone, then more and more of them together.
-    """
+    """The flags to change so that it fits: {} if it fits already. None: no flags are enough."""
     given, small = flags(plan.args), max(plan.longest, 4096)
     steps = [(name, small) for name in BUDGETS if given.get(name, 0) > small]
     steps += [(name, value) for name, value in LADDER if given[name] != value]
