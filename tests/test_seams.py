@@ -236,6 +236,7 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
+                                "eyes": None, "for_pictures": {},
                                 **inputs})
     return run.Run(given, world_of(), tmp_path, inputs, None, {"a": 1})
 
@@ -409,7 +410,8 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
         seen.append((checkpointing, offload))
         raise Stop
 
-    lm = SimpleNamespace(base_model=torch.nn.Sequential(torch.nn.ModuleList()))
+    lm = torch.nn.Sequential(torch.nn.ModuleList())
+    lm.config = SimpleNamespace(model_type="llama")
     monkeypatch.setattr(model, "skeleton", lambda *given, **named: lm)
     monkeypatch.setattr(model, "init_device_mesh", lambda *given, **named: None)
     monkeypatch.setattr(model, "shard", shard)
