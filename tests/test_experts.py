@@ -153,6 +153,7 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
 
 def test_a_run_asks_its_engine_for_them(monkeypatch):
     given, it = {}, MagicMock()
+    it.inputs.eyes = None
     monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
     monkeypatch.setattr(run, "eos_ids", lambda *_: [])
     run.Run.build_engine(it)

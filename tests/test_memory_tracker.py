@@ -133,10 +133,10 @@ MORE = [("Qwen3-0.6B", 4, dict(grad=True, checkpointing=False, layers=3, group=1
         ("Qwen2.5-0.5B", 2, dict(grad=False, checkpointing=False, critic=True, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
         ("Qwen3-30B-A3B", 3, dict(grad=True, checkpointing=False, layers=3))]
+MORE = [pytest.param(*row, marks=pytest.mark.slow) for row in MORE]
 
 
-@pytest.mark.parametrize("name, ranks, case", [
-    *SOME, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)])
+@pytest.mark.parametrize("name, ranks, case", SOME + MORE)
 def test_a_few_layers(name, ranks, case):
     assert close(*measured(name, ranks, 8 * LENGTH, c=2, **case))
 
