@@ -99,7 +99,7 @@ def train(args: Args) -> int:
         with run.log.time("step"):
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
-                # 1. Rollout: G completions of each of P prompts.
+                # 1. Rollout: G completions of each of P prompts. (--carry: chats/carry.py does it.)
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
@@ -120,7 +120,7 @@ def train(args: Args) -> int:
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
         run.log.step(step + 1, metrics)
-        run.log.watch(metrics)  # gradients that are not finite, and the gap
+        run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:
             run.save(step + 1)

@@ -123,7 +123,7 @@ def train(args: Args) -> int:
                                                  target=args.kl_target, horizon=args.kl_horizon)
 
         run.log.step(step + 1, metrics)
-        run.log.watch(metrics)  # gradients that are not finite, and the gap
+        run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:
             run.save(step + 1)

@@ -1,4 +1,4 @@
-"""head.py: hidden states → log-probs and entropies, without all logits at once."""
+"""logprobs.py: hidden states → log-probs and entropies, without all logits at once."""
 from functools import cache, partial
 
 import torch
