@@ -70,6 +70,20 @@ def test_engine_and_export_have_a_checkpoints_names(folder):
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plain_vllm_serves_the_export(folder, name):
+    path, prompts = f"{folder}/{name}", [[*range(20 * i + 3, 20 * i + 43)] for i in range(3)]
+    results(3, exported, path)
+    lm = AutoModelForCausalLM.from_pretrained(f"{path}-out", dtype=torch.float32)
+    for prompt, (ids, served) in zip(prompts, families.plain_vllm(f"{path}-out", prompts),
+                                     strict=True):
+        with torch.no_grad():
+            logprobs = lm(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+        theirs = logprobs[len(prompt) - 1:-1].gather(-1, torch.tensor(ids).unsqueeze(-1))
+        assert (theirs.squeeze(-1) - torch.tensor(served)).abs().max() < 1e-5
+
+
 def scores(policy, batch) -> torch.Tensor:
     return batch.score(policy.world, 60, "score", lambda m: policy.logprobs(m, 1.0)[0])
 

@@ -25,18 +25,9 @@ from torch.nn import functional as F
 from trainer.logprobs import hidden_alone
 from trainer.packing import to_device
 
-
-class Names(NamedTuple):
-    """What a checkpoint calls a layer's mixture, and an expert's matrices."""
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-NAMES = {"mixtral": Names("block_sparse_moe", "w1", "w3", "w2"),
-         **dict.fromkeys(("olmoe", "qwen3_moe"),
-                         Names("mlp", "gate_proj", "up_proj", "down_proj"))}
+# What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
+NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+         **dict.fromkeys(("olmoe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj"))}
 
 
 @dataclass
@@ -166,21 +157,20 @@ def pieces(lm, name: str, tensor, first: int = 0):
 
     tensor: the parameter, or of fused experts some, of which this is the `first`.
     """
-    names = NAMES.get(lm.config.model_type)
-    if names is None or ".mlp." not in name:
+    layer, mlp, own = name.partition(".mlp.")
+    if not mlp or lm.config.model_type not in NAMES:
         yield name, tensor
         return
-    layer, _, own = name.partition(".mlp.")
+    block, gate, up, down = NAMES[lm.config.model_type]
     if not own.startswith("experts."):
-        yield f"{layer}.{names.block}.{own}", tensor
+        yield f"{layer}.{block}.{own}", tensor
         return
     for number, matrix in enumerate(tensor, first):
+        parts = {down: matrix}
         if own == "experts.gate_up_proj":
-            parts = zip((names.gate, names.up), matrix.chunk(2), strict=True)
-        else:
-            parts = [(names.down, matrix)]
-        for part, value in parts:
-            yield f"{layer}.{names.block}.experts.{number}.{part}.weight", value
+            parts = dict(zip((gate, up), matrix.chunk(2), strict=True))
+        for part, value in parts.items():
+            yield f"{layer}.{block}.experts.{number}.{part}.weight", value
 
 
 def shapes(lm, parameters) -> dict[str, list[int]]:
