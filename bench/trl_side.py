@@ -16,6 +16,11 @@ def letters(completions, **columns):
     return [sum(map(str.isalpha, text)) / 100 for text in completions]
 
 
+def letters_of_chats(completions, **columns):
+    """The same, of chats: what TRL gives for a prompt with a picture."""
+    return letters([message["content"] for message, in completions])
+
+
 def exact(completions, answer, **columns):
     """verifiers.exact: grpo.py's `--reward exact`."""
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
@@ -32,11 +37,20 @@ def follows(completions, answer, **columns):
 def main(a: argparse.Namespace) -> None:
     import torch
     import transformers
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from datasets import Dataset, Image
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+        TrainerCallback,
+    )
     from trl import GRPOConfig, GRPOTrainer
 
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
+    kinds = AutoModelForCausalLM, AutoTokenizer
+    if a.pictures:
+        kinds = AutoModelForImageTextToText, AutoProcessor
+    model = kinds[0].from_pretrained(a.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     # (step + 1) / warmup, as in grpo.py: transformers' own begins at 0 and loses the first update.
@@ -44,6 +58,8 @@ def main(a: argparse.Namespace) -> None:
         optimizer, lambda step: min(1.0, (step + 1) / max(1, a.warmup)))
     with open(a.prompts) as file:
         rows = Dataset.from_list([json.loads(line) for line in file])
+    if a.pictures:
+        rows = rows.cast_column("image", Image())
     out, row = open(a.out, "w", buffering=1), {}
 
     class Write(TrainerCallback):
@@ -63,8 +79,8 @@ def main(a: argparse.Namespace) -> None:
                 out.write(json.dumps(row | metrics) + "\n")
 
     trainer = GRPOTrainer(
-        model=model, processing_class=AutoTokenizer.from_pretrained(a.model), train_dataset=rows,
-        reward_funcs={"letters": letters, "exact": exact, "follows": follows}[a.reward],
+        model=model, processing_class=kinds[1].from_pretrained(a.model), train_dataset=rows,
+        reward_funcs=globals()[a.reward],
         optimizers=(optimizer, schedule), callbacks=[Write()],
         args=GRPOConfig(
             output_dir=a.out + ".trl", use_cpu=True, bf16=False, report_to="none",
@@ -102,5 +118,6 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--checkpointing", action="store_true")
+    for name in ("checkpointing", "pictures"):
+        parser.add_argument(f"--{name}", action="store_true")
     main(parser.parse_args())

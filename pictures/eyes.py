@@ -43,6 +43,11 @@ class Eyes:
                                 f"one tile (got {limit}).")
         self.bytes = 12 * self.tile**2 * (self.most // self.processor.image_seq_len)  # its pixels
 
+    @property
+    def kind(self) -> tuple:
+        """Two models with equal ones take the same ids and the same pixels."""
+        return self.token, self.processor.image_seq_len, self.images.to_dict()
+
     def ids_of(self, size) -> list[int]:
         """(width, height) → what stands for such a picture in a prompt."""
         _, rows, cols = self.images.get_number_of_image_patches(

@@ -91,7 +91,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
     if lm and tokenizer and sees(lm.config):
-        eyes = mistakes.attempt(find_eyes, args, lm, source, notes)
+        eyes = mistakes.attempt(find_eyes, args, lm, source, notes, teacher)
 
     def load(flag: str, seed: int) -> list[data.Row]:
         return load_rows(args, flag, seed, tokenizer, ends, tools, mistakes, notes, eyes)
@@ -163,7 +163,7 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
     if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
-    sizes = theirs.config.vocab_size, lm.config.vocab_size
+    sizes = [m.config.get_text_config().vocab_size for m in (theirs, lm)]
     if args.divergence != "none" and sizes[0] != sizes[1]:
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
                             f"--teacher has {sizes[0]:,} rows and --model {sizes[1]:,}. "
@@ -228,22 +228,32 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
-def find_eyes(args, lm, source: str, notes: list[str]) -> Eyes:
-    """Of a model that sees."""
+def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = None) -> Eyes:
+    """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
     limit = args.data_args.max_image_tokens
-    try:
-        eyes = Eyes(source, lm.config, limit)
-    except SettingsError:
-        raise
-    except Exception as error:  # transformers has many kinds
-        why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--model {args.model} has no processor for pictures that transformers "
-                            f"can load ({why}).") from None
+    eyes = load_eyes(args.model, source, lm.config, limit)
+    if teacher:
+        config = model.config_of(teacher, "teacher")
+        theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
+        if theirs is None or theirs.kind != eyes.kind:
+            raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
+                                "with an equal processor for pictures and an equal image token.")
     longest = eyes.size["longest_edge"]
     if longest < eyes.usual:
         notes.append(f"--max_image_tokens {limit}: every picture is scaled to a longest edge of "
                      f"{longest:,} pixels, not {eyes.usual:,}: at most {eyes.most:,} tokens")
     return eyes
+
+
+def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model") -> Eyes:
+    try:
+        return Eyes(source, config, limit)
+    except SettingsError:
+        raise
+    except Exception as error:  # transformers has many kinds
+        why = " ".join(str(error).split())[:300]
+        raise SettingsError(f"--{flag} {name} has no processor for pictures that transformers "
+                            f"can load ({why}).") from None
 
 
 # ---- rows, turns, memory ----

@@ -204,14 +204,11 @@ def picture_rules(args, shape):
     if given["train_vision"] and given["lora_rank"]:
         yield Rule("--train_vision trains all weights of the tower, and --lora_rank trains "
                    "adapters alone.", [("train_vision", [False]), ("lora_rank", [0])])
-    for name in ("reply", "tools", "carry", "teacher", "teacher_prompt"):
+    for name in ("reply", "tools", "carry", "teacher_prompt"):
         if sees and given.get(name):
             yield Rule(f"--{name} is for models that read text alone: --model sees pictures, and "
-                       "they are sampled in one turn and without a teacher.",
+                       "they are sampled in one turn, for the prompt of the row.",
                        [(name, [default[name]])])
-    if sees and given["tp"] > 1:
-        yield Rule("--tp must be 1 for a model that sees pictures: no test proves more.",
-                   [("tp", [1])])
 
 
 def divisor_rules(plan: Plan, shape, local_size: int | None):

@@ -23,15 +23,19 @@ def try_worst_case(run):
     if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
         return
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
-                           run.reference, run.critic)
+                           run.reference, run.critic, run.inputs.rows)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
     run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
 
-def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None) -> dict:
+def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
+                   rows: list[Row] = ()) -> dict:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
-    state. A collective."""
+    state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
+    """
     a, peaks = plan.args, {}
+    seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
+        row.pictures.places) / len(row.prompt_ids))
 
     def update(micro):
         with beside(reference, micro, a.temperature, a.divergence) as formula:
@@ -56,7 +60,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
             forward, trained = passes[phase.name]
-            peaks[phase.name] = measure(phase, world, vocab, forward)
+            peaks[phase.name] = measure(phase, world, vocab, forward, seen)
             trained.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
@@ -64,12 +68,13 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     return dict(zip(peaks, most, strict=True))
 
 
-def measure(phase: Phase, world, vocab: int, forward) -> float:
+def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         try:
             with peak_memory(world.device) as peak, torch.set_grad_enabled("update" in phase.name):
-                forward(worst_micro(tokens, phase.longest, phase.keys, vocab, world.device))
+                forward(worst_micro(
+                    tokens, phase.longest, phase.keys, vocab, world.device, seen))
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
@@ -77,19 +82,27 @@ def measure(phase: Phase, world, vocab: int, forward) -> float:
     return peak["gb"]
 
 
-def sample(prompt: list[int], completion: np.ndarray) -> Sample:
-    return Sample(Prompt(0, Row(0, "", prompt, None, {}, "")), Completion(
+def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
+    row = Row(0, "", prompt, None, {}, "", pictures=pictures)
+    return Sample(Prompt(0, row), Completion(
         completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
         Score(0.0, {}, None))
 
 
-def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device) -> Micro:
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
+                seen: Row | None = None) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers `keys` keys for each token (see plan.Phase)."""
+    long that attention gathers `keys` keys for each token (see plan.Phase). The tower computes the
+    pictures of `seen` as often as `tokens` have room for that row."""
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
-    batch = Batch([sample([0] * p, np.arange(n - p) % vocab)] * (rows * keys))
+    pictures = seen and seen.pictures
+    if pictures:
+        times = max(1, tokens // len(seen.prompt_ids))
+        places = [i % p for i in range(times * len(pictures.places))]
+        pictures = pictures._replace(sources=pictures.sources * times, places=places)
+    batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 

@@ -3,6 +3,7 @@
     python tests/faults.py                    20 kills of grpo.py on 2 ranks: 6 minutes on 2 cores
     python tests/faults.py --kills 5 --script ppo --seed 1
     python tests/faults.py --kills 5 --task experts     the model is tiny:experts
+    python tests/faults.py --kills 5 --task squares     a model that sees
     python tests/faults.py --kills 10 --carry 0.6 --carry_tokens 3 --engine_correction truncate
 
 A kill is KILL or TERM of one rank or of all, or TERM of torchrun: half of them after some steps, a
@@ -31,7 +32,10 @@ FLAGS = ("--batch 4 --group 4 --minibatches 2 --max_tokens 12 --max_prompt_token
 def model(task: str = "sort") -> str:
     """A tiny model's folder, made once for all runs of this checkout."""
     sys.path.insert(0, str(ROOT))
-    from examples import tiny
+    from examples import squares, tiny
+    if task == "squares":
+        squares.main(ROOT / "runs/squares")
+        return str(ROOT / "runs/squares/model")
     return tiny.ensure(str(ROOT / "runs"), task)
 
 
@@ -142,6 +146,8 @@ def main() -> None:
     for name, value in dict(script="grpo", task="sort", kills=20, ranks=2, seed=0).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     a, flags = parser.parse_known_args()  # the other flags are the script's
+    if a.task == "squares":
+        flags = ["--data", str(ROOT / "runs/squares/train.jsonl"), *flags]
     cwd = Path(tempfile.mkdtemp(prefix="faults-"))
     steps, rng = 2 * a.kills + 8, random.Random(a.seed)
 

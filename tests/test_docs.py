@@ -32,7 +32,7 @@ PAGES += sorted((ROOT / "docs").glob("*/*.md"))
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text in TEXT.items()}
 SOURCES = [path for kind in ("py", "sh", "html") for path in ROOT.rglob(f"*.{kind}")
-           if not {".venv", "runs"} & {*path.relative_to(ROOT).parts}]
+           if not {".venv", ".venv-trl", "runs"} & {*path.relative_to(ROOT).parts}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
@@ -94,7 +94,7 @@ def test_lines_flags_names_and_files(page):
 def test_every_link_leads_to_a_file_and_a_heading():
     found = {page: {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-")
                     for x in re.findall("^#+ (.*)$", page.read_text(), re.M)}
-             for page in ROOT.rglob("*.md") if ".venv" not in page.parts}
+             for page in ROOT.rglob("*.md") if not {".venv", ".venv-trl"} & {*page.parts}}
     for page in found:
         text = re.sub("^```.*?^```", "", page.read_text(), flags=re.S | re.M)
         for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text):

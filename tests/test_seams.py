@@ -121,6 +121,7 @@ def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch, adapter, lev
                     dtype=torch.float32, max_len=9, max_tokens=5, seed=0, kv_cache=0.0, trained=[],
                     adapter=adapter)
     assert engine.sleep_level == level and engine.llm.enable_sleep_mode
+    assert engine.llm.enable_prefix_caching
 
 
 # ---- rewards.py
@@ -348,6 +349,19 @@ def test_only_bad_steps_in_a_row_end_a_run(tmp_path):
 
 
 # ---- preflight/, chats/, trainer/
+
+@pytest.mark.parametrize("flags, old, reference", [
+    ({}, False, False), (dict(kl_loss_coef=0.1), False, True), (dict(epochs=2), True, False),
+    (dict(minibatches=2), True, False), (dict(engine_correction="mask"), True, False),
+    (dict(kl_reward_coef=0.1), True, True)])
+def test_a_pass_that_nothing_needs_is_not_made(flags, old, reference):
+    assert (args(**flags).needs_old_logprobs, args(**flags).needs_reference) == (old, reference)
+
+
+def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
+    texts = [Plan(args(batch=8, max_tokens=9), 1, n, 0).text() for n in (3, 8)]
+    assert "(--batch 8, but --data has only 3)" in texts[0] and "--batch" not in texts[1]
+
 
 def test_a_dual_clip_of_1_is_refused():
     assert [rule.kind for rule in rules.problems(args(dual_clip=1.0), 1)] == ["--dual_clip"]

@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from transformers import Qwen2Config
 
 import data
+import distill
 import grpo
 from dist import SettingsError
 from examples import squares
@@ -28,7 +30,7 @@ from learning import difference
 from pictures import rows as pictured
 from pictures import seeing
 from pictures.eyes import Eyes
-from preflight import inputs, memory, plan, rules
+from preflight import inputs, memory, plan, rules, worst_case
 from ranks import results
 from rewards import Score
 from tools import report
@@ -43,8 +45,8 @@ GROUP, COMPLETION = 3, 10
 def folder(tmp_path_factory) -> Path:
     """one/: a picture is a tile. split/: 4 tiles and the whole. a.png to d.png."""
     path = tmp_path_factory.mktemp("vision")
-    for name, splits in ("one", 1), ("split", 2):
-        squares.make_model(str(path / name), splits=splits, noise=0.1)
+    for name, seed, splits in ("one", 0, 1), ("split", 0, 2), ("teacher", 1, 2):
+        squares.make_model(str(path / name), seed, splits, noise=0.1)
         weights = load_file(path / name / "model.safetensors")
         weights["lm_head.weight"][320] *= 3  # the token of a picture: it shall be sampled
         save_file(weights, path / name / "model.safetensors", metadata={"format": "pt"})
@@ -180,6 +182,17 @@ def test_settings_that_are_refused(folder, flags, words):
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
 
+@pytest.mark.parametrize("teacher", ["one", "text"])
+def test_a_teacher_must_see_as_the_model_does(folder, teacher):
+    """It gets the same ids and the same pixels."""
+    source = str(folder / "split")
+    lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
+    inputs.find_eyes(args, lm, source, [], str(folder / "teacher"))
+    Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
+    with pytest.raises(SettingsError, match=f"--teacher {teacher} must see as --model tiny"):
+        inputs.find_eyes(args, lm, source, [], str(folder / teacher))
+
+
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
 def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
     args = plan.changed(grpo.Args(), lr=1e-3, **flags)
@@ -227,7 +240,8 @@ def fabricate(folder: Path, kind: str = "one") -> list[Sample]:
 
 
 def naive(lm, sample: Sample):
-    """log π of each token of a completion, by transformers' parts, one row alone: (T,)."""
+    """log π(. | prefix) at each token of a completion, by transformers' parts, one row alone:
+    (T, V)."""
     row, ids = sample.prompt.row, torch.tensor(sample.completion.ids).long()
     x = lm.get_input_embeddings()(torch.tensor([row.prompt_ids + ids.tolist()]))
     if row.pictures:
@@ -237,19 +251,25 @@ def naive(lm, sample: Sample):
         spots[row.pictures.places] = True
         x = x.masked_scatter(spots.view(1, -1, 1), features)
     hidden = lm.model.text_model(inputs_embeds=x).last_hidden_state[0, -len(ids) - 1:-1]
-    return lm.lm_head(hidden).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return lm.lm_head(hidden).log_softmax(-1)
+
+
+def in_float64(source: Path):
+    from transformers import AutoModelForImageTextToText
+    lm = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float64)
+    model.widen(seeing.text_of(lm))
+    return lm
 
 
 def expected(folder: Path, kind: str, samples, trains: bool) -> dict[str, torch.Tensor]:
     """The gradient of GRPO's loss, Σ -A log π / all tokens, a row at a time: {name: gradient}."""
-    from transformers import AutoModelForImageTextToText
-    lm = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float64)
-    model.widen(seeing.text_of(lm))
+    lm = in_float64(folder / kind)
     rewards = np.array([s.score.total for s in samples]).reshape(-1, GROUP)
     advantages = (rewards - rewards.mean(1, keepdims=True)).flatten()
     tokens = sum(len(s.completion.ids) for s in samples)
     for advantage, sample in zip(advantages, samples, strict=True):
-        (-advantage * naive(lm, sample).sum() / tokens).backward()
+        ids = torch.tensor(sample.completion.ids).long().unsqueeze(-1)
+        (-advantage * naive(lm, sample).gather(-1, ids).sum() / tokens).backward()
     frozen = () if trains else ("model.vision_model.", "model.connector.")
     return {name: p.grad for name, p in lm.named_parameters() if not name.startswith(frozen)}
 
@@ -301,6 +321,50 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(folder):
     assert difference(start, moved) > 1e-4  # the tower learned
 
 
+def distilled(world, folder: Path) -> dict:
+    """The gradient of one step from a teacher's whole distributions."""
+    args = plan.changed(distill.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
+                        teacher="x", divergence="reverse_kl", update_tokens=300)
+    module = model.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
+    policy = Spy(module, world, args.model_args, args.optimizer_args)
+    teacher = model.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
+    teacher = model.made(model.Policy, teacher, world, args.model_args, args.optimizer_args)
+    distill.learn(args, world, policy, fabricate(folder, "split"), lr=1e-3, reference=teacher)
+    return policy.gradient
+
+
+def test_a_student_learns_from_a_teacher_that_sees_the_same(folder):
+    """Σ KL(π || teacher) / all tokens."""
+    samples, (ours, _) = fabricate(folder, "split"), results(2, distilled, folder)
+    student, teacher = in_float64(folder / "split"), in_float64(folder / "teacher")
+    tokens = sum(len(s.completion.ids) for s in samples)
+    for sample in samples:
+        with torch.no_grad():
+            theirs = naive(teacher, sample)
+        logprobs = naive(student, sample)
+        ((logprobs.exp() * (logprobs - theirs)).sum() / tokens).backward()
+    formula = {name: p.grad for name, p in student.named_parameters() if name in ours}
+    assert difference(flat(ours), flat(formula)) < 1e-12
+
+
+def tried(world, folder: Path) -> list[int]:
+    """Tiles that the tower saw in each forward of the worst case."""
+    args = plan.changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
+                        score_tokens=480, minibatches=2)
+    module = model.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
+    policy = model.made(model.Policy, module, world, args.model_args, args.optimizer_args)
+    rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
+    seeing.tower_of(module.lm)[0].register_forward_pre_hook(
+        lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
+    worst_case.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    return [*tiles, len(rows[1].prompt_ids)]
+
+
+def test_the_worst_case_has_as_many_pictures_as_fit(folder):
+    (*tiles, row), = results(1, tried, folder)
+    assert tiles == [240 // row, 480 // row] * 2
+
+
 def test_neighbours_with_other_pictures_are_other_prompts(folder):
     owners = [owner for owner, _, _ in Batch(fabricate(folder)).sizes]
     assert owners == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9, 12, 12, 12]
@@ -346,14 +410,16 @@ def test_the_report_has_the_pictures_of_each_prompt(folder):
 
 # ---- the engine ----
 
-@pytest.fixture(scope="module")
-def engine(folder) -> dict:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def engine(folder, request) -> dict:
+    """What vision_worker.py found with this --tp."""
+    out = Path(f"{folder}/out{request.param}")
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", str(folder), f"{folder}/out"], cwd=ROOT, text=True,
-        capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert Path(folder, "out").exists(), done.stderr[-6000:]
-    return pickle.loads(Path(folder, "out").read_bytes())
+         "tests/vision_worker.py", str(folder), str(out), str(request.param)], cwd=ROOT,
+        text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert out.exists(), done.stderr[-6000:]
+    return pickle.loads(out.read_bytes())
 
 
 def test_engine_trainer_and_transformers_see_the_same(engine):

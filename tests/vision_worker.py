@@ -1,4 +1,5 @@
-"""What test_vision.py asks of an engine that sees, on two ranks: FOLDER, the answers' file."""
+"""What test_vision.py asks of an engine that sees, on two ranks: FOLDER, the answers' file,
+--tp."""
 import os
 import pickle
 import sys
@@ -17,7 +18,7 @@ from test_vision import fabricate
 from trainer import model
 
 
-def engine_run(folder: str, out: str) -> None:
+def engine_run(folder: str, out: str, tp: str) -> None:
     """Three loads of weights, with an update of all of them between: gaps of the engine."""
     world, path = dist.join(120), Path(folder)
     weights, source = model.ModelArgs(), f"{folder}/split"
@@ -28,8 +29,8 @@ def engine_run(folder: str, out: str) -> None:
     options = inputs.Inputs.for_pictures.fget(SimpleNamespace(
         rows=[prompt.row for prompt in rows], eval_rows=[], eyes=eyes))
     engine = SeeingEngine(
-        source, world, EngineArgs(max_num_seqs=16), dtype=torch.float32, max_len=256, seed=0,
-        max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
+        source, world, EngineArgs(max_num_seqs=16, tp=int(tp)), dtype=torch.float32, max_len=256,
+        seed=0, max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
         log=SimpleNamespace(phase=lambda name: nullcontext(), count=False), pictures=options)
     found = {"gaps": [], "plain": [], "sampled": 0}
     run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=1.0))

@@ -261,6 +261,10 @@ WIRINGS = [
      "vision.py::test_a_bad_row_is_one_sentence_with_its_number"),
     ("trainer/model.py", "for part in (seeing.text_of(lm), *seeing.tower_of(lm))",
      "for part in [lm]", "vision.py::test_text_and_vision_layers_are_sharded_and_exported"),
+    ("preflight/inputs.py", "theirs.kind != eyes.kind", "theirs.token != eyes.token",
+     "vision.py::test_a_teacher_must_see_as_the_model_does"),
+    ("preflight/worst_case.py", "times = max(1, tokens // len(seen.prompt_ids))", "times = 1",
+     "vision.py::test_the_worst_case_has_as_many_pictures_as_fit"),
     # ---- batch.py
     ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):", "if i == 0:", DEFAULT),
     ("trainer/batch.py", "if last != (row.prompt_ids, row.pictures):", "if True:", PACKED),
