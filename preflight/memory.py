@@ -1,6 +1,6 @@
 """memory.py: what fits on a GPU, from the sizes of a model.
 
-Everywhere: plan is a plan.Plan, shape a Shape, card the bytes of a GPU (None: there is none).
+plan: a plan.Plan. shape: a Shape. card: the bytes of a GPU; None: there is none.
 """
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from pictures.seeing import text_of, tower_of
-from preflight.plan import BUDGETS, Phase, Plan, ceil_div, changed, flags
+from preflight.plan import BUDGETS, Phase, Plan, ceil_div, changed, flags, table
 from preflight.rules import broken, typed
 from rollout import HELD, engine_limits
 from trainer import experts
@@ -40,11 +40,19 @@ class Tower:
     patches: int  # of a tile
     tokens: int  # that a tile becomes
 
-    def bytes(self, tokens: int, c: int, trained: bool) -> int:
-        """Of the largest pictures in a micro-batch, as if all its tokens were theirs."""
-        tiles, kept = ceil_div(tokens, self.tokens), self.layers if trained else 1
-        patch = c * (12 * self.hidden + 4 * self.inner)  # that a layer keeps for backward, or makes
-        return tiles * (12 * self.side**2 + self.patches * patch * kept)
+    def bytes(self, tokens: int, c: int, trained=False, again=False) -> tuple[int, int]:
+        """(what stays while the text model computes, the fullest moment before), as if all tokens
+        were of the largest pictures. again: layers are computed again for backward."""
+        tiles = ceil_div(tokens, self.tokens)
+        patch, kept = tiles * self.patches * c, 12 * tiles * self.side**2  # its pixels
+        if not trained:
+            return kept, kept + patch * (5 * self.hidden + 2 * self.inner)
+        saved = patch * (8 * self.hidden + 2 * self.inner)  # by a layer
+        kept, alone = kept + 3 * patch * self.hidden, patch * (2 * self.hidden + self.inner)
+        if again:
+            alone, saved = alone + saved, patch * self.hidden
+        kept += self.layers * saved
+        return kept, kept + alone
 
 
 @dataclass
@@ -118,7 +126,7 @@ Llama-3.2-1B llama 2048 8192 16 32 8 128256 tied"""
 
 
 def shape_of(model: str) -> Shape | None:
-    """A model's shape, if its name is KNOWN: no file is read. None: another name."""
+    """A model's shape, if its name is KNOWN; no file is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
     name = model.rpartition("/")[2].partition(":")[0]
     name = name.removesuffix("-Instruct").removesuffix("-Base")
@@ -167,10 +175,8 @@ def tower_sizes(lm) -> Tower | None:
 
 
 def number_bytes(dtype: str, card) -> int:
-    """The bytes of a number in the trainer's computation."""
-    if dtype == "auto":
-        return 2 if card else 4
-    return {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    """Of a number that the trainer computes."""
+    return {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
 class EngineMemory:
@@ -188,9 +194,10 @@ class EngineMemory:
         activations = c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
         logits = 3 * 4 * seqs * shape.vocab  # three float32 copies
         self.workspace = graphs + activations + logits
-        if shape.tower:  # the pixels that it holds
-            tokens = plan.requests * plan.args.data_args.max_prompt_tokens
-            self.workspace += min(HELD * GIB, shape.tower.bytes(tokens, c, False))
+        if shape.tower:  # the pixels that it holds, and its own tower
+            held = plan.requests * plan.args.data_args.max_prompt_tokens
+            self.workspace += shape.tower.bytes(tokens, c)[1] + min(
+                HELD * GIB, shape.tower.bytes(held, c)[0])
 
         block_tokens = 16 if card else 128
         kv = max(shape.kv / e.tp, shape.head_dim)  # at least one head
@@ -221,7 +228,7 @@ class TrainerMemory:
         self.c = number_bytes(w.dtype, card)
         self.m = max(4, self.c)  # of a master weight
         self.ranks = w.shard_size or plan.ranks  # that share parameters, gradients, moments
-        if card and w.cpu_offload:  # a GPU's share of them is 0
+        if card and w.cpu_offload:  # its share is 0
             self.ranks = float("inf")
         models = {"policy": shape.params + shape.uneven(self.ranks)}
         if a.critic_args:
@@ -269,46 +276,49 @@ class TrainerMemory:
 
     def sizes(self, shape: Shape, phase: Phase, critic: bool) -> tuple[float, ...]:
         """Bytes in the largest micro-batch: what goes from layer to layer; a wide matrix in an MLP;
-        what a layer saves for backward; the logits; the root; what FSDP gathers (the root, whole
-        and this rank's part, and two layers)."""
-        c, tokens = self.c, phase.tokens
+        what a layer saves for backward; the logits; the root; what FSDP gathers (the root, this
+        rank's part of it, two layers); Tower.bytes."""
+        c, tokens, a = self.c, phase.tokens, self.args
         logits, root = self.logits(shape, tokens), shape.root * c
-        pictures = 0
+        layer, pictures = shape.layer, (0, 0)
         if shape.tower:
-            pictures = shape.tower.bytes(tokens, c, self.args.optimizer_args.train_vision)
+            trained = "update" in phase.name and a.optimizer_args.train_vision
+            pictures = shape.tower.bytes(tokens, c, trained, a.model_args.checkpointing)
+            layer = max(layer, shape.tower.sharded // shape.tower.layers)
         if critic:
             logits, root = 0, (shape.embedding + shape.hidden) * c
-        gathered = root + root / self.ranks + 2 * shape.layer * c + pictures
-        return (tokens * shape.hidden * c, tokens * shape.wide * c,
-                tokens * shape.saved(c, phase.keys, self.adapter > 0), logits, root, gathered)
+        gathered = root + root / self.ranks + 2 * layer * c
+        return (tokens * shape.hidden * c, tokens * shape.wide * c, tokens * shape.saved(
+            c, phase.keys, self.adapter > 0), logits, root, gathered, *pictures)
 
     def score(self, shape: Shape, phase: Phase, critic: bool) -> float:
         """Bytes in the fullest moment of a forward pass without gradient."""
-        hidden, inner, saved, logits, root, gathered = self.sizes(shape, phase, critic)
+        hidden, inner, saved, logits, root, gathered, *seen = self.sizes(shape, phase, critic)
         rows = phase.tokens * shape.rows(self.c, self.adapter > 0)
-        # The next root, or the wide numbers of an MLP, of attention, of the head.
+        # The next root, or what is wide in an MLP, in attention, in the head.
         wide = max(3 * inner + rows, saved - 4 * inner - rows, SCORE_HEAD * logits)
-        return gathered + 7 * hidden + max(root, wide)
+        return gathered + max(seen[1], seen[0] + 7 * hidden + max(root, wide))
 
     def update(self, phase: Phase, critic: bool) -> float:
         """Bytes in the fullest moment of a forward and backward pass, without its gradients."""
         shape = self.shape
-        hidden, inner, saved, logits, root, gathered = self.sizes(shape, phase, critic)
+        hidden, inner, saved, logits, root, gathered, *seen = self.sizes(shape, phase, critic)
         kept, again = shape.layers * saved + 3 * hidden, 0
         if self.args.model_args.checkpointing:  # a layer is computed again
             kept, again = shape.layers * hidden + 3 * hidden, saved
-        # Gradients before they are reduced: of the head, of the root and of a layer.
+        # Gradients before they are reduced: of the head, the root and a layer.
         head, wide, layer = shape.embedding * self.c, shape.root * self.m, shape.layer * self.m
         if critic:
             head = 0
         if self.adapter:
             head = wide = layer = 0
-        last = kept + 4 * phase.tokens * shape.hidden  # behind the last layer
+        kept += seen[0]
+        last = kept + 4 * phase.tokens * shape.hidden  # behind all layers
         inner += phase.tokens * shape.rows(self.c) / 2
-        ahead = 0  # behind the last layer none is gathered ahead
-        if shape.mixture:  # only there it is much
-            ahead = shape.layer * self.c
-        return max(gathered - ahead + last + max(UPDATE_HEAD * logits + head, 3 * head),
+        # There none is gathered ahead. It is much of a mixture alone.
+        ahead = shape.layer * self.c if shape.mixture else 0
+        return max(gathered + seen[1],
+                   gathered - ahead + last + max(UPDATE_HEAD * logits + head, 3 * head),
                    gathered + layer + kept + again + 2 * inner + head,  # in an MLP
                    wide + max(root, shape.embedding * self.c + wide / self.ranks))
 
@@ -340,33 +350,26 @@ def holds(plan, shape, card) -> int:
 
 def fits(plan, shape, card) -> bool:
     """Every phase leaves 3 % of the memory, and the cache holds a sequence."""
-    limit = card or plan.free
     largest = max(load.total for load in loads(plan, shape, card))
-    return largest <= 0.97 * limit and holds(plan, shape, card) > 0
+    return largest / 0.97 <= (card or plan.free) and holds(plan, shape, card) > 0
 
 
 # ---- flags with which it fits ----
 
 def flags_that_fit(plan, shape, card) -> dict | None:
-    """The flags to change so that it fits: {} if it fits already. None: no flags are enough."""
+    """The flags to change so that it fits, {} if it does. None: no flags are enough."""
     given, small = flags(plan.args), max(plan.longest, 4096)
     steps = [(name, small) for name in BUDGETS if given.get(name, 0) > small]
     steps += [(name, value) for name, value in LADDER if given[name] != value]
     tries = [{}, *({name: value} for name, value in steps),
              *(dict(steps[:n]) for n in range(2, len(steps) + 1))]
-    shares = [{}]
-    if card:
-        shares += [{"gpu_memory_utilization": n / 10} for n in range(9, 0, -1)]
+    shares = [{}, *({"gpu_memory_utilization": n / 10} for n in range(9, 0, -1) if card)]
     for values, share in product(tries, shares):
         args = changed(plan.args, **values, **share)
         if fits(replace(plan, args=args), shape, card) and not broken(
                 args, plan.ranks, plan.n_rows, plan.n_eval, shape):
             return values | share
     return None
-
-
-def spell(values: dict) -> str:
-    return " ".join(typed(flag, value) for flag, value in values.items())
 
 
 # ---- what is printed ----
@@ -377,7 +380,7 @@ def planned(plan, shape, card) -> Plan:
         return replace(plan, memory="  memory     no plan: attention is not fused in this model")
     more, words = flags_that_fit(plan, shape, card), "fits"
     if more:
-        words = f"does not fit; would with {spell(more)}"
+        words = "does not fit; would with " + " ".join(typed(*pair) for pair in more.items())
     elif more is None:
         words, more = "does not fit; no flag helps, perhaps more ranks do", {}
     best = replace(plan, args=changed(plan.args, **more))  # the total is of the plan that fits
@@ -395,13 +398,3 @@ def planned(plan, shape, card) -> Plan:
     if adapter:
         lines.append(f"  lora       {adapter:,} parameters are trained")
     return replace(plan, memory="\n".join(lines))
-
-
-def table(found: list[Load]) -> list[str]:
-    """A line for each part, in GiB, and a column for each phase."""
-    rows = {"": [load.phase for load in found]}
-    for part in {part: None for load in found for part, size in load.parts.items() if size}:
-        rows[part] = [f"{load.parts.get(part, 0) / GIB:.2f}" for load in found]
-    rows["total"] = [f"{load.total / GIB:.2f}" for load in found]
-    return [f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
-            for name, cells in rows.items()]

@@ -51,6 +51,16 @@ def spread(n: int, parts: int) -> str:
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
 
+def table(found: list) -> list[str]:
+    """Of memory.Load: a line for each part, in GiB, and a column for each phase."""
+    rows = {"": [load.phase for load in found]}
+    for part in {part: None for load in found for part, size in load.parts.items() if size}:
+        rows[part] = [f"{load.parts.get(part, 0) / 2**30:.2f}" for load in found]
+    rows["total"] = [f"{load.total / 2**30:.2f}" for load in found]
+    return [f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
+            for name, cells in rows.items()]
+
+
 # ---- the sizes ----
 
 BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")

@@ -6,16 +6,24 @@ import pytest
 import torch
 import torch.distributed as td
 import transformers.masking_utils
+import transformers.models.idefics3.modeling_idefics3 as idefics3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Idefics3Config,
+)
 
 import grpo
 import ppo
 from dist import KEYS
+from pictures import seeing
 from preflight import memory, plan
 from trainer import experts, lora, model, packing
 
@@ -38,6 +46,20 @@ def config_of(name: str, layers: int):
         **({"head_dim": s.head_dim} if s.head_dim else {}))
 
 
+def with_tower(text) -> Idefics3Config:
+    """SmolVLM's tower before a text model: 64 tokens a tile."""
+    return Idefics3Config(
+        text_config=text, scale_factor=4, tie_word_embeddings=text.tie_word_embeddings,
+        vision_config=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+                           num_attention_heads=12, image_size=512, patch_size=16))
+
+
+def embed(embeddings, pixel_values, patch_attention_mask):
+    """In the place of Idefics3's embeddings, which look at numbers: whole pictures."""
+    x = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
+    return x + embeddings.position_embedding(torch.arange(x.shape[1]))
+
+
 def packed_rows(tokens: int, group: int):
     """A micro-batch of `tokens` whose attention gathers nearly min(KEYS, group + 1) keys for each:
     (ids, positions, Packed, keys of a token)."""
@@ -54,12 +76,14 @@ def packed_rows(tokens: int, group: int):
 
 def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool,
              head_chunk: int = 0, critic: bool = False, layers: int = 0, rank: int = 0,
-             group: int = 8):
+             group: int = 8, sees: bool = False, train_vision: bool = False):
     """(bytes at the peak by the tracker, by the plan) of a second micro-batch.
 
     They count a model's parameters, gradients, activations and what FSDP gathers.
     """
-    config = config_of(name, layers)
+    config, kind = config_of(name, layers), AutoModelForCausalLM
+    if sees:
+        config, kind = with_tower(config), AutoModelForImageTextToText
     ids, positions, packed, keys = packed_rows(tokens, group)
     most = min(KEYS, group + 1)
     assert 0.85 * most < keys <= most and 0.95 * tokens < ids.numel() <= tokens
@@ -69,18 +93,27 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         mesh = init_device_mesh("cpu", (ranks,))
         with FakeTensorMode() as fake:
             compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
-            lm = AutoModelForCausalLM.from_config(
+            lm = kind.from_config(
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
             experts.put_in(lm)
+            seeing.put_in(lm)
+            text, blocks_of = seeing.text_of(lm), [*seeing.text_of(lm).base_model.layers]
+            if sees:
+                eyes, tower = lm.base_model, lm.base_model.vision_model
+                eyes.trains = train_vision
+                blocks_of += tower.encoder.layers
+                tower.embeddings.forward = partial(embed, tower.embeddings)
+                for part in seeing.tower_of(lm):
+                    part.requires_grad_(train_vision)
             if rank:
                 lora.put_in(lm, adapters, torch.float32)
             root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
             if critic:                          # it is on meta until the weights are filled in
-                root.head = torch.nn.Linear(config.hidden_size, 1, bias=False)
+                root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
             root.eval()
-            model.shard(root, lm.model.layers, mesh, compute, torch.float32, checkpointing, False)
+            model.shard(root, blocks_of, mesh, compute, torch.float32, checkpointing, False)
             AttentionInterface.register("packed", packing.attention)
-            lm.set_attn_implementation("packed")
+            text.set_attn_implementation("packed")
             turn = partial(tree_map_only, torch.Tensor, fake.from_tensor)
             source = torch.arange(ids.numel())
             inputs = {"input_ids": turn(ids), "position_ids": turn(positions),
@@ -88,8 +121,13 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             if not critic:
                 inputs += torch.zeros(len(source), dtype=torch.long), 1.0, "value"
             for _ in range(1 + grad):
+                pixels = None
+                if sees:
+                    tiles = ids.numel() // 64
+                    pixels = eyes.pixels = torch.zeros(tiles, 3, 512, 512)
+                    eyes.places = torch.zeros(64 * tiles, dtype=torch.long)
                 tracker = FSDPMemTracker(root)
-                tracker.track_inputs(inputs)
+                tracker.track_inputs((inputs, pixels))
                 with tracker, torch.set_grad_enabled(grad):
                     out = root(*inputs)
                     if grad:
@@ -100,10 +138,10 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
     finally:
         td.destroy_process_group()
     with torch.device("meta"):
-        shape = memory.shape_from(AutoModelForCausalLM.from_config(config))
+        shape = memory.shape_from(kind.from_config(config))
     args = plan.changed(
         (ppo if critic else grpo).Args(), dtype={2: "bfloat16", 4: "float32"}[c], lora_rank=rank,
-        head_chunk=head_chunk, checkpointing=checkpointing)
+        head_chunk=head_chunk, checkpointing=checkpointing, train_vision=train_vision)
     name = ("critic " if critic else "") + ("update" if grad else "score")
     phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
     trainer = memory.TrainerMemory(plan.Plan(args, ranks, None, 0), shape, 80 * memory.GIB)
@@ -121,14 +159,20 @@ def no_packing(monkeypatch):
     # transformers looks whether rows are packed. On fake tensors it cannot, assumes that they are,
     # and makes a mask that a real run does not have.
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
+    monkeypatch.setattr(idefics3, "create_bidirectional_mask", lambda **given: None)  # of ones
 
 
 SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
         ("Qwen3-0.6B", 4, dict(grad=False, checkpointing=False, layers=3)),
         ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, layers=3)),
+        ("Llama-3.2-1B", 2, dict(grad=True, checkpointing=True, layers=2, sees=True,
+                                 train_vision=True)),
         # On one rank the root's gradient is whole.
         ("Qwen2.5-7B", 1, dict(grad=True, checkpointing=True, layers=2))]
-MORE = [("Qwen3-0.6B", 4, dict(grad=True, checkpointing=False, layers=3, group=1)),
+MORE = [*(("Llama-3.2-1B", 4, dict(layers=3, sees=True) | case) for case in (
+            dict(grad=True, checkpointing=False, train_vision=True),
+            dict(grad=True, checkpointing=False), dict(grad=False, checkpointing=True))),
+        ("Qwen3-0.6B", 4, dict(grad=True, checkpointing=False, layers=3, group=1)),
         ("Llama-3.2-1B", 4, dict(grad=True, checkpointing=False, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=False, checkpointing=False, critic=True, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=True, checkpointing=True, rank=16, layers=3)),
