@@ -1,5 +1,4 @@
 """The real scripts, killed, stopped and broken in every way that the docs promise to survive."""
-import fcntl
 import json
 import os
 import re
@@ -122,20 +121,6 @@ def test_a_wrong_tensor_in_one_engine_ends_a_run_before_its_first_update(start, 
     assert status == 1 and "exitcode  : 2" in tail(text), text
     assert text.count("error: engine and trainer differ before the first update by") == 1, text
     assert "failed:" not in text and progress(tmp_path / "runs/x") == 0, text
-
-
-def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
-    def refuse(*flags):
-        return start(*flags, torchrun=False).end()
-
-    (tmp_path / "runs/held/samples").mkdir(parents=True)
-    with open(tmp_path / "runs/held/.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        held = refuse("--name", "held")
-    (tmp_path / "runs/file").write_text("in the way")
-    for (status, text), words in ((held, "another run is writing runs/held"), (refuse(
-            "--name", "file"), "runs/file cannot be written")):
-        assert status == 2 and f"error: {words}" in text and "Traceback" not in text, text
 
 
 # ---- slow: one start each

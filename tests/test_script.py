@@ -2,13 +2,9 @@
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -45,44 +41,22 @@ def place(tmp_path_factory) -> Path:
     return here
 
 
-def refused(place: Path, *flags: str) -> str:
-    """What a run prints that is refused, leaving nothing behind."""
-    done = script(*flags, cwd=place)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr and "vllm" not in done.stderr.lower()
-    assert all(p.name.startswith("tiny-") for p in (place / "runs").iterdir())
-    return done.stderr
-
-
 # ---- mistakes
 
 def test_all_mistakes_are_in_one_message(place):
     (place / "torn.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
     write(place / "odd.jsonl", [{"quest": "a", "reply": "b"}])
-    error = refused(place, "--data", "torn.jsonl", "--eval_data", "odd.jsonl", "--reward", "exakt",
-                    "--batch", "0", "--update_tokens", "100", "--lr", "nan")
+    done = script("--data", "torn.jsonl", "--eval_data", "odd.jsonl", "--reward", "exakt",
+                  "--batch", "0", "--update_tokens", "100", "--lr", "nan", cwd=place)
+    error = done.stderr
+    assert done.returncode == 2 and "Traceback" not in error and "vllm" not in error.lower(), error
+    assert all(p.name.startswith("tiny-") for p in (place / "runs").iterdir())
     for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "exakt", "exact",
                   "Would work: --update_tokens 768", "--batch must be at least 1 (got 0)",
                   "--lr must be more than 0 (got nan)"):
         assert words in error, (words, error)
-
-
-def test_a_model_that_is_nowhere_or_has_no_tokenizer_or_too_few_tokens_or_positions(place):
-    assert "no/such-model" in refused(place, "--model", "no/such-model")
-    folder, tiny = place / "small", next(place.glob("runs/tiny-*/config.json")).parent
-    shutil.copytree(tiny, folder)
-    config = json.loads((tiny / "config.json").read_text())
-    config |= {"vocab_size": 4, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    error = refused(place, "--model", "small")
-    assert "ids below 4 (the largest" in error
-    assert "at most the 64 positions of small" in error
-    for path in folder.glob("tokenizer*"):
-        path.unlink()   # transformers makes an empty one
-    error = refused(place, "--model", "small", "--data", "nowhere.jsonl",
-                    "--reply", f"{ROOT}/examples/guess.py:reply")
-    for words in "64 positions", "no tokenizer", "nowhere.jsonl is no file on this machine":
-        assert words in error, (words, error)
+    # A model is looked for at the end: to fetch one takes time.
+    assert "--model no/such-model must be" in script("--model", "no/such-model", cwd=place).stderr
 
 
 def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchrun(place):
@@ -172,40 +146,6 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
     assert (folder / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert "2 ranks" in (folder / "plan.txt").read_text()
     AutoModelForCausalLM.from_pretrained(folder / "model")
-
-
-# ---- the commands of docs/use/recipes.md
-
-def test_a_command_of_the_docs_runs_with_the_tiny_model(place):
-    """Word for word, but for the model, the files (same columns) and the sizes."""
-    name, truth = "kk", {"solution_text_format": "(1) Zoey is a knight\n(2) Ava is a knave"}
-    rows = [{"data_source": "kk_logic", "prompt": [{"role": "user", "content":
-             f"<|im_start|>user\nYou meet {i}: Zoey and Ava. Zoey says Ava lies.<|im_end|>\n"
-             "<|im_start|>assistant\n<think>"}], "ability": "logic", "extra_info": {"index": i},
-             "reward_model": {"style": "rule", "ground_truth": truth}} for i in range(6)]
-    lines = (ROOT / "docs/use/recipes.md").read_text().replace("\\\n", " ").splitlines()
-    command = next(shlex.split(line) for line in lines if "grpo.py --model Qwen" in line
-                   and line.endswith(f"--name {name}"))
-    flags = {}
-    for word in command[command.index("grpo.py") + 1:]:
-        if word.startswith("--"):
-            values = flags[word.removeprefix("--")] = []
-        else:
-            values.append(word)
-    for key in {"data", "eval_data"} & flags.keys():
-        flags[key] = [f"{name}-{key}.parquet"]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / flags[key][0])
-    flags |= {"model": ["tiny"], "batch": ["3"], "group": ["2"], "steps": ["2"],
-              "max_tokens": ["16"], "name": [f"docs-{name}"], "save_every": ["2"]}
-    words = [word for key, value in flags.items() for word in (f"--{key}", *value)]
-    done = script(*words, cwd=place, ranks=2 if "torchrun" in command else 1)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = read(place / f"runs/docs-{name}/metrics.jsonl")
-    rows = [row for row in rows if "eval/rows" not in row]
-    assert len(rows) == 2 and f"reward/{flags['reward'][0]}" in rows[0]
-    for row in rows:
-        assert row["rollout/completions"] == 6 and row["rollout/unscored"] == 0
-    assert (place / f"runs/docs-{name}/checkpoints/step_2").is_dir()
 
 
 def test_the_optimizer_uses_the_rate_it_is_given():
