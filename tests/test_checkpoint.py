@@ -3,6 +3,7 @@ import json
 import os
 import resource
 import shutil
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,37 +79,37 @@ def a_run(world, folder, out, first: int, last: int, save_at: tuple):
     return state, numbers(trained)
 
 
-def full_disk(world, folder, out):
-    """The second save reaches a limit on the size of files, on one rank."""
+@contextmanager
+def limited(size: int):
+    """This rank's files cannot grow above `size` bytes."""
+    infinite = resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, infinite))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
+
+
+def bad_disks(world, folder, out):
+    """The second save reaches a limit on one rank, the export on all; then each has a disk of its
+    own → what each says, and what is left after it."""
     trained = make(world, folder)
     learn(trained, 0)
     assert not save(world, trained, out, 1, 1)
-    if world.rank == world.size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    wrong = save(world, trained, out, 2, 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with limited(10_000) if world.rank == world.size - 1 else nullcontext():
+        full = save(world, trained, out, 2, 1)
     world.barrier()
     left = sorted(os.listdir(out))
     world.barrier()
     again = save(world, trained, out, 3, 1)
-    return wrong, left, again, sorted(os.listdir(out)) if world.rank == 0 else None
-
-
-def full_export(world, folder, out):
-    """→ what it says, and whether there is a half of it."""
-    trained, said = make(world, folder), ""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    try:
-        export.export_model(trained["policy"], folder, f"{out}/model")
-    except files.NotWritten as error:
-        said = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return said, os.path.exists(f"{out}/model")
-
-
-def own_disks(world, folder, out):
-    """Two machines that share no folder."""
-    return save(world, make(world, folder), Path(out) / str(world.rank), 1, 1)
+    world.barrier()
+    after, export_said = sorted(os.listdir(out)), ""
+    with limited(300):
+        try:
+            export.export_model(trained["policy"], folder, f"{out}/model")
+        except files.NotWritten as error:
+            export_said = str(error)
+    own = save(world, trained, Path(out, f"own-{world.rank}"), 1, 1)
+    return SimpleNamespace(full=full, left=left, again=again, after=after, export=export_said,
+                           own=own)
 
 
 def untouched(world, folder, out):
@@ -124,23 +125,20 @@ def untouched(world, folder, out):
     assert all((one[k] == other[k]).all() for k in {**one, **other})
 
 
-def resume_and_save(world, folder, out):
-    """Step 3 is saved twice: SIGTERM may come after the last save."""
+def newest(world, folder, out, folders):
+    """Of each folder the step of the newest checkpoint, or the sentence. None: there is none.
+    Then step 3 is saved twice in `out`: SIGTERM may come after the last save."""
+    answers = []
+    for path in folders:
+        try:
+            saved = checkpoint.find(Path(path), world)
+            answers.append(saved and saved.state["step"])
+        except SettingsError as error:
+            answers.append(str(error))
     trained = make(world, folder)
     checkpoint.load(checkpoint.find(Path(out), world), world, trained)
     for step in (3, 3, 4, 5):
         assert not save(world, trained, out, step, 2)
-
-
-def found(world, folders):
-    """The step of the newest checkpoint in each folder, or the sentence. None: there is none."""
-    answers = []
-    for folder in folders:
-        try:
-            saved = checkpoint.find(Path(folder), world)
-            answers.append(saved and saved.state["step"])
-        except SettingsError as error:
-            answers.append(str(error))
     return answers
 
 
@@ -178,48 +176,37 @@ def test_a_checkpoint_before_any_update_has_no_optimizer_state(folder, tmp_path)
     results(1, untouched, folder, str(tmp_path))
 
 
-def test_the_newest_are_kept_and_what_a_kill_left_goes(folder, uninterrupted, tmp_path):
-    where, _ = uninterrupted
-    shutil.copytree(where / "step_2", tmp_path / "step_2")
-    for left in "step_3.partial", "step_1.gone":
-        (tmp_path / left).mkdir()
-    results(2, resume_and_save, folder, str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["step_4", "step_5"]
-
-
-def test_the_newest_is_found_and_a_state_that_cannot_be_read_is_one_sentence(
-        uninterrupted, tmp_path):
+def test_the_newest_is_found_and_kept_and_what_a_kill_left_goes(folder, uninterrupted, tmp_path):
+    """And a state that cannot be read is one sentence."""
     where, _ = uninterrupted
     for name in "cut", "gone":
         shutil.copytree(where, tmp_path / name)
     os.truncate(tmp_path / "cut/step_4/state.json", 60)
     (tmp_path / "gone/step_4/state.json").unlink()
     (tmp_path / "nothing/step_2.partial").mkdir(parents=True)
+    shutil.copytree(where / "step_2", tmp_path / "out/step_2")
+    for left in "step_3.partial", "step_1.gone":
+        (tmp_path / "out" / left).mkdir()
     folders = [str(where), *(str(tmp_path / name) for name in ("cut", "gone", "nothing", "no"))]
-    for whole, cut, gone, *none in results(2, found, folders):
+    for whole, cut, gone, *none in results(2, newest, folder, str(tmp_path / "out"), folders):
         assert whole == 4 and none == [None, None]
         assert "step_4/state.json is damaged" in cut and "Would work: without " in cut
         assert "step_4/state.json cannot be read" in gone
+    assert sorted(os.listdir(tmp_path / "out")) == ["step_4", "step_5"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_tells_every_rank(folder, tmp_path):
-    outcomes = results(2, full_disk, folder, str(tmp_path))
-    for wrong, left, *_ in outcomes:
-        assert left == ["step_1", "step_2.partial"], outcomes
-        assert "step_2.partial/__1_0.distcp cannot be written (" in wrong, outcomes
-        assert wrong.endswith("Would work: space on the disk.") and "\n" not in wrong, wrong
-    assert not outcomes[0][2] and outcomes[0][3] == ["step_3"]
-
-
-def test_an_export_on_a_full_disk_leaves_no_half_of_a_model(folder, tmp_path):
-    (said, there), = results(1, full_export, folder, str(tmp_path))
-    assert f"{tmp_path}/model cannot be written (" in said and not there, said
-
-
-def test_machines_that_share_no_folder_are_told_so(folder, tmp_path):
-    for said in results(2, own_disks, folder, str(tmp_path)):
-        assert "some ranks do not see rank 0's" in said and "all machines share" in said, said
-    assert not (tmp_path / "0/step_1").exists()
+    """It leaves no half of a model. Machines that share no folder are told so."""
+    outcomes = results(2, bad_disks, folder, str(tmp_path))
+    for said in outcomes:
+        assert said.left == ["step_1", "step_2.partial"], said
+        assert "step_2.partial/__1_0.distcp cannot be written (" in said.full, said
+        assert said.full.endswith("Would work: space on the disk.") and "\n" not in said.full
+        assert not said.again and said.after == ["step_3"]
+        assert "some ranks do not see rank 0's" in said.own, said
+        assert "all machines share" in said.own
+    assert f"{tmp_path}/model cannot be written (" in outcomes[0].export, outcomes
+    assert not (tmp_path / "model").exists() and not (tmp_path / "own-0/step_1").exists()
 
 
 def test_all_settings_that_cannot_change_are_in_one_sentence(tmp_path):

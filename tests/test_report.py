@@ -1,77 +1,63 @@
-"""tools/report.py: the page of a run; the numbers of its tokens; the page in a real browser."""
+"""tools/report.py: the page of a run, also in a real browser. (test_script.py has a real run.)"""
 import base64
 import gzip
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from forked import PYTHON
 from tools import report
 
 ROOT = Path(__file__).parent.parent
-FLAGS = """--steps 3 --batch 6 --group 4 --max_prompt_tokens 64 --max_tokens 64 --samples_every 2
-    --minibatches 1 --epochs 1 --kv_cache_gb 0.1 --reward_workers 1 --no-export --max_turns 2
-    --lr 3e-3 --name look --reply reply.py:again --reward reply.py:some""".split()
-REPLY = """
-def again(answer, turns, **row):
-    return "again"
-
-def some(completion, answer, **row):
-    return None if sum(map(ord, completion)) % 5 == 0 else len(set(completion)) / 10
-"""
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
 
 
-def unpacked(text: str):
-    return json.loads(gzip.decompress(base64.b64decode(text)))
-
-
 def parts(page: Path) -> tuple[dict, list]:
     """The data of a page: its head, its blocks; None for one that is left out."""
+    def unpacked(text: str):
+        return json.loads(gzip.decompress(base64.b64decode(text)))
+
     data = json.loads(re.search('<script id="data"[^>]*>(.*?)</script>', page.read_text())[1])
     return unpacked(data["head"]), [unpacked(x) if x else None for x in data["blocks"]]
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **args) -> Path:
+    """A run's folder: args.json, metrics.jsonl, samples/NAME.jsonl."""
+    (folder / "samples").mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"seed": 0, "name": folder.name} | args))
+    files = {"metrics": metrics} | {f"samples/{name}": rows for name, rows in samples.items()}
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
 def made_up(prompt: int, n: int, rng, text: str | None = None) -> dict:
-    """A line of samples/ with n tokens."""
-    def numbers():
-        return [round(-rng.expovariate(1), 7) for _ in range(n)]
-
+    """A line of samples/ with n tokens, or with one of this text."""
     texts = [text] if text is not None else [rng.choice("abcdefgh ") * 2 for _ in range(n)]
-    n, advantage = len(texts), rng.gauss(0, 1)
-    return {"position": prompt, "prompt": f"prompt {prompt}", "completion": "".join(texts),
-            "turns": [{"role": "assistant", "content": "".join(texts)}], "answer": "a",
-            "reward": rng.random(), "rewards": {"exact": 1.0}, "advantage": advantage,
-            "tokens": n, "truncated": False, "token_texts": texts, "sampled": [True] * n,
-            "engine_logprobs": numbers(), "logprobs": numbers(), "logprobs_after": numbers(),
-            "entropies": [-x for x in numbers()], "advantages": [advantage] * n}
+    n, advantage, whole = len(texts), rng.gauss(0, 1), "".join(texts)
+    row = {"position": prompt, "prompt": f"prompt {prompt}", "completion": whole,
+           "turns": [{"role": "assistant", "content": whole}], "answer": "a",
+           "reward": rng.random(), "rewards": {"exact": 1.0}, "advantage": advantage,
+           "tokens": n, "truncated": False, "token_texts": texts, "sampled": [True] * n,
+           "advantages": [advantage] * n}
+    for name in "engine_logprobs", "logprobs", "logprobs_after", "entropies":
+        row[name] = [round(-rng.expovariate(1), 7) for _ in range(n)]
+    return row
 
 
-def write_run(folder: Path, steps: int, rows, samples_every: int = 1, **args) -> Path:
-    """A run's folder with rows(step) in samples/."""
-    (folder / "samples").mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"seed": 0, "name": folder.name, "steps": steps,
-                                                  "versions": {"commit": "x"}, "lr": 1e-6} | args))
+def run_of(folder: Path, steps: int, rows, samples_every: int = 1, **args) -> Path:
+    """A run with rows(step) in samples/, an evaluation, and a large gap in step 2."""
     metrics = [{"step": step, "reward/mean": step / 9, "policy/entropy": 0.5, "time/step": 1.0,
                 "rollout/logprob_gap_mean": 9.0 if step == 2 else 1e-6} for step in range(steps)]
     metrics.append({"step": steps - 1, "eval/rows": 9, "eval/pass@1": 0.5,
                     "eval/pass@1_low": 0.25, "eval/pass@1_high": 0.625})
-    files = {f"samples/step_{step:05d}": rows(step) for step in range(0, steps, samples_every)}
-    for name, found in (files | {"metrics": metrics}).items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    return folder
+    samples = {f"step_{step:05d}": rows(step) for step in range(0, steps, samples_every)}
+    return write_run(folder, metrics, samples, **{"steps": steps, "lr": 1e-6} | args)
 
 
 def write_page(runs: list[Path], **limits) -> Path:
@@ -80,56 +66,11 @@ def write_page(runs: list[Path], **limits) -> Path:
     return path
 
 
-# ---- a real run
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """Two ranks, two turns, some completions without a reward."""
-    place = tmp_path_factory.mktemp("run")
-    (place / "reply.py").write_text(REPLY)
-    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-               str(ROOT / "grpo.py"), *FLAGS]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=900,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return place / "runs/look"
-
-
-def test_the_numbers_of_the_tokens_are_those_of_metrics_jsonl(run):
-    """Their means, in samples/ and in the page, to 1e-6. (With several updates a step,
-    policy/entropy is taken while the policy moves.)"""
-    metrics, (head, blocks) = lines(run / "metrics.jsonl"), parts(run / "report.html")
-    assert ["time/look" in row for row in metrics] == [True, False, True]
-    assert [(b["kind"], b["step"], b["lacks"]) for b in head["blocks"]] == [
-        ("step", 1, ""), ("step", 3, "")]
-    assert head["runs"][0]["done"] and head["runs"][0]["curves"]["step"] == [1, 2, 3]
-    for info, block in zip(head["blocks"], blocks, strict=True):
-        row, t = metrics[info["step"] - 1], block["tokens"]
-        samples = lines(run / f"samples/step_{info['step']:05d}.jsonl")
-        found = {name: np.concatenate([s[name] for s in samples]) for name in (
-            "sampled", "engine_logprobs", "logprobs", "logprobs_after", "entropies", "advantages")}
-        bears = np.concatenate([[s["advantage"] is not None] * len(s["sampled"]) for s in samples])
-        bears &= found["sampled"].astype(bool)
-        gap = np.abs(found["logprobs"] - found["engine_logprobs"])
-        assert bears.sum() < found["sampled"].sum() < len(bears) == len(t["ids"])
-        assert found["sampled"].sum() == row["rollout/tokens"]
-        page = {name: np.array(x["values"]) * x["unit"] for name, x in t["numbers"].items()}
-        for name, ours, wanted in (
-                ("gap", gap, row["rollout/logprob_gap_mean"]),
-                ("entropy", found["entropies"], row["policy/entropy"]),
-                ("change", found["logprobs_after"] - found["logprobs"], None)):
-            wanted = ours[bears].mean() if wanted is None else wanted
-            assert abs(ours[bears].mean() - wanted) < 1e-6
-            assert abs(page[name][bears].mean() - wanted) < 1e-6
-        assert abs(gap[bears].max() - row["rollout/logprob_gap_max"]) < 1e-6
-        assert np.abs(page["change"][bears]).max() > 1e-3              # the update did something
-
-
 # ---- the page
 
 def test_a_large_run_is_under_the_limit_and_what_has_no_room_is_named(tmp_path, monkeypatch):
     """And where only so many bytes may be read: the first file, the last and the middle."""
-    large = write_run(tmp_path, 24, lambda step: [
+    large = run_of(tmp_path, 24, lambda step: [
         made_up(i // 8, 16, random.Random(i)) for i in range(64)])
     monkeypatch.setattr(report, "PAGE", 400_000)
     page = write_page([large])
@@ -148,7 +89,7 @@ def test_a_large_run_is_under_the_limit_and_what_has_no_room_is_named(tmp_path, 
 
 def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sentence(
         tmp_path, monkeypatch, capsys):
-    folder = write_run(tmp_path / "a", 3, lambda step: [made_up(0, 4, random.Random(step))])
+    folder = run_of(tmp_path / "a", 3, lambda step: [made_up(0, 4, random.Random(step))])
     for file in "metrics.jsonl", "samples/step_00001.jsonl":
         with open(folder / file, "a") as out:
             out.write('{"step": 3, "prom')
@@ -171,8 +112,8 @@ def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
     found, documented = report.healthy(), (ROOT / "docs/reference/metrics_and_files.md").read_text()
     assert len(found) >= 8 and found["rollout/logprob_gap_mean"]["high"] > 0
     for name, one in found.items():
-        assert f"`{name}`" in documented and (one["low"] is not None or one["high"] is not None)
-        assert len(one["means"]) > 20 and len(one["try"]) > 10
+        assert f"`{name}`" in documented and one["means"] and one["try"]
+        assert one["low"] is not None or one["high"] is not None
 
 
 # ---- in a browser
@@ -224,7 +165,7 @@ def small(tmp_path_factory) -> Path:
             row["advantage"] = 0.0
         return found
 
-    runs = [write_run(place / name, 5, rows, 4, **args) for name, args in (
+    runs = [run_of(place / name, 5, rows, 4, **args) for name, args in (
         ("a-0", {}), ("a-1", {"seed": 1}), ("b", {"lr": 0.1}))]
     (runs[2] / "plan.txt").write_text(HOSTILE[0] + "\0")
     return write_page(runs)
@@ -239,26 +180,37 @@ def put_in(browser, name: str, value: str) -> int:
     return int(browser.text_content("#count").split(" ")[0])
 
 
-@pytest.mark.parametrize("width, scheme", [(400, "light"), (1400, "dark")])
-def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small, width, scheme):
-    browser.set_viewport_size({"width": width, "height": 900})
-    browser.emulate_media(color_scheme=scheme)
-    opened(browser, small)
-    assert not browser.said and browser.asked == [small.resolve().as_uri()]
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    ink, back = (sum(map(int, re.findall(r"\d+", browser.evaluate(
-        f"getComputedStyle(document.body).{name}"))[:3])) for name in ("color", "backgroundColor"))
-    assert (ink < 230 < 690 < back) if scheme == "light" else (ink > 610 > 150 > back)
+def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small):
+    for width, scheme in (400, "light"), (1400, "dark"):
+        browser.set_viewport_size({"width": width, "height": 900})
+        browser.emulate_media(color_scheme=scheme)
+        opened(browser, small)
+        assert not browser.said and browser.asked == [small.resolve().as_uri()]
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        ink, back = (sum(map(int, re.findall(r"\d+", browser.evaluate(
+            f"getComputedStyle(document.body).{name}"))[:3]))
+            for name in ("color", "backgroundColor"))
+        assert (ink < 230 < 690 < back) if scheme == "light" else (ink > 610 > 150 > back)
 
 
-def test_it_opens_where_most_completions_have_an_advantage_and_without_a_step_too(
-        browser, small, tmp_path):
+def test_it_opens_where_most_completions_have_an_advantage_and_shows_curves(browser, small):
+    """With bands over seeds, a healthy range, and a mark where it is left."""
     opened(browser, small)
     head, _ = parts(small)
     shown = head["blocks"][int(browser.input_value("#f-step"))]
     assert (shown["kind"], shown["step"]) == ("step", 0)
     assert shown["seen"] == max(b["seen"] for b in head["blocks"]) > 0.5
-    folder = write_run(tmp_path / "a", 1, lambda step: [])
+    run, curves = browser.text_content("#run"), browser.text_content("#curves")
+    assert "Outside the healthy range: " in run
+    assert "rollout/logprob_gap_mean at 1 steps, first at 2" in run
+    assert "a, 2 seeds" in curves and "outside it at 1 steps, first at 2" in curves
+    assert browser.locator("polygon").count() and browser.locator("rect").count()
+    assert "eval/pass@140.50.25 to 0.625" in "".join(
+        browser.locator("#evals tr").all_text_contents())
+
+
+def test_a_run_without_a_step_has_a_page(browser, tmp_path):
+    folder = run_of(tmp_path / "a", 1, lambda step: [])
     (folder / "metrics.jsonl").write_text("")
     opened(browser, write_page([folder]))
     assert not browser.said and "0 of 1" in browser.text_content("#run")
@@ -283,8 +235,8 @@ def test_it_filters_sorts_searches_and_colors(browser, small):
     rewards = [row["reward"] for row in parts(small)[1][0]["rows"] if row["reward"] is not None]
     assert put_in(browser, "low", "0.3") == sum(x >= 0.3 for x in rewards) < 31
     assert put_in(browser, "high", "0.7") == sum(0.3 <= x <= 0.7 for x in rewards) > 0
-    put_in(browser, "low", "")
-    put_in(browser, "high", "")
+    for bound in "low", "high":
+        put_in(browser, bound, "")
     assert put_in(browser, "search", "PROMPT 3") == 4
     put_in(browser, "search", "")
     put_in(browser, "order", "highest reward")
@@ -302,22 +254,13 @@ def test_it_filters_sorts_searches_and_colors(browser, small):
     assert len({*colors["put"]}) == 2 and not browser.said
 
 
-def test_curves_have_bands_over_seeds_a_range_and_a_mark_where_it_is_left(browser, small):
+def test_the_means_in_the_page_are_those_of_its_tokens(browser, small):
     opened(browser, small)
-    run, curves = browser.text_content("#run"), browser.text_content("#curves")
-    assert "Outside the healthy range: " in run
-    assert "rollout/logprob_gap_mean at 1 steps, first at 2" in run
-    assert "a, 2 seeds" in curves and "outside it at 1 steps, first at 2" in curves
-    assert browser.locator("polygon").count() and browser.locator("rect").count()
-    assert "eval/pass@140.50.25 to 0.625" in "".join(
-        browser.locator("#evals tr").all_text_contents())
-
-
-def test_the_means_in_the_page_are_those_of_metrics_jsonl(browser, run):
-    opened(browser, run / "report.html")
-    put_in(browser, "step", "1")
-    text, row = browser.text_content("#means"), lines(run / "metrics.jsonl")[2]
-    for name, metric in ("entropy", "policy/entropy"), ("gap", "rollout/logprob_gap_mean"):
-        ours, theirs = re.search(rf"{name} (\S+) \(metrics.jsonl: (\S+)\)", text).groups()
-        assert abs(float(ours) - row[metric]) < 1e-6 and abs(float(theirs) - row[metric]) < 1e-8
+    put_in(browser, "step", "0")
+    text, tokens = browser.text_content("#means"), parts(small)[1][0]["tokens"]
+    bears = np.array(tokens["bears"], bool)
+    for name, theirs in ("entropy", 0.5), ("gap", 1e-6):
+        ours, shown = re.search(rf"{name} (\S+) \(metrics.jsonl: (\S+)\)", text).groups()
+        values = np.array(tokens["numbers"][name]["values"]) * tokens["numbers"][name]["unit"]
+        assert abs(float(ours) - values[bears].mean()) < 1e-8 and float(shown) == theirs
     assert not browser.said

@@ -1,6 +1,5 @@
 """A run between its steps and at its end: evaluations, what is saved, grades, exit statuses."""
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -13,10 +12,10 @@ import dist
 import grpo
 from data import Prompt, Row
 from dist import SettingsError
-from forked import PYTHON
 from keeping import evaluate, log, run, summary
 from keeping.files import NotWritten
 from rewards import Score
+from tools import compare, plot, report, samples
 from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -59,8 +58,10 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
     assert it.log.samples.call_args.args[0] == "eval_00007"
 
 
-def evaluated(monkeypatch, scores: list[float], *flags: str) -> list[int]:
-    """The steps whose model is exported as the best, of evaluations with these scores."""
+@pytest.mark.parametrize("scores, flags, expected", [
+    ([0.5, 0.5, 0.6, 0.6], [], [2]), ([0.1, 0.5], ["--no-export"], [])])  # equal: no better
+def test_the_best_model_is_the_first_with_the_highest_score(monkeypatch, scores, flags, expected):
+    """The steps whose model is exported, of evaluations with these scores."""
     exported = []
     monkeypatch.setattr(run, "sampled_metrics", lambda it, step: {"eval/pass@1": scores[step]})
     monkeypatch.setattr(run, "export_model", lambda policy, source, folder, notes: exported.append(
@@ -68,13 +69,7 @@ def evaluated(monkeypatch, scores: list[float], *flags: str) -> list[int]:
     it = made(Path("x"), *flags, engine=True)
     for step in range(len(scores)):
         it.evaluate(step)
-    return exported
-
-
-@pytest.mark.parametrize("scores, flags, exported", [
-    ([0.5, 0.5, 0.6, 0.6], [], [2]), ([0.1, 0.5], ["--no-export"], [])])  # equal: no better
-def test_the_best_model_is_the_first_with_the_highest_score(monkeypatch, scores, flags, exported):
-    assert evaluated(monkeypatch, scores, *flags) == exported
+    assert exported == expected
 
 
 def sample(i: int, value: float | None, source: str = "a") -> Sample:
@@ -90,28 +85,25 @@ def test_one_overall_pass_rate_and_one_of_each_source():
     assert found["eval/pass@1"] == 0.25 and found["eval/rows"] == 4 and found["eval/unscored"] == 1
     assert found["eval/a/pass@1"] == 0.5 and found["eval/b/pass@1"] == 0
     assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
-    one = evaluate.evaluation_metrics([sample(0, 1.0), sample(1, 0.0)], evaluate.EvalArgs())
-    assert not any(key.startswith("eval/a/") for key in one)
     line = log.evaluation_line({"step": 3} | found)
     assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
     assert "a/pass@1 0.500 (" in line and "b/pass@1 0.000 (" in line
-
-
-@pytest.mark.parametrize("rate, rows, n", [(0.02, 20, 1), (0.5, 20, 4), (0.95, 200, 1)])
-def test_the_interval_covers_the_true_rate(rate, rows, n):
-    """Rows with their own rates, `n` samples each. 95 % is promised: at least 90 % is held."""
-    rng, covered = np.random.default_rng(0), 0
-    for _ in range(200):
-        rates = rng.beta(2 * rate, 2 * (1 - rate), rows)
-        low, high = evaluate.interval(rng.binomial(n, rates) / n, draws=200)
-        covered += low <= rate <= high
-    assert covered >= 180
-
-
-def test_the_share_of_rows_whose_rewards_are_equal():
+    # One source has no line of its own. Rows whose rewards are all equal teach nothing.
     samples = [sample(i // 2, value) for i, value in enumerate([1.0, 1.0, 1.0, 0.0, 0.0, None])]
     found = evaluate.evaluation_metrics(samples, evaluate.EvalArgs(eval_samples=2))
     assert found["eval/groups_equal"] == pytest.approx(1 / 3)
+    assert not any(key.startswith("eval/a/") for key in found)
+
+
+@pytest.mark.parametrize("rate, n", [(0.02, 1), (0.5, 4)])
+def test_the_interval_covers_the_true_rate(rate, n):
+    """20 rows with their own rates, `n` samples each. 95 % is promised: at least 90 % is held."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        rates = rng.beta(2 * rate, 2 * (1 - rate), 20)
+        low, high = evaluate.interval(rng.binomial(n, rates) / n, draws=200)
+        covered += low <= rate <= high
+    assert covered >= 180
 
 
 # ---- what is kept of a step
@@ -150,10 +142,8 @@ def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
     it.inputs.rows = ["a row"]
     it.save(5)
     assert saved[0]["flight"] == ["a group"]
-    state = saved[0] | {"best": {"step": 3, "score": 0.5}, "bad_steps": 2}
-    it.restore(state)
-    carry.restore.assert_called_once_with(state, ["a row"])
-    assert it.best == state["best"] and it.log.bad_steps == 2
+    it.restore(saved[0])
+    carry.restore.assert_called_once_with(saved[0], ["a row"])
 
 
 def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
@@ -185,11 +175,11 @@ def test_the_status_of_a_run_is_its_grade(tmp_path, monkeypatch, missed):
 
 
 @pytest.mark.parametrize("flags, missed", [
-    ({}, []), ({"target_reward": (0.2, 0.9), "target_eval": (0.05, 0.97)}, []),
-    ({"target_reward": (0.05, 0.9)}, ["--target_reward"]),
-    ({"target_reward": (0.2, 0.99)}, ["--target_reward"]),
-    ({"target_eval": (0.01, 0.9)}, ["--target_eval"]),
-    ({"target_eval": (0.1, 0.99)}, ["--target_eval"])])
+    ({"target_reward": (0.2, 0.9), "target_eval": (0.05, 0.97)}, []),
+    ({"target_reward": (0.05, 0.9), "target_eval": (0.05, 0.99)},
+     ["--target_reward", "--target_eval"]),
+    ({"target_reward": (0.2, 0.99), "target_eval": (0.01, 0.97)},
+     ["--target_reward", "--target_eval"])])
 def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags, missed):
     rewards = [0.0, 0.1, 0.2] + [0.5] * 5 + [0.95] * 10
     rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7, "grad/norm": 1.0}
@@ -206,20 +196,15 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
 
 # ---- how a process ends: dist.run
 
-@pytest.mark.parametrize("ending, status, words", [
-    (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted\n"),
-    (SettingsError("a sentence"), 2, "error: a sentence\n"),
-    (NotWritten("a sentence"), 1, "error: a sentence\n"),
-    (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback"),
+@pytest.mark.parametrize("ending, status, words, is_cause", [
+    (75, 75, "", False), (KeyboardInterrupt(), 130, "interrupted\n", False),
+    (SettingsError("a sentence"), 2, "error: a sentence\n", True),
+    (NotWritten("a sentence"), 1, "error: a sentence\n", True),
+    (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback", True),
     (RuntimeError("[a] Connection closed by peer [b]"), 1,
-     "[rank 0] ends because another rank ended\n")])
-def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words):
+     "[rank 0] ends because another rank ended\n", False)])
+def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words, is_cause):
     """What torchrun shows of a failure is in its error file."""
-    def main():
-        if isinstance(ending, BaseException):
-            raise ending
-        return ending
-
     def leave(status):
         raise SystemExit(status)
 
@@ -227,12 +212,12 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
     monkeypatch.setattr("faulthandler.enable", lambda **options: None)
     monkeypatch.setattr(dist.os, "_exit", leave)
     monkeypatch.setattr(dist.time, "sleep", lambda seconds: None)
+    main = MagicMock(side_effect=[ending])             # an exception is raised, a number returned
     with pytest.raises(SystemExit) as ended:
         dist.run(main)
     said, is_bug = capsys.readouterr().err, isinstance(ending, ValueError)
     assert ended.value.code == status
     assert said.startswith(words) if is_bug else said == words
-    is_cause = isinstance(ending, SettingsError | NotWritten | ValueError)
     assert (tmp_path / "error.json").exists() == is_cause
     if is_cause:
         told = json.loads((tmp_path / "error.json").read_text())["message"]
@@ -257,33 +242,32 @@ def test_a_machine_without_git_has_versions_too(monkeypatch):
 
 # ---- the tools on odd folders
 
-GOOD = {"args.json": '{"seed": 0, "steps": 1, "eval_pass": 1.0}',
-        "metrics.jsonl": '{"step": 1, "reward/mean": 0.5}\n'}
-DAMAGED = [
-    ("plot", {"args.json": ""}, "args.json is damaged"),
-    ("report", {"samples/eval_00001.jsonl": '{"pro\n\n'}, "eval_00001.jsonl is damaged"),
-    ("compare", {"args.json": None}, "args.json cannot be read"),
-    ("samples", {}, "error: no completions in ")]
-
-
-@pytest.mark.parametrize("name, files, words", DAMAGED)
-def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, name, files, words):
+@pytest.mark.parametrize("tool, file, text, words", [
+    (plot, "args.json", "", "args.json is damaged"),
+    (report, "samples/eval_00001.jsonl", '{"pro\n\n', "eval_00001.jsonl is damaged"),
+    (compare, "args.json", None, "args.json cannot be read"),
+    (samples, "samples/other.txt", "", "no completions in ")])
+def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, tool, file, text, words):
     (tmp_path / "samples").mkdir()
-    for file, text in (GOOD | files).items():
-        if text is not None:
-            (tmp_path / file).write_text(text)
-    more = {"compare": ["--", ROOT / "results/kk/seed_0"]}
-    done = subprocess.run([PYTHON, ROOT / f"tools/{name}.py", tmp_path, *more.get(name, [])],
-                          capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and words in done.stderr, done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    (tmp_path / "args.json").write_text('{"seed": 0, "steps": 1, "eval_pass": 1.0}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(text)
+    flags = [str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["tool.py", *flags])
+    with pytest.raises(SystemExit, match=f"^error: .*{words}") as error:
+        if tool is compare:
+            compare.main([*flags, "--", str(ROOT / "results/kk/seed_0")])
+        else:
+            tool.main()
+    assert "\n" not in str(error.value)
 
 
 def test_a_command_that_would_write_over_a_finished_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/x").mkdir(parents=True)
-    for content, words in (('{"steps": 60}', "runs/x is finished, with 60 steps"),
-                           ("", "done.json is damaged")):
-        (tmp_path / "runs/x/done.json").write_text(content)
-        with pytest.raises(SettingsError, match=words):
-            log.choose_folder(args("--name", "x"))
+    (tmp_path / "runs/x/done.json").write_text('{"steps": 60}')
+    with pytest.raises(SettingsError, match="runs/x is finished, with 60 steps"):
+        log.choose_folder(args("--name", "x"))

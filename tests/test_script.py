@@ -2,17 +2,16 @@
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+import numpy as np
 import pytest
 import torch
 
+from examples import tiny
 from forked import PYTHON
+from test_report import parts
 from trainer import model
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +36,6 @@ def read(path: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """An empty folder to run in, with the tiny model there already."""
-    from examples import tiny
     here = tmp_path_factory.mktemp("place")
     (here / "runs").mkdir()
     cached = Path(tiny.ensure(str(ROOT / "runs")))
@@ -45,44 +43,22 @@ def place(tmp_path_factory) -> Path:
     return here
 
 
-def refused(place: Path, *flags: str) -> str:
-    """What a run prints that is refused, leaving nothing behind."""
-    done = script(*flags, cwd=place)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr and "vllm" not in done.stderr.lower()
-    assert all(p.name.startswith("tiny-") for p in (place / "runs").iterdir())
-    return done.stderr
-
-
 # ---- mistakes
 
 def test_all_mistakes_are_in_one_message(place):
     (place / "torn.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
     write(place / "odd.jsonl", [{"quest": "a", "reply": "b"}])
-    error = refused(place, "--data", "torn.jsonl", "--eval_data", "odd.jsonl", "--reward", "exakt",
-                    "--batch", "0", "--update_tokens", "100", "--lr", "nan")
+    done = script("--data", "torn.jsonl", "--eval_data", "odd.jsonl", "--reward", "exakt",
+                  "--batch", "0", "--update_tokens", "100", "--lr", "nan", cwd=place)
+    error = done.stderr
+    assert done.returncode == 2 and "Traceback" not in error and "vllm" not in error.lower(), error
+    assert all(p.name.startswith("tiny-") for p in (place / "runs").iterdir())
     for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "exakt", "exact",
                   "Would work: --update_tokens 768", "--batch must be at least 1 (got 0)",
                   "--lr must be more than 0 (got nan)"):
         assert words in error, (words, error)
-
-
-def test_a_model_that_is_nowhere_or_has_no_tokenizer_or_too_few_tokens_or_positions(place):
-    assert "no/such-model" in refused(place, "--model", "no/such-model")
-    folder, tiny = place / "small", next(place.glob("runs/tiny-*/config.json")).parent
-    shutil.copytree(tiny, folder)
-    config = json.loads((tiny / "config.json").read_text())
-    config |= {"vocab_size": 4, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    error = refused(place, "--model", "small")
-    assert "ids below 4 (the largest" in error
-    assert "at most the 64 positions of small" in error
-    for path in folder.glob("tokenizer*"):
-        path.unlink()   # transformers makes an empty one
-    error = refused(place, "--model", "small", "--data", "nowhere.jsonl",
-                    "--reply", f"{ROOT}/examples/guess.py:reply")
-    for words in "64 positions", "no tokenizer", "nowhere.jsonl is no file on this machine":
-        assert words in error, (words, error)
+    # A model is looked for at the end: to fetch one takes time.
+    assert "--model no/such-model must be" in script("--model", "no/such-model", cwd=place).stderr
 
 
 def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchrun(place):
@@ -96,23 +72,32 @@ def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchr
 
 # ---- a real run
 
-def apples(n: int) -> list[dict]:
+def numbers(n: int) -> list[dict]:
     """Rows in the columns of GSM8K."""
-    return [{"question": f"Tom has {i} apples and buys {i + 1} more. How many?",
-             "answer": f"{i} + {i + 1} = <<{i}+{i + 1}={2 * i + 1}>>\n#### {2 * i + 1}"}
-            for i in range(n)]
+    return [{"question": row["question"], "answer": f"Well:\n#### {row['answer']}"}
+            for row in tiny.rows(n, 0)]
+
+
+MINE = """
+def again(answer, turns, **row):
+    return "again"
+
+def length(completion, answer, **row):
+    return None if sum(map(ord, completion)) % 5 == 0 else len(completion) / 100
+"""
 
 
 @pytest.fixture(scope="module")
 def run(place) -> dict:
-    """13 steps with the tiny model (it scores 0), two ranks, everything on."""
-    rows = apples(20)
+    """13 steps with the tiny model, two ranks, two turns, some completions without a
+    reward, everything on."""
+    rows = numbers(20)
     write(place / "train.jsonl", rows)
     write(place / "seven.jsonl", rows[:7])
-    (place / "mine.py").write_text(
-        "def length(completion, answer, **row):\n    return len(completion) / 100\n")
+    (place / "mine.py").write_text(MINE)
     done = script(*"""--data train.jsonl --eval_data seven.jsonl --reward gsm8k mine.py:length:0.5
-        --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 16 --minibatches 2
+        --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 48 --minibatches 1
+        --max_turns 2 --reply mine.py:again
         --lr 3e-4 --warmup_steps 2 --lr_schedule linear --betas 0.9 0.95 --weight_decay 0.01
         --stop zq --wandb test --name gsm --eval_samples 3 --eval_temperature 0.8 --eval_every 6
         --samples_every 1 --target_reward 0.2 0.9 --seed 4294967296""".split(), ranks=2, cwd=place)
@@ -123,7 +108,7 @@ def run(place) -> dict:
 
 def test_it_ends_graded_and_prints_what_a_person_wants_to_know(run):
     done, printed = run["done"], run["done"].stdout
-    assert done.returncode != 0   # nobody learns GSM8K in 13 steps
+    assert done.returncode != 0   # nobody learns this in 13 steps
     assert done.stderr.count("missed --target_reward: at most 0.2 before and at least 0.9") == 1
     for words in ("plan for grpo.py on 2 ranks", "step  1/13",
                   "step 13/13", "evaluation after 0 steps", "evaluation after 13 steps",
@@ -165,47 +150,51 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
     folder = run["folder"]
     rows = [row for path in sorted(folder.glob("samples/step_*.jsonl")) for row in read(path)]
     groups = [[row["reward"] for row in rows[i:i + 4]] for i in range(0, len(rows), 4)]
-    expected = [reward - sum(group) / 4 for group in groups for reward in group]
-    assert [row["advantage"] for row in rows] == pytest.approx(expected, abs=1e-9)  # dr_grpo's
-    assert len(rows) == 13 * 12 - 4 and max(expected) > 0
+    assert len(rows) == 13 * 12 - 4 and any(None in group for group in groups)
+    expected = []                                            # dr_grpo's; a lone one has none
+    for group in groups:
+        scored = [reward for reward in group if reward is not None]
+        expected += [None if reward is None or len(scored) == 1 else reward - np.mean(scored)
+                     for reward in group]
+    assert [row["advantage"] for row in rows] == pytest.approx(expected, abs=1e-9)
+    assert max(advantage or 0 for advantage in expected) > 0
     assert (folder / "samples/eval_00013.jsonl").exists() and [*folder.glob("wandb/offline-run-*")]
     assert (folder / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert "2 ranks" in (folder / "plan.txt").read_text()
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-# ---- the commands of docs/use/recipes.md
-
-def test_a_command_of_the_docs_runs_with_the_tiny_model(place):
-    """Word for word, but for the model, the files (same columns) and the sizes."""
-    name, truth = "kk", {"solution_text_format": "(1) Zoey is a knight\n(2) Ava is a knave"}
-    rows = [{"data_source": "kk_logic", "prompt": [{"role": "user", "content":
-             f"<|im_start|>user\nYou meet {i}: Zoey and Ava. Zoey says Ava lies.<|im_end|>\n"
-             "<|im_start|>assistant\n<think>"}], "ability": "logic", "extra_info": {"index": i},
-             "reward_model": {"style": "rule", "ground_truth": truth}} for i in range(6)]
-    lines = (ROOT / "docs/use/recipes.md").read_text().replace("\\\n", " ").splitlines()
-    command = next(shlex.split(line) for line in lines if "grpo.py --model Qwen" in line
-                   and line.endswith(f"--name {name}"))
-    flags = {}
-    for word in command[command.index("grpo.py") + 1:]:
-        if word.startswith("--"):
-            values = flags[word.removeprefix("--")] = []
-        else:
-            values.append(word)
-    for key in {"data", "eval_data"} & flags.keys():
-        flags[key] = [f"{name}-{key}.parquet"]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / flags[key][0])
-    flags |= {"model": ["tiny"], "batch": ["3"], "group": ["2"], "steps": ["2"],
-              "max_tokens": ["16"], "name": [f"docs-{name}"], "save_every": ["2"]}
-    words = [word for key, value in flags.items() for word in (f"--{key}", *value)]
-    done = script(*words, cwd=place, ranks=2 if "torchrun" in command else 1)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = read(place / f"runs/docs-{name}/metrics.jsonl")
-    rows = [row for row in rows if "eval/rows" not in row]
-    assert len(rows) == 2 and f"reward/{flags['reward'][0]}" in rows[0]
-    for row in rows:
-        assert row["rollout/completions"] == 6 and row["rollout/unscored"] == 0
-    assert (place / f"runs/docs-{name}/checkpoints/step_2").is_dir()
+def test_the_numbers_of_the_tokens_are_those_of_metrics_jsonl(run):
+    """Their means, in samples/ and in the page, to 1e-6. (With several updates a step,
+    policy/entropy is taken while the policy moves.)"""
+    metrics = {row["step"]: row for row in run["rows"] if "eval/rows" not in row}
+    head, blocks = parts(run["folder"] / "report.html")
+    assert head["runs"][0]["done"] and head["runs"][0]["curves"]["step"] == [*range(14)]
+    pairs = [(info, block) for info, block in zip(head["blocks"], blocks, strict=True)
+             if info["kind"] == "step"]
+    assert [(info["step"], info["lacks"]) for info, _ in pairs] == [(n, "") for n in metrics]
+    changes = []
+    for info, block in pairs:
+        row, tokens = metrics[info["step"]], block["tokens"]
+        samples = read(run["folder"] / f"samples/step_{info['step']:05d}.jsonl")
+        found = {name: np.concatenate([s[name] for s in samples]) for name in (
+            "sampled", "engine_logprobs", "logprobs", "logprobs_after", "entropies")}
+        bears = np.concatenate([[s["advantage"] is not None] * len(s["sampled"]) for s in samples])
+        bears &= found["sampled"].astype(bool)
+        assert bears.sum() <= found["sampled"].sum() < len(bears) == len(tokens["ids"])
+        assert found["sampled"].sum() == row["rollout/tokens"]
+        page = {name: np.array(x["values"]) * x["unit"] for name, x in tokens["numbers"].items()}
+        gap = np.abs(found["logprobs"] - found["engine_logprobs"])
+        change = found["logprobs_after"] - found["logprobs"]
+        for name, ours, logged in (
+                ("gap", gap, row["rollout/logprob_gap_mean"]),
+                ("entropy", found["entropies"], row["policy/entropy"]),
+                ("change", change, change[bears].mean())):
+            assert abs(ours[bears].mean() - logged) < 1e-6
+            assert abs(page[name][bears].mean() - logged) < 1e-6
+        assert abs(gap[bears].max() - row["rollout/logprob_gap_max"]) < 1e-6
+        changes.append(np.abs(page["change"][bears]).max())
+    assert max(changes) > 1e-3                               # the updates did something
 
 
 def test_the_optimizer_uses_the_rate_it_is_given():
