@@ -13,6 +13,7 @@ import traceback
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -258,6 +259,18 @@ class Stop:
         return self.world.any_rank(self.asked)
 
 
+def first() -> bool:
+    """Whether no other rank of this machine was here. The one that ends first must print a mistake:
+    torchrun ends the others."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's, in a folder of this rank
+    try:
+        if file:
+            (Path(file).parent.parent / "printed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def run(main, *args):
     """main(*args), then exit. If one rank fails, all end. torchrun's last lines show the cause.
 
@@ -277,7 +290,7 @@ def run(main, *args):
     except SettingsError as error:
         status = error.status
         report.record_exception(error.with_traceback(None))
-        if rank == "0" or error.alone:
+        if error.alone or first():
             print(f"error: {error}", file=sys.stderr)
     except BaseException as error:
         status = 1

@@ -31,8 +31,9 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "exercises/REA
 PAGES += sorted((ROOT / "docs").glob("*/*.md"))
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text in TEXT.items()}
-SOURCES = [path for kind in ("py", "sh", "html") for path in ROOT.rglob(f"*.{kind}")
-           if not {".venv", ".venv-trl", "runs"} & {*path.relative_to(ROOT).parts}]
+FILES = [path for top in ROOT.iterdir() if top.name not in {".venv", ".venv-trl", ".git", "runs"}
+         for path in (top, *top.rglob("*"))]
+SOURCES = [path for path in FILES if path.suffix in {".py", ".sh", ".html"}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
@@ -81,7 +82,7 @@ def test_lines_flags_names_and_files(page):
     assert not [x for x in lines if len(x) > 100 and not re.match(r"\||\[[\w-]+\]: ", x)]
     named = {*re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z_-]*)", TEXT[page])}
     assert not named - FLAGS - OTHERS - {"flag"}
-    files = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts} | {"near.py"}
+    files = {path.name for path in FILES} | {"near.py"}
     table = re.search("## I come from.*", BARE[page], re.S)  # names of other systems
     for code in re.findall(r"`([^`\n]+)`", BARE[page].replace(table[0] if table else "", "")):
         for name in re.findall(r"(?<!FILE\.)\b[\w/]+\.(?:py|md|sh|html|svg)\b", code):
@@ -95,7 +96,7 @@ def test_lines_flags_names_and_files(page):
 def test_every_link_leads_to_a_file_and_a_heading():
     found = {page: {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-")
                     for x in re.findall("^#+ (.*)$", page.read_text(), re.M)}
-             for page in ROOT.rglob("*.md") if not {".venv", ".venv-trl"} & {*page.parts}}
+             for page in FILES if page.suffix == ".md"}
     for page in found:
         text = re.sub("^```.*?^```", "", page.read_text(), flags=re.S | re.M)
         for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text):
