@@ -208,7 +208,9 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
     def leave(status):
         raise SystemExit(status)
 
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    file = tmp_path / "0/error.json"  # of a rank
+    file.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setattr("faulthandler.enable", lambda **options: None)
     monkeypatch.setattr(dist.os, "_exit", leave)
     monkeypatch.setattr(dist.time, "sleep", lambda seconds: None)
@@ -218,11 +220,23 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
     said, is_bug = capsys.readouterr().err, isinstance(ending, ValueError)
     assert ended.value.code == status
     assert said.startswith(words) if is_bug else said == words
-    assert (tmp_path / "error.json").exists() == is_cause
+    assert file.exists() == is_cause
     if is_cause:
-        told = json.loads((tmp_path / "error.json").read_text())["message"]
+        told = json.loads(file.read_text())["message"]
         assert told["message"].endswith(str(ending))
         assert ("Traceback" in told["extraInfo"]["py_callstack"]) == is_bug
+
+
+def test_the_rank_that_ends_first_prints_a_mistake(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert dist.first() and dist.first()  # without torchrun
+    for attempt in "ab":
+        found = []
+        for rank in "10":
+            (tmp_path / attempt / rank).mkdir(parents=True)
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/{attempt}/{rank}/error.json")
+            found.append(dist.first())
+        assert found == [True, False]
 
 
 def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
