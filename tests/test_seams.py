@@ -124,6 +124,24 @@ def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch, adapter, lev
     assert engine.llm.enable_prefix_caching
 
 
+def test_an_engine_on_a_gpu_sleeps_between_its_turns():
+    """The trainer's weights leave the GPU first; the cache comes when the new weights are there."""
+    engine, said = engine_of(), []
+    engine.on_gpu, engine.adapter, engine.dtype, engine.asleep = True, None, torch.float32, True
+    engine.sleep_level, engine.request = 2, None
+    engine.make_room = lambda: said.append("room")
+    engine.trained = [SimpleNamespace(move=lambda device: said.append(device.type))]
+    engine.llm = SimpleNamespace(
+        sleep=lambda level: said.append(f"sleep {level}"), wake_up=lambda tags: said.extend(tags),
+        collective_rpc=lambda name, kwargs: said.append(name), reset_prefix_cache=lambda: True)
+    policy = SimpleNamespace(module=SimpleNamespace(lm=None), weights=lambda dtype, merge: iter(()))
+    for _ in range(2):
+        with engine.generating(policy):
+            said.append("generate")
+    assert said == 2 * ["room", "weights", "reload_weights", "kv_cache", "generate", "sleep 2",
+                        "cpu"]
+
+
 # ---- rewards.py
 
 def scored(group: int, groups: bool = False, failed: bool = False):
@@ -253,9 +271,10 @@ def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path,
     assert asked == {"max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0}
 
 
-@pytest.mark.parametrize("every, steps", [(0, [0]), (2, [0, 2, 4])])
-def test_the_end_is_evaluated_once(tmp_path, every, steps):
-    assert [*run_of(tmp_path, args(steps=6, eval_every=every)).evaluations] == steps
+@pytest.mark.parametrize("every, evaluations, saves", [(0, [0], []), (2, [0, 2, 4], [0, 2, 4, 6])])
+def test_the_end_is_evaluated_once_and_saved(tmp_path, every, evaluations, saves):
+    it = run_of(tmp_path, args(steps=6, eval_every=every, save_every=every, update_tokens=4))
+    assert [*it.evaluations] == evaluations and sorted(it.saves) == saves
 
 
 def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch):
