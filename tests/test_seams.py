@@ -16,11 +16,13 @@ import dist
 import grpo
 import rewards
 import rollout
+import sft
 from chats import turns
 from data import Prompt, Row, Stream
+from dist import Mistakes
 from keeping import evaluate, run
 from keeping.log import Log
-from preflight import memory, rules, same_policy
+from preflight import inputs, memory, rules, same_policy
 from preflight.plan import Plan, changed
 from rewards import Score
 from rollout import Engine, Request, hash_seed
@@ -380,6 +382,14 @@ def test_a_pass_that_nothing_needs_is_not_made(flags, old, reference):
 def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
     texts = [Plan(args(batch=8, max_tokens=9), 1, n, 0).text() for n in (3, 8)]
     assert "(--batch 8, but --data has only 3)" in texts[0] and "--batch" not in texts[1]
+
+
+@pytest.mark.parametrize("script", [grpo, sft])
+def test_generated_rows_follow_the_seed(script):
+    found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, None, [], None, Mistakes(),
+                              [], None) for seed in (0, 1, 0)]
+    texts = [[row.prompt for row in rows] for rows in found]
+    assert texts[0] == texts[2] != texts[1]
 
 
 def test_a_dual_clip_of_1_is_refused():
