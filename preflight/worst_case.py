@@ -97,11 +97,11 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
-    pictures = seen and seen.pictures
-    if pictures:
+    pictures = None
+    if seen:
         times = max(1, tokens // len(seen.prompt_ids))
-        places = [i % p for i in range(times * len(pictures.places))]
-        pictures = pictures._replace(sources=pictures.sources * times, places=places)
+        places = [i % p for i in range(times * len(seen.pictures.places))]
+        pictures = seen.pictures._replace(sources=seen.pictures.sources * times, places=places)
     batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 

@@ -92,7 +92,7 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
 
 @pytest.mark.parametrize("kind, options, words", [
     *((kind, {}, f"^.* has model_type {kind}, which is not sup.* of type cohere, .*, smollm3.$")
-      for kind in ("mamba", "t5", "qwen2_moe", "gemma3")),
+      for kind in ("mamba", "t5", "gpt_oss", "qwen2_moe", "gemma3")),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture .*Sequence"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "has rotary type dynamic, wh"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "has mlp_only_layers, which is not s"),

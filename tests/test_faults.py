@@ -1,4 +1,5 @@
 """The real scripts, killed, stopped and broken in every way that the docs promise to survive."""
+import fcntl
 import json
 import os
 import re
@@ -86,12 +87,11 @@ def sleepy(completion, answer, **row):
 
 
 def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
-    """One rank raises: all end, and torchrun shows the cause."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     rows(tmp_path / "rows.jsonl", never=500126)
-    status, text = start(
-        "--name", "x", "--steps", "9", "--data", "rows.jsonl", "--reward", "sleepy.py:sleepy",
-        "--reward_timeout", "2", faults="backward:*:0:nan update:1:4:raise").end()
+    flags = ("--name", "x", "--steps", "9", "--data", "rows.jsonl", "--reward", "sleepy.py:sleepy",
+             "--reward_timeout", "2")
+    status, text = start(*flags, faults="backward:*:0:nan save:1:3:full").end()
     seen = metrics(tmp_path / "runs/x")
     assert [r["step"] for r in seen] == [1, 2, 3, 4], text
     # A gradient that is not finite is not applied, and the run goes on.
@@ -100,6 +100,15 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
     # A reward that hangs costs its own completions: four of one prompt.
     assert sum(r["rollout/unscored"] for r in seen) == 4
     assert "a completion has no reward" in text
+    # A full disk ends the run in one sentence. The older checkpoint stays.
+    sentence = r"^error: runs/x/checkpoints/step_4.partial/__1_0.distcp cannot be written \(.*\)"
+    assert status == 1 and len(re.findall(sentence, text, re.MULTILINE)) == 1, text
+    assert "exitcode  : 1" in text and "NotWritten: runs/x/checkpoints" in tail(text, 8), text
+    assert sorted(os.listdir(tmp_path / "runs/x/checkpoints")) == ["step_2", "step_4.partial"]
+    # The same command goes on. One rank raises: all end, and torchrun shows the cause.
+    status, text = start(*flags, faults="update:1:4:raise").end()
+    assert "resumed from runs/x/checkpoints/step_2" in text, text
+    assert [r["step"] for r in metrics(tmp_path / "runs/x")] == [1, 2, 3, 4], text
     assert status == 1 and "failed:" in text and text.count("[rank 0] failed:") == 0, text
     cause = text.split("Root Cause")[1]
     assert "ValueError: a fault was put into step on rank 1" in cause, text
@@ -115,18 +124,21 @@ def test_a_wrong_tensor_in_one_engine_ends_a_run_before_its_first_update(start, 
     assert "failed:" not in text and progress(tmp_path / "runs/x") == 0, text
 
 
+def test_refused_with_one_sentence_before_anything_loads(start, tmp_path):
+    def refuse(*flags):
+        return start(*flags, torchrun=False).end()
+
+    (tmp_path / "runs/held/samples").mkdir(parents=True)
+    with open(tmp_path / "runs/held/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held = refuse("--name", "held")
+    (tmp_path / "runs/file").write_text("in the way")
+    for (status, text), words in ((held, "another run is writing runs/held"), (refuse(
+            "--name", "file"), "runs/file cannot be written")):
+        assert status == 2 and f"error: {words}" in text and "Traceback" not in text, text
+
+
 # ---- slow: one start each
-
-@pytest.mark.slow
-def test_a_full_disk_ends_a_run_in_one_sentence(start, tmp_path):
-    """The older checkpoint stays. (test_checkpoint.py, test_log.py and test_run.py have its
-    parts.)"""
-    status, text = start("--name", "x", "--steps", "9", faults="save:1:3:full").end()
-    sentence = r"^error: runs/x/checkpoints/step_4.partial/__1_0.distcp cannot be written \(.*\)"
-    assert status == 1 and len(re.findall(sentence, text, re.MULTILINE)) == 1, text
-    assert "exitcode  : 1" in text and "NotWritten: runs/x/checkpoints" in tail(text, 8), text
-    assert sorted(os.listdir(tmp_path / "runs/x/checkpoints")) == ["step_2", "step_4.partial"]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [

@@ -64,13 +64,14 @@ def of_rows(rng):
     return compare.bootstrap((other < 0.53).astype(float) - (hard < 0.5), draws=200)
 
 
-@pytest.mark.parametrize("interval", [paired, unpaired, of_rows])
-def test_an_interval_holds_the_truth_as_often_as_it_promises(interval):
+@pytest.mark.parametrize("interval, more", [
+    (paired, 0.0), (unpaired, 0.0), (of_rows, 0.01)])  # more: a percentile of 200 draws
+def test_an_interval_holds_the_truth_as_often_as_it_promises(interval, more):
     rng, repeats = np.random.default_rng(7), 400
     found = [interval(rng) for _ in range(repeats)]
     share = np.mean([low <= 0.03 <= high for low, high in found])
     error = 4 * np.sqrt(0.95 * 0.05 / repeats)   # four standard errors: 4.4 %
-    assert abs(share - 0.95) < error + 0.01      # a percentile of 200 draws
+    assert abs(share - 0.95) < error + more
 
 
 def test_t_is_the_published_table():
