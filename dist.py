@@ -29,10 +29,8 @@ PEER_ENDED = "Connection (closed|reset) by peer|Broken pipe|Socket closed|remote
 class SettingsError(Exception):
     """A mistake in the settings or in a file that they name. The text is what the user reads.
 
-    alone: only this rank found it, so this rank prints it. Otherwise rank 0 prints it.
     status: the exit status of the run.
     """
-    alone = False
     status = 2
 
 
@@ -290,7 +288,7 @@ def run(main, *args):
     except SettingsError as error:
         status = error.status
         report.record_exception(error.with_traceback(None))
-        if error.alone or first():
+        if first():
             print(f"error: {error}", file=sys.stderr)
     except BaseException as error:
         status = 1

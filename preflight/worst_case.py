@@ -112,10 +112,9 @@ def end(world, phase: Phase, failed: int):
         raise RuntimeError("Connection closed by peer")  # dist.run: another rank has the cause
     flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
     advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"
-    error = SettingsError(f"{flag} {phase.budget} needs too much memory: a micro-batch with "
-                          f"{failed} tokens does not fit on rank {world.rank}. Use {advice}.")
-    error.alone = True
-    raise error from None
+    raise SettingsError(
+        f"{flag} {phase.budget} needs too much memory: a micro-batch with {failed} tokens does not "
+        f"fit on rank {world.rank}. Use {advice}.") from None
 
 
 # ---- what was used ----
