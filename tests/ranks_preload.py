@@ -1,5 +1,6 @@
 """What the fork server of ranks.py imports once for all ranks. It must start no thread."""
 # ruff: noqa: E402
+import gc
 import os
 import sys
 from pathlib import Path
@@ -27,3 +28,5 @@ with torch.device("meta"):                # what transformers imports when a mod
     AutoModelForCausalLM.from_config(Qwen2Config(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1), attn_implementation="sdpa")
+
+gc.freeze()  # a rank does not walk through what it never frees

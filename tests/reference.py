@@ -73,6 +73,9 @@ class Model:
 
     def __init__(self, lm, args, adapters: dict, head=None):
         self.lm, self.args, self.head = lm, args, head
+        for module in lm.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = partial(norm, module)
         whole = lm if head is None else lm.base_model
         self.mixtures = [block for block in lm.modules() if hasattr(block, "experts")]
         for block in self.mixtures:
@@ -131,6 +134,11 @@ class Model:
     def values(self, completion: Completion):
         """V of the state in which each sampled token was chosen: (n,)."""
         return self.hidden(completion) @ self.head
+
+
+def norm(module, x):
+    """w x / sqrt(mean x² + ε): transformers rounds to float32 here, also in a float64 model."""
+    return module.weight * x / (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
 
 
 # ---- experts ----

@@ -232,7 +232,6 @@ def expected(setting: Setting, args, lms: dict) -> dict:
     """What the reference makes of a setting's steps."""
     def made(name: str, adapted: bool = True, head=None):
         lm = copy.deepcopy(lms[setting.folder(name)])
-        model.widen(lm)
         return reference.Model(lm, args, adapters_of(lm.base_model, args) if adapted else {}, head)
 
     policy, critic, before = made("policy"), None, None

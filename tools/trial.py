@@ -227,9 +227,7 @@ def attempt(trial: Trial, file, models: Models) -> Outcome:
                 one.gradients.clear()
             outcome.metrics = file.learn(args, world, learner, samples, lr=args.lr, **options)
     if trial.save:
-        trouble = checkpoint.save(checkpoints, world, made, {"step": 1}, keep=1)
-        if trouble:
-            raise OSError(trouble)
+        checkpoint.save(checkpoints, world, made, {"step": 1}, keep=1)
     for name, one in made.items():
         for update, gradient in enumerate(one.gradients, 1):
             outcome.gradients[f"{name}, update {update}"] = gradient
