@@ -280,29 +280,29 @@ class TrainerMemory:
         rank's part of it, two layers); Tower.bytes."""
         c, tokens, a = self.c, phase.tokens, self.args
         logits, root = self.logits(shape, tokens), shape.root * c
-        layer, pictures = shape.layer, (0, 0)
+        layer, tower = shape.layer, (0, 0)
         if shape.tower:
             trained = "update" in phase.name and a.optimizer_args.train_vision
-            pictures = shape.tower.bytes(tokens, c, trained, a.model_args.checkpointing)
+            tower = shape.tower.bytes(tokens, c, trained, a.model_args.checkpointing)
             layer = max(layer, shape.tower.sharded // shape.tower.layers)
         if critic:
             logits, root = 0, (shape.embedding + shape.hidden) * c
         gathered = root + root / self.ranks + 2 * layer * c
         return (tokens * shape.hidden * c, tokens * shape.wide * c, tokens * shape.saved(
-            c, phase.keys, self.adapter > 0), logits, root, gathered, *pictures)
+            c, phase.keys, self.adapter > 0), logits, root, gathered, *tower)
 
     def score(self, shape: Shape, phase: Phase, critic: bool) -> float:
         """Bytes in the fullest moment of a forward pass without gradient."""
-        hidden, inner, saved, logits, root, gathered, *seen = self.sizes(shape, phase, critic)
+        hidden, inner, saved, logits, root, gathered, *tower = self.sizes(shape, phase, critic)
         rows = phase.tokens * shape.rows(self.c, self.adapter > 0)
         # The next root, or what is wide in an MLP, in attention, in the head.
         wide = max(3 * inner + rows, saved - 4 * inner - rows, SCORE_HEAD * logits)
-        return gathered + max(seen[1], seen[0] + 7 * hidden + max(root, wide))
+        return gathered + max(tower[1], tower[0] + 7 * hidden + max(root, wide))
 
     def update(self, phase: Phase, critic: bool) -> float:
         """Bytes in the fullest moment of a forward and backward pass, without its gradients."""
         shape = self.shape
-        hidden, inner, saved, logits, root, gathered, *seen = self.sizes(shape, phase, critic)
+        hidden, inner, saved, logits, root, gathered, *tower = self.sizes(shape, phase, critic)
         kept, again = shape.layers * saved + 3 * hidden, 0
         if self.args.model_args.checkpointing:  # a layer is computed again
             kept, again = shape.layers * hidden + 3 * hidden, saved
@@ -312,12 +312,12 @@ class TrainerMemory:
             head = 0
         if self.adapter:
             head = wide = layer = 0
-        kept += seen[0]
+        kept += tower[0]
         last = kept + 4 * phase.tokens * shape.hidden  # behind all layers
         inner += phase.tokens * shape.rows(self.c) / 2
         # There none is gathered ahead. It is much of a mixture alone.
         ahead = shape.layer * self.c if shape.mixture else 0
-        return max(gathered + seen[1],
+        return max(gathered + tower[1],
                    gathered - ahead + last + max(UPDATE_HEAD * logits + head, 3 * head),
                    gathered + layer + kept + again + 2 * inner + head,  # in an MLP
                    wide + max(root, shape.embedding * self.c + wide / self.ranks))

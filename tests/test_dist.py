@@ -80,6 +80,11 @@ def test_balance(groups, ranks, budget):
         assert costs == sorted(costs, reverse=True)
 
 
+def test_the_largest_micro_batch_is_as_small_as_the_rounds_allow():
+    sizes = [(prompt, 1, tokens) for prompt, tokens in enumerate((30, 10, 10, 10))]
+    assert balance(sizes, ranks=2, budget=61) == [[[0]], [[1, 2, 3]]]
+
+
 def test_balance_of_nothing_and_of_less_than_one_row_a_rank():
     assert balance([], 3, 10) == [[[]], [[]], [[]]]
     two = [(0, 4, 1), (1, 5, 2)]

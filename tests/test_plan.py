@@ -180,13 +180,16 @@ def check_fixes(args, ranks: int, n_rows: int | None, found: list[rules.Rule]) -
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """An empty folder to work in, with good/ and small/, a model of 64 positions, and two files."""
+    """An empty folder to work in, with good/, small/, a model of 64 positions, strange/, of no
+    family that is served, and two files."""
     monkeypatch.chdir(tmp_path)
     source = Path(tiny.ensure(str(ROOT / "runs")))
     Path("good").symlink_to(source)
     shutil.copytree(source, "small")
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 64}
     Path("small/config.json").write_text(json.dumps(config))
+    Path("strange").mkdir()
+    Path("strange/config.json").write_text('{"model_type": "mamba"}')
     Path("odd.jsonl").write_text('{"quest": "a"}')
     Path("long.jsonl").write_text(json.dumps({"question": "a" * 999, "answer": ""}))
     return tmp_path
@@ -197,7 +200,9 @@ def place(tmp_path, monkeypatch) -> Path:
     ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
     ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
     ("tiny:chess is not a model", dict(model="tiny:chess")),
-    ("^--teacher tiny:chess", dict(teacher="tiny:chess"))])
+    ("^--teacher tiny:chess", dict(teacher="tiny:chess")),
+    ("^--teacher strange has model_type mamba", dict(teacher="strange")),
+    ("^--teacher some/where", dict(model="good", teacher="some/where"))])
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
     args = Args(distill if "teacher" in flags else grpo, plan=planning, **flags)

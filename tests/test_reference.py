@@ -7,9 +7,7 @@ import copy
 import math
 from dataclasses import replace
 from functools import cache, partial
-from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
@@ -21,13 +19,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-import grpo
 import losses
-import ppo
 import ranks
 import reference
 import reference_losses
-from preflight import plan
 from reference_settings import (
     SCRIPTS,
     SETTINGS,
@@ -35,7 +30,6 @@ from reference_settings import (
     Setting,
     arguments,
     drawn,
-    hostile,
     samples_of,
 )
 from trainer import experts, lora, model
@@ -338,88 +332,3 @@ def test_the_settings_reach_what_they_are_for(shipped):
     for name in ("dropped_unscored", "dropped_no_baseline", "dropped_overlong"):
         assert max(values(f"batch/{name}")) > 0, name
     assert max(values("update/skipped")) > 0
-
-
-# ---- the loop around `learn` ----
-
-
-def around(script, monkeypatch, args, steps: int) -> tuple[list[dict], MagicMock]:
-    """What the shipped `train` gives to `learn` in each step, and the run. There is no engine."""
-    run, given = MagicMock(start=0, end=steps, evaluations=(), saves=(), carry=None), []
-    run.log.times, run.kl_coef = {"time/rollout": 1.0}, getattr(args, "kl_reward_coef", 0.0)
-    run.engine.sample.side_effect = [hostile(args.group, seed) for seed in range(20)]
-    run.stop.agreed.return_value = False
-
-    def learn(args, world, models, samples, **options):
-        given.append(options | {"models": models, "samples": samples})
-        return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
-
-    for name, fake in dict(set_up=lambda args: run, learn=learn, compare_policies=MagicMock(),
-                           score_samples=MagicMock()).items():
-        monkeypatch.setattr(script, name, fake, raising=False)  # sft.py has not all of them
-    script.train(args)
-    return given, run
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_each_step_is_logged_and_watched(script, monkeypatch):
-    """What `learn` returned goes to metrics.jsonl, and to the watch that ends a broken run."""
-    rate = {"lr": 0.5, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.5}
-    args = plan.changed(SCRIPTS[script].Args(), group=1, **rate)
-    _, run = around(SCRIPTS[script], monkeypatch, args, 3)
-    logged = [call.args for call in run.log.step.call_args_list]
-    assert [step for step, _ in logged] == [1, 2, 3]
-    assert [call.args[0] for call in run.log.watch.call_args_list] == [m for _, m in logged]
-    assert [m["policy/kl"] for _, m in logged] == [0.01, 0.02, 0.03]
-
-
-@pytest.mark.parametrize("schedule, warmup, rates", [
-    ("constant", 2, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-    ("linear", 2, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
-    ("cosine", 2, [0.5, 1.0, 1.0, 0.85355339, 0.5, 0.14644661]),
-    ("linear", 0, [1.0, 0.8, 0.6, 0.4, 0.2])])
-def test_the_rates_of_a_schedule(schedule, warmup, rates):
-    args = model.OptimizerArgs(warmup_steps=warmup, lr_schedule=schedule)
-    found = [model.learning_rate(step, len(rates), 2.0, args) for step in range(len(rates))]
-    assert found == pytest.approx([2.0 * rate for rate in rates], abs=1e-8)
-
-
-def test_ppo_passes_rates_and_the_adapted_coefficient(monkeypatch):
-    args = plan.changed(
-        ppo.Args(), lr=0.5, critic_lr=2.0, steps=6, warmup_steps=2, critic_warmup_steps=3,
-        lr_schedule="linear", kl_reward_coef=0.3, kl_target=0.02, kl_horizon=100)
-    given, run = around(ppo, monkeypatch, args, 6)
-    schedule = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    assert [step["critic_lr"] for step in given] == [2.0 * x for x in schedule]
-    assert [step["lr"] for step in given] == [0.0] * 3 + [0.5 * x for x in schedule[3:]]
-    coefficients = [0.3]
-    for step in range(5):
-        coefficients.append(reference_losses.adaptive_kl(
-            args, coefficients[-1], 0.01 * (step + 1), len(given[step]["samples"])))
-    assert [step["kl_coef"] for step in given] == pytest.approx(coefficients, rel=1e-12)
-    assert given[0]["models"] == (run.policy, run.critic)
-    assert given[0]["reference"] is run.reference
-
-
-def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
-    batch, group = 7, 3
-    args = plan.changed(grpo.Args(), batch=batch, group=group, dynamic_sampling=True, lr=0.5)
-    given, run = around(grpo, monkeypatch, args, 1)
-    kept, samples_of_all, refills = [], [], 0
-    while len(kept) < batch:
-        samples, refills = hostile(group, refills), refills + 1
-        samples_of_all += samples
-        for start in range(0, len(samples), group):
-            members = samples[start:start + group]
-            if len({s.score.total for s in members} - {None}) > 1:
-                kept.append(members)
-    assert run.engine.sample.call_count == refills == 2 and len(kept) > batch
-    theirs = [s.completion.ids.tolist() for s in given[0]["samples"]]
-    assert theirs == [s.completion.ids.tolist() for members in kept[:batch] for s in members]
-    (_, metrics), _ = run.log.step.call_args
-    scores = [s.score.total for s in samples_of_all if s.score.total is not None]
-    assert metrics["reward/mean"] == pytest.approx(np.mean(scores))  # not of the kept ones
-    assert metrics["batch/dropped_surplus"] == (len(kept) - batch) * group
-    assert metrics["batch/dropped_equal"] == 12 * group - len(kept) * group
-    assert metrics["batch/dropped"] == 1 + 12 * group - batch * group
-    assert given[0]["lr"] == 0.5 and given[0]["reference"] is run.reference

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 
 import data
 import distill
@@ -182,14 +182,17 @@ def test_settings_that_are_refused(folder, flags, words):
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
 
-@pytest.mark.parametrize("teacher", ["one", "text"])
-def test_a_teacher_must_see_as_the_model_does(folder, teacher):
+@pytest.mark.parametrize("teacher, words", [
+    ("one", "must see as --model tiny"), ("text", "must see as --model tiny"),
+    ("blind", "has no processor for pictures")])
+def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
     lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
     inputs.find_eyes(args, lm, source, [], str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
-    with pytest.raises(SettingsError, match=f"--teacher {teacher} must see as --model tiny"):
+    AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
+    with pytest.raises(SettingsError, match=f"--teacher {teacher} {words}"):
         inputs.find_eyes(args, lm, source, [], str(folder / teacher))
 
 
