@@ -35,7 +35,7 @@ class CarryArgs:
     """A step waits for a prompt that started this many steps ago. 0: for none."""
 
 
-@dataclass(eq=False)  # a group is itself
+@dataclass
 class Group:
     """A prompt in flight with its G completions, which may not have ended."""
     prompt: Prompt

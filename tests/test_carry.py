@@ -30,10 +30,12 @@ class Engine:
     def __init__(self, length, max_tokens):
         self.length, self.max_tokens, self.asked = length, max_tokens, []
         self.log = SimpleNamespace(phase=lambda name: nullcontext(), times={})
-        self.world = SimpleNamespace(same_phase=lambda name, count: None, step=0)
+        self.announced = []  # (phase, number of its parts)
+        self.world = SimpleNamespace(same_phase=lambda *told: self.announced.append(told), step=0)
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         self.asked.append(requests)
+        assert self.announced == [("rollout", len(asked)) for asked in self.asked]
         return [self.one(request) for request in requests]
 
     def one(self, request: Request) -> Completion:

@@ -29,7 +29,7 @@ from rollout import Engine, Request, hash_seed
 from scoring import worker
 from scoring.signatures import Item, Reward
 from trainer import model
-from trainer.batch import Completion, Sample
+from trainer.batch import Batch, Completion, Sample
 
 
 def args(**flags):
@@ -91,6 +91,17 @@ def test_a_request_has_its_own_room_and_every_end_token(monkeypatch):
     assert found == [(5, 3, 0.7, [4, 6], True), (9, 4, 0.7, [4, 6], True)]
 
 
+def test_each_phase_is_announced_with_the_number_of_its_parts():
+    """So that ranks which disagree end, instead of waiting for each other."""
+    engine, told = engine_of(), []
+    engine.world.same_phase = lambda name, count: told.append((name, count))
+    engine.complete = lambda requests, temperature: [completion() for _ in requests]
+    samples = engine.sample([Prompt(i, row) for i, row in enumerate(rows(2))], 3, 1.0)
+    rewards.score_samples(scorer_of(engine.world)[1], samples, 3)
+    micros = Batch(samples).micros(engine.world, range(4), 5, "update")
+    assert told == [("rollout", 6), ("reward", 6), ("update", len(micros))] and len(micros) == 4
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_the_ranks_of_one_engine_share_its_completions(rank):
     engine = engine_of(rank, 4, tp=2)
@@ -146,8 +157,8 @@ def test_an_engine_on_a_gpu_sleeps_between_its_turns():
 
 # ---- rewards.py
 
-def scored(group: int, groups: bool = False, failed: bool = False):
-    """What score_samples asks of a scorer, and the samples."""
+def scorer_of(world, groups: bool = False):
+    """What score_samples needs of a run, and what it asks of its scorer."""
     asked = []
 
     def score(items, size):
@@ -156,8 +167,14 @@ def scored(group: int, groups: bool = False, failed: bool = False):
 
     scorer = SimpleNamespace(groups=groups, score=score, unscored=0, warned=False, kind="reward")
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
-    its = SimpleNamespace(world=world_of(), scorer=scorer, engine=SimpleNamespace(
-        tokenizer=tokenizer), log=SimpleNamespace(time=Log0().time, say=lambda text: None))
+    return asked, SimpleNamespace(
+        world=world, scorer=scorer, engine=SimpleNamespace(tokenizer=tokenizer),
+        log=SimpleNamespace(time=Log0().time, say=lambda text: None))
+
+
+def scored(group: int, groups: bool = False, failed: bool = False):
+    """What score_samples asks of a scorer, and the samples."""
+    asked, its = scorer_of(world_of(), groups)
     sampled = np.array([True, False, True])  # a reply is in between
     samples = [Sample(Prompt(0, rows(1)[0]), completion(3, sampled, failed=failed))
                for _ in range(2 * group)]

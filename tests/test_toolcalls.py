@@ -303,6 +303,20 @@ def test_hostile_calls_cost_themselves_only(own):
     assert score.total == 0 and [s.parts["reply"] for s in plain] == [None, None]
 
 
+def test_a_result_may_be_as_long_as_a_reply():
+    def times(n: int) -> str:
+        """A text.
+
+        Args:
+            n: its length.
+        """
+        return n * "x"
+
+    tools = replies.Tools({"times": times})
+    assert tools.result("times", {"n": 10**6}) == "x" * 10**6
+    assert tools.result("times", {"n": 10**6 + 1}).startswith("error: the result has 1,000,001 ch")
+
+
 # ---- the example
 
 @pytest.mark.parametrize("text, start", [
