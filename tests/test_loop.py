@@ -57,8 +57,8 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
     assert run.score.call_args_list == [call(run, samples, 3) for samples in rollouts]
     assert run.compare.call_args_list == [call(run, rollouts[0])]
     if script == "distill":
-        assert [one.args[0] for one in run.log.samples.call_args_list] == [
-            "step_00003", "step_00004"]
+        assert run.log.samples.call_args_list == [
+            call("step_00003", rollouts[1], show=3), call("step_00004", rollouts[2], show=3)]
     else:
         assert run.recorded.call_args_list == [
             call(step, samples, samples) for step, samples in enumerate(rollouts, 1)]

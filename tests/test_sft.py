@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import sft
+from by_hand import begin_with
 from chats import targets as chats
 from dist import SettingsError
 from examples import tiny
@@ -53,6 +54,8 @@ def tokenizer_of(controls: str, text: str):
     made, controls = tiny.make_tokenizer(), controls.split()
     made.add_special_tokens({"additional_special_tokens": controls, "eos_token": controls[-1]})
     made.chat_template = text.replace("«", "").replace("»", "")
+    if text.startswith(controls[0]):  # Llama's and Mistral's put it before each text, not only
+        begin_with(made, controls[0])  # before a chat
     return made
 
 
@@ -139,13 +142,17 @@ def test_a_system_message_stands_before_the_chat(tmp_path):
     assert row.target == plain.target
 
 
-def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path):
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path, begins):
     """"a" and "b" are one token, "ab". The prompt ends with "a", as in a rollout."""
-    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3, "<s>": 4}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>")
+    if begins:
+        begin_with(tokenizer, "<s>")
+    start = [4] if begins else []
     (row,), _ = load(tmp_path, [{"prompt": "ba", "completion": "b"}], tokenizer)
-    assert tokenizer("bab")["input_ids"] == [1, 2]
-    assert row.prompt_ids == [1, 0] and row.target == ([1, 3], [True, True])
+    assert tokenizer("bab")["input_ids"] == [*start, 1, 2]
+    assert row.prompt_ids == [*start, 1, 0] and row.target == ([1, 3], [True, True])
 
 
 @pytest.mark.parametrize("row, words", [

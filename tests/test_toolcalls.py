@@ -210,7 +210,7 @@ def test_what_is_put_in_is_the_templates_own_text(tools, name):
         tokenize=False), add_special_tokens=False)["input_ids"]
     assert len(put_in) > 20 and ids == whole[:len(ids)]
     said = bridge.tokenizer.decode(done.ids[put_in[-1] + 1:], skip_special_tokens=True)
-    assert said == "so it is" and not done.failed
+    assert said == done.turns[-1]["content"] == "so it is" and not done.failed
     assert json.dumps(tools.schemas[0]) in bridge.tokenizer.decode(prompt)
     end = bridge.tokenizer.eos_token_id
     answer = toolcalls.message(toolcalls.call("add", {}, "0" * 9), "3")

@@ -16,6 +16,7 @@ import data
 import learning
 import ranks
 import rollout
+from by_hand import begin_with
 from chats import turns
 from dist import SettingsError
 from examples import again, calculator, guess, tiny
@@ -34,6 +35,7 @@ def with_template(template):
     """The tiny tokenizer with another chat template."""
     other = copy.deepcopy(TOKENIZER)
     other.chat_template = template
+    begin_with(other, tiny.END_OF_TEXT)  # as Llama's does, where it is not told otherwise
     return other
 
 
@@ -235,7 +237,9 @@ def test_no_episode_has_more_turns_than_allowed(spec):
     _, done, engine, _ = play(ALONE, spec, ["plain"] * 4, 2)
     assert max(map(len, engine.gave.values())) == 2
     for i, c in enumerate(done):
-        assert sum(turn["role"] == "assistant" for turn in c.turns) == len(engine.gave[i])
+        said = [turn["content"] for turn in c.turns if turn["role"] == "assistant"]
+        assert len(said) == len(engine.gave[i])
+        assert not any("<|" in text for text in said)  # no control token goes to an environment
 
 
 def test_what_is_no_reply_and_the_longest_one():

@@ -21,6 +21,7 @@ from transformers import AutoConfig, Qwen2Config
 import data
 import distill
 import grpo
+from by_hand import begin_with
 from dist import SettingsError
 from examples import squares
 from forked import PYTHON
@@ -180,6 +181,14 @@ def test_settings_that_are_refused(folder, flags, words):
     args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
     found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
     assert len(found) == bool(words) and (not words or words in found[0]), found
+
+
+def test_what_stands_for_a_picture_begins_with_nothing_else(folder):
+    """Some tokenizers put a token before each text."""
+    eyes = Eyes(str(folder / "one"), model.config_of(str(folder / "one")), 0)
+    ids = eyes.ids_of((64, 64))
+    begin_with(eyes.processor.tokenizer, "<image>")
+    assert eyes.ids_of((64, 64)) == ids
 
 
 @pytest.mark.parametrize("teacher, words", [
