@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tokenizers.processors import TemplateProcessing
 
 from data import Prompt, Row
 from rewards import Score
@@ -45,10 +44,3 @@ def samples_of(prompt_ids: list[int], position: int, completions: list) -> list[
 
 def show(name: str, x: torch.Tensor) -> None:
     print(f"{name} {tuple(x.shape)}\n{x}")
-
-
-def begin_with(tokenizer, token: str) -> None:
-    """From now on it puts `token` before each text, unless add_special_tokens is False."""
-    ids = [(token, tokenizer.convert_tokens_to_ids(token))]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{token} $A", special_tokens=ids)

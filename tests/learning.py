@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -221,3 +222,10 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """‖a - b‖ / ‖b‖; ‖a‖ where b is 0."""
     return float((a - b).norm() / b.norm()) if b.norm() > 0 else float(a.norm())
+
+
+def begin_with(tokenizer, token: str) -> None:
+    """From now on it puts `token` before each text, unless add_special_tokens is False."""
+    ids = [(token, tokenizer.convert_tokens_to_ids(token))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", special_tokens=ids)

@@ -6,10 +6,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import sft
-from by_hand import begin_with
 from chats import targets as chats
 from dist import SettingsError
 from examples import tiny
+from learning import begin_with
 from preflight import memory, plan, rules
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in

@@ -16,11 +16,11 @@ import data
 import learning
 import ranks
 import rollout
-from by_hand import begin_with
 from chats import turns
 from dist import SettingsError
 from examples import again, calculator, guess, tiny
 from forked import PYTHON
+from learning import begin_with
 from rewards import RewardArgs, Score, score_samples
 from scoring.replies import messages
 from trainer import batch

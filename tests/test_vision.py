@@ -21,13 +21,12 @@ from transformers import AutoConfig, Qwen2Config
 import data
 import distill
 import grpo
-from by_hand import begin_with
 from dist import SettingsError
 from examples import squares
 from forked import PYTHON
 from keeping import log
 from keeping.export import export_model
-from learning import difference
+from learning import begin_with, difference
 from pictures import rows as pictured
 from pictures import seeing
 from pictures.eyes import Eyes
