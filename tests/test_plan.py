@@ -197,6 +197,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("words, flags", [
     ("must be at most the 64 positions of small", dict(model="small")),
+    (r"positions of small\.$", dict(model="small", max_prompt_tokens=64)),
     ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
     ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
     ("tiny:chess is not a model", dict(model="tiny:chess")),

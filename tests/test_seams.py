@@ -13,7 +13,9 @@ import torch
 
 import data
 import dist
+import distill
 import grpo
+import ppo
 import rewards
 import rollout
 import sft
@@ -137,12 +139,13 @@ def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch, adapter, lev
     assert engine.llm.enable_prefix_caching
 
 
-def test_an_engine_on_a_gpu_sleeps_between_its_turns():
+def test_an_engine_on_a_gpu_sleeps_between_its_turns(monkeypatch):
     """The trainer's weights leave the GPU first; the cache comes when the new weights are there."""
     engine, said = engine_of(), []
     engine.on_gpu, engine.adapter, engine.dtype, engine.asleep = True, None, torch.float32, True
-    engine.sleep_level, engine.request = 2, None
-    engine.make_room = lambda: said.append("room")
+    engine.sleep_level, engine.request, engine.world.device = 2, None, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("room"))
     engine.trained = [SimpleNamespace(move=lambda device: said.append(device.type))]
     engine.llm = SimpleNamespace(
         sleep=lambda level: said.append(f"sleep {level}"), wake_up=lambda tags: said.extend(tags),
@@ -151,8 +154,8 @@ def test_an_engine_on_a_gpu_sleeps_between_its_turns():
     for _ in range(2):
         with engine.generating(policy):
             said.append("generate")
-    assert said == 2 * ["room", "weights", "reload_weights", "kv_cache", "generate", "sleep 2",
-                        "cpu"]
+    assert said == 2 * ["cpu", "wait", "room", "weights", "reload_weights", "kv_cache", "generate",
+                        "sleep 2", "cuda"]
 
 
 # ---- rewards.py
@@ -288,6 +291,23 @@ def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path,
     it.build_engine()
     asked = {name: made[0][name] for name in ("max_len", "max_tokens", "seed", "kv_cache")}
     assert asked == {"max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0}
+
+
+@pytest.mark.parametrize("teacher, source", [(None, "start"), ("x", "teacher")])
+def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeypatch, teacher,
+                                                               source):
+    loaded, script = [], distill if teacher else ppo
+    given = changed(script.Args(lr=1e-3), seed=3, **{"teacher": teacher} if teacher else {
+        "kl_reward_coef": 0.1, "critic_lr": 1e-3})
+    monkeypatch.setattr(model, "build", lambda kind, folder, world, flags, **options: (
+        loaded.append((kind, folder, options))))
+    monkeypatch.setattr(model, "policy_of", lambda *given: None)
+    monkeypatch.setattr(model, "made", lambda *given: None)
+    run_of(tmp_path, given, source="start", teacher=teacher and "teacher").build_models()
+    own = dict(seed=3, adapters=None)
+    critic = [] if teacher else [(model.ValueModel, "start", own)]
+    assert loaded == [(model.LogprobModel, "start", own), *critic,
+                      (model.LogprobModel, source, dict(seed=3, trained=False))]
 
 
 @pytest.mark.parametrize("every, evaluations, saves", [(0, [0], []), (2, [0, 2, 4], [0, 2, 4, 6])])
