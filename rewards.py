@@ -218,9 +218,7 @@ class Scorer:
             return
         self.tried.wait()
         if self.needs is None:
-            error = SettingsError(self.refused)
-            error.alone = True  # the workers of another rank may have loaded
-            raise error
+            raise SettingsError(self.refused)
 
     def score(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Score]:
         """A score for each item. `size` items in a row are one call. homes: a number for each item;
