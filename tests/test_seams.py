@@ -317,19 +317,20 @@ def test_the_end_is_evaluated_once_and_saved(tmp_path, every, evaluations, saves
 
 
 def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch):
-    kept, it, again = [], run_of(tmp_path), run_of(tmp_path)
+    kept, loaded, it, again = [], [], run_of(tmp_path), run_of(tmp_path)
     monkeypatch.setattr(run.checkpoint, "save", lambda folder, world, trained, state, keep: (
         kept.append((state, keep))))
-    monkeypatch.setattr(run.checkpoint, "load", lambda *given: None)
+    monkeypatch.setattr(run.checkpoint, "load", lambda *given: loaded.append(given))
     for each in it, again:
         each.trained, each.carry = {}, None
         each.args = SimpleNamespace(critic_args=True, kl_target=0.1, run_args=each.args.run_args)
     it.kl_coef, it.log.bad_steps, it.best, it.stream.position = 0.3, 2, {"step": 1}, 7
     it.save(4)
     (state, keep), = kept
-    again.saved = None
+    again.saved = "step_4"
     again.restore(json.loads(json.dumps(state)))
     assert keep == 2 and state["step"] == 4 and state["settings"] == {"a": 1}
+    assert loaded == [("step_4", again.world, again.trained)]
     assert (again.kl_coef, again.log.bad_steps, again.best, again.stream.position) == (
         0.3, 2, {"step": 1}, 7)
 
