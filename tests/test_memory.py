@@ -75,7 +75,7 @@ def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequenc
 @pytest.mark.parametrize("name, ranks, gpu_gb", [
     ("Qwen2.5-0.5B", 1, 24), ("Qwen2.5-3B", 1, 24), ("Qwen2.5-7B", 4, 80)])
 def test_what_the_search_names_fits(script, name, ranks, gpu_gb):
-    args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1)
+    args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1, update_tokens=4096)
     shape, card = memory.shape_of(name), gpu_gb * GIB
     made = plan.Plan(args, ranks, None, 0)
     if (flags := memory.flags_that_fit(made, shape, card)) is not None:
@@ -83,6 +83,7 @@ def test_what_the_search_names_fits(script, name, ranks, gpu_gb):
         assert memory.fits(replace(made, args=better), shape, card)
         assert not rules.problems(better, ranks)
         assert not flags or not memory.fits(made, shape, card)
+        assert not flags.items() & plan.flags(args).items()  # each changes something
 
 
 def test_known_models():
