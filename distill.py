@@ -17,6 +17,7 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
+from keeping.samples import write_samples
 from preflight.inputs import show_plan
 from preflight.loss_flags import ClipArgs
 from preflight.rules import Rule
@@ -85,7 +86,7 @@ def train(args: Args) -> int:
 
         run.log.step(step + 1, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            run.log.samples(f"step_{step + 1:05d}", samples, show=3)
+            write_samples(run.log, f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:

@@ -1,4 +1,4 @@
-"""checkpoint.py: the whole state of a run, to disk and back, on any number of ranks.
+"""checkpoint.py: the whole state of a run, to disk and back, on any number of ranks; the export.
 
     runs/NAME/checkpoints/step_N/   after N steps; step_N.partial until it is whole
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist import SettingsError, World
 from keeping import log
-from keeping.files import NotWritten, read, writing
-from trainer.model import Trained
+from keeping.files import NotWritten, read, whole_folder, writing
+from trainer import lora
+from trainer.model import FILES, Policy, Trained, config_of, names_in_files
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",
@@ -146,3 +149,33 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
 def steps(folder: Path) -> list[int]:
     """N of each step_N, in order."""
     return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
+
+
+# ---- export: the trained weights as folders that transformers, peft and vLLM load ----
+
+def export_model(policy: Policy, source: str, folder: str, notes: dict | None = None):
+    """A Hugging Face folder in the source's dtype, by rank 0. notes: {file: text}. A collective."""
+    weights, dtype = {}, config_of(source).dtype or torch.float32
+    names = names_in_files(policy.module.lm, source)  # of tied weights only the first
+    for name, value in policy.weights(dtype):
+        if policy.world.rank == 0 and name in names:
+            weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
+    if policy.world.rank:
+        return
+    with whole_folder(folder) as unfinished:
+        for path in Path(source).iterdir():
+            if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
+                shutil.copy(path, unfinished)
+        save_torch_state_dict(weights, unfinished)
+        for name, text in (notes or {}).items():
+            (unfinished / name).write_text(text)
+
+
+def export_adapter(policy: Policy, config: dict, folder: str):
+    """peft's two files, in float32, by rank 0. A collective."""
+    weights = {name: tensor.float().cpu().contiguous()
+               for name, tensor in lora.tensors(policy.module.lm, policy.world.device)}
+    if policy.world.rank == 0:
+        with whole_folder(folder) as unfinished:
+            save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
+            (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))

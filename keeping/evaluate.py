@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from data import Prompt
+from keeping.samples import write_samples
 from rewards import score_samples
 from trainer.batch import Batch, Meter, Sample, given
 
@@ -44,7 +45,7 @@ def sampled_metrics(run, step: int) -> dict[str, float]:
     with run.log.time("eval"), run.engine.generating(run.policy):
         samples = run.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
         score_samples(run, samples, args.eval_samples)
-    run.log.samples(f"eval_{step:05d}", samples)
+    write_samples(run.log, f"eval_{step:05d}", samples)
     return evaluation_metrics(samples, args)
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import reprlib
 import shutil
 import subprocess
 import time
@@ -16,13 +15,11 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from dist import SettingsError, World
 from keeping.files import as_lines, read, write_whole, writing
 from preflight.worst_case import peak_memory
-from trainer.batch import Batch, Sample
 
 LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
@@ -30,8 +27,6 @@ LINE = {  # what is printed of a step
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends
-SHORT = reprlib.Repr()
-SHORT.maxstring = 140  # characters
 
 
 # ---- files ----
@@ -92,52 +87,6 @@ def evaluation_line(row: dict) -> str:
     if "eval/groups_equal" in row:
         shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
-
-
-# ---- what is kept of a completion for people to read: its text, numbers and tokens ----
-
-def look(run, samples: list[Sample]):
-    """Adds the policy's log-probs and entropies of now to `looks`: (2, T). A collective."""
-    batch, args = Batch(samples), run.args
-    with run.log.time("look"):
-        found = batch.score(
-            run.world, args.update_tokens, "look",
-            lambda m: torch.stack(run.policy.logprobs(m, args.temperature, "value")))  # (2, M)
-    for s, span in zip(samples, batch.spans, strict=True):
-        s.looks += (found[:, span],)
-
-
-def token_row(s: Sample, decode) -> dict:
-    """Lists with an item a token, in nats. decode: the tokenizer's."""
-    ids, (before, entropies), (after, _) = s.completion.ids.tolist(), *s.looks
-    numbers = {"engine_logprobs": s.completion.logprobs, "logprobs": before,
-               "logprobs_after": after, "entropies": entropies,
-               "advantages": np.broadcast_to(s.advantages, len(ids))}
-    if s.completion.steps is not None:  # of --carry
-        numbers["steps"] = s.completion.steps
-    # Some tokenizers drop a space at the start: a token's text is the second of two.
-    texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
-    return {"token_texts": [texts[i] for i in ids], "sampled": s.completion.sampled.tolist()} | {
-        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
-
-
-def sample_row(s: Sample, decode=None) -> dict:
-    """An object of samples/. With its tokens, if the policy looked at them."""
-    turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
-    row = {"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
-           "turns": turns, "answer": s.prompt.row.answer, "reward": s.score.total,
-           "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-           "truncated": s.completion.truncated} | s.prompt.row.shown
-    if s.looks:
-        row |= token_row(s, decode)
-    return row
-
-
-def short(row: dict) -> str:
-    """A line of the screen."""
-    reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
-    prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
-    return f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}"
 
 
 class Log:
@@ -286,12 +235,3 @@ class Log:
         if self.bad_steps >= BAD_STEPS:
             raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite;"
                                f" a smaller --lr or --max_grad_norm may help")
-
-    def samples(self, name: str, samples: list[Sample], show: int = 0, decode=None):
-        """Writes samples/NAME.jsonl. Prints `show` of them in short."""
-        if not self.writing:
-            return
-        rows = [sample_row(s, decode) for s in samples]
-        write_whole(self.folder / f"samples/{name}.jsonl", as_lines(rows))
-        for row in rows[::max(1, len(rows) // max(1, show))][:show]:
-            self.say(short(row))

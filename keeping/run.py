@@ -19,8 +19,9 @@ from chats.turns import Episodes, TurnArgs
 from data import DataArgs, Stream
 from dist import Mistakes, SettingsError
 from keeping import checkpoint, log, summary
+from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
-from keeping.export import export_adapter, export_model
+from keeping.samples import look, write_samples
 from preflight import loss_flags, plan
 from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
@@ -321,12 +322,12 @@ class Run:
         every, last = self.args.run_args.samples_every, self.args.steps - 1
         shown = step % every == 0 or step == last
         if shown:
-            log.look(self, learned)
+            look(self, learned)
         yield
         if shown:
-            log.look(self, learned)
+            look(self, learned)
             name, decode = f"step_{step + 1:05d}", self.engine.tokenizer.decode
-            self.log.samples(name, samples, show=3, decode=decode)
+            write_samples(self.log, name, samples, show=3, decode=decode)
 
     def save(self, step: int):
         """A checkpoint. A collective."""

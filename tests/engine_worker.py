@@ -16,7 +16,7 @@ import data
 import families
 import rewards
 from dist import SettingsError
-from keeping.export import export_model
+from keeping.checkpoint import export_model
 from preflight import same_policy
 from rollout import Request, hash_seed
 from trainer import model

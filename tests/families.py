@@ -18,7 +18,7 @@ import torch
 import data
 import dist
 from forked import PYTHON
-from keeping.export import export_model
+from keeping.checkpoint import export_model
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from trainer import model

@@ -10,7 +10,7 @@ import torch
 
 import data
 import families
-from keeping.export import export_adapter, export_model
+from keeping.checkpoint import export_adapter, export_model
 from rollout import Request, hash_seed
 from trainer import lora
 

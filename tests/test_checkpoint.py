@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import learning
 from dist import SettingsError
-from keeping import checkpoint, export, files
+from keeping import checkpoint, files
 from ranks import results
 from trainer import lora, model
 
@@ -104,7 +104,7 @@ def bad_disks(world, folder, out):
     after, export_said = sorted(os.listdir(out)), ""
     with limited(300):
         try:
-            export.export_model(trained["policy"], folder, f"{out}/model")
+            checkpoint.export_model(trained["policy"], folder, f"{out}/model")
         except files.NotWritten as error:
             export_said = str(error)
     own = save(world, trained, Path(out, f"own-{world.rank}"), 1, 1)

@@ -16,7 +16,7 @@ import reference
 import rollout
 from dist import World
 from keeping import run
-from keeping.export import export_model
+from keeping.checkpoint import export_model
 from preflight import inputs, memory, plan, rules
 from ranks import results
 from trainer import experts, model

@@ -1,4 +1,4 @@
-"""keeping/log.py: lines, times, memory, and what Weights & Biases gets."""
+"""keeping/log.py and samples.py: lines, times, memory, and what Weights & Biases gets."""
 import json
 import resource
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ import torch
 
 from data import Prompt, Row
 from dist import SettingsError
-from keeping import files, log, summary
+from keeping import files, log, samples, summary
 from rewards import Score
 from trainer.batch import Completion, Sample
 
@@ -119,7 +119,7 @@ def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
     other = log.Log(tmp_path / "b", SimpleNamespace(**vars(WORLD) | {"rank": 1}), 3, "test")
     other.open({}, "", 0)
     other.step(0, {"reward/mean": 1.0})
-    other.samples("x", [])
+    samples.write_samples(other, "x", [])
     other.say("nothing")
     other.finish(3)
     other.close()
@@ -134,8 +134,8 @@ def sample(text: str, total: float | None, prompt="p", answer: object = "a", **m
 
 def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_path, capsys):
     it = opened(tmp_path)                                  # JSON may have it: "\\ud83d"
-    it.samples("x", [sample("é\ud83d", None, answer="\ud83d"), sample("b\n", 0.5, advantage=-0.25)],
-               show=1)
+    samples.write_samples(it, "x", [
+        sample("é\ud83d", None, answer="\ud83d"), sample("b\n", 0.5, advantage=-0.25)], show=1)
     it.close()
     first, second = map(json.loads, (tmp_path / "samples/x.jsonl").read_text().splitlines())
     assert first["completion"] == "é\ud83d" and first["answer"] == "\ud83d"
@@ -201,14 +201,15 @@ def full_disk(most: int = 1):
 
 
 def fill(folder: Path):
-    """As export.py does."""
+    """As the export does."""
     with files.whole_folder(folder / "model") as unfinished:
         (unfinished / "weights").write_text("y" * 99)
 
 
 @pytest.mark.parametrize("file, write", [
     ("metrics.jsonl", lambda it: it.step(2, {"reward/mean": 0.6})),
-    ("samples/step_1.jsonl", lambda it: it.samples("step_1", [sample("y" * 999, 1.0)])),
+    ("samples/step_1.jsonl", lambda it: samples.write_samples(
+        it, "step_1", [sample("y" * 999, 1.0)])),
     ("curve.png", summary.draw_curve), ("model", lambda it: fill(it.folder))])
 def test_a_full_disk_ends_the_run_in_a_sentence_and_leaves_no_half_of_a_file(tmp_path, file, write):
     it = opened(tmp_path)

@@ -14,7 +14,7 @@ import grpo
 from dist import SettingsError
 from families import ROOT
 from forked import PYTHON
-from keeping import export
+from keeping import checkpoint
 from preflight import memory, plan, rules
 from ranks import results
 from test_script import place, script  # noqa: F401
@@ -163,9 +163,9 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("old")
     monkeypatch.setattr(lora, "tensors", lambda *all: [])
-    monkeypatch.setattr(export, "save_file", fails)
+    monkeypatch.setattr(checkpoint, "save_file", fails)
     with pytest.raises(SettingsError, match="no space"):
         policy = SimpleNamespace(module=SimpleNamespace(lm=None),
                                  world=SimpleNamespace(rank=0, device="cpu"))
-        export.export_adapter(policy, {}, tmp_path / "adapter")
+        checkpoint.export_adapter(policy, {}, tmp_path / "adapter")
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dist import SettingsError
 from examples import tiny
-from keeping.export import export_model
+from keeping.checkpoint import export_model
 from ranks import results
 from test_families import refused
 from trainer import model

@@ -51,11 +51,12 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
     it.inputs.eval_rows, scored = ["a", "b"], []
     monkeypatch.setattr(evaluate, "score_samples", lambda *all: scored.append(all[2]))
     monkeypatch.setattr(evaluate, "evaluation_metrics", lambda samples, args: {})
+    monkeypatch.setattr(evaluate, "write_samples", it.written)
     evaluate.sampled_metrics(it, 7)
     prompts, group, temperature, purpose = it.engine.sample.call_args.args
     assert [p.row for p in prompts] == ["a", "b"] and [p.position for p in prompts] == [0, 1]
     assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
-    assert it.log.samples.call_args.args[0] == "eval_00007"
+    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample())
 
 
 @pytest.mark.parametrize("scores, flags, expected", [
@@ -112,12 +113,12 @@ def test_the_interval_covers_the_true_rate(rate, n):
 def test_a_step_is_recorded_around_its_update(tmp_path, monkeypatch, step, shown):
     """--steps is 4: each second step, and the last one."""
     order, engine = [], MagicMock()
-    monkeypatch.setattr(run.log, "look", lambda it, samples: order.append(samples))
+    monkeypatch.setattr(run, "look", lambda it, samples: order.append(samples))
     it = made(tmp_path, "--samples_every", "2", engine=engine)
-    it.log.samples = lambda *all, **options: order.append((all, options))
+    monkeypatch.setattr(run, "write_samples", lambda *all, **o: order.append((all, o)))
     with it.recorded(step, ["all"], ["learned from"]):
         order.append("update")
-    kept = (f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
+    kept = (it.log, f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
     expected = [["learned from"], "update", ["learned from"], kept] if shown else ["update"]
     assert order == expected
 

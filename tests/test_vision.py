@@ -24,8 +24,8 @@ import grpo
 from dist import SettingsError
 from examples import squares
 from forked import PYTHON
-from keeping import log
-from keeping.export import export_model
+from keeping import samples
+from keeping.checkpoint import export_model
 from learning import begin_with, difference
 from pictures import rows as pictured
 from pictures import seeing
@@ -411,7 +411,7 @@ def test_adapters_are_in_the_text_model_alone(folder):
 
 def test_the_report_has_the_pictures_of_each_prompt(folder):
     """Equal texts with other pictures are other prompts."""
-    rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
+    rows = [samples.sample_row(sample) for sample in fabricate(folder)[:7]]
     made = json.loads(gzip.decompress(base64.b64decode(report.block(rows, False, None))))
     assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
     for (source,), name in zip(made["pictures"], "ab", strict=True):
