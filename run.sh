@@ -91,8 +91,10 @@ run_tests() {
   local status=0
   export CUDA_VISIBLE_DEVICES=  # the tests run on the CPU
   .venv/bin/ruff check
-  # Some tests wait, so three files run at a time on two cores (-n 0: one).
-  .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+  # Some tests wait, so three files run at a time on two cores (-n 0: one). tests/forked.py
+  # starts the three processes.
+  .venv/bin/python -m pytest -q --tx "3*popen//python=tests/python" --dist loadfile \
+    --no-loadscope-reorder "$@" || status=$?
   .venv/bin/python tests/test_style.py  # prints the sizes, whatever the tests found
   exit "$status"
 }

@@ -47,6 +47,7 @@ class FakeGpu(TorchDispatchMode):
         for owner, name, value in (
                 (torch.cuda, "_lazy_init", mock.Mock()), (torch.cuda, "synchronize", mock.Mock()),
                 (torch.cuda, "empty_cache", mock.Mock()), (head, "compiled", plain),
+                (torch.Tensor, "pin_memory", torch._C.TensorBase.pin_memory),  # vLLM has its own
                 (torch.Tensor, "is_cuda", property(is_cuda))):
             self.stack.enter_context(mock.patch.object(owner, name, value, create=True))
         self.stack.callback(torch._C._set_only_lift_cpu_tensors, False)

@@ -43,11 +43,12 @@ class Attempt:
     """One start of the real script in its own session, its output in a file."""
 
     def __init__(self, cwd: Path, *flags: str, script="grpo", ranks=2, faults="", torchrun=True,
-                 **env: str):
+                 signals=False, **env: str):
         self.out = open(Path(cwd) / f"out-{time.time_ns()}.txt", "w+")
-        python = os.environ.get("PYTHON_EXEC", sys.executable)  # of ranks too
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # of ranks too; of tests a fork,
+        of_torchrun = sys.executable if signals else python     # which has no group to signal
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
-        launch = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node", str(ranks)]
+        launch = [of_torchrun, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
         target = [HERE / "faulty.py", script] if faults else [ROOT / f"{script}.py"]
         self.process = subprocess.Popen(
             [*(launch if torchrun else [python]), *target, *FLAGS, *flags], cwd=cwd,

@@ -1,10 +1,11 @@
 """Starts scripts without importing torch and vLLM again: a fork instead of 14 s of a core.
 
-`python` beside this file stands for the interpreter: `tests/python grpo.py FLAGS`, or torchrun with
-PYTHON_EXEC=tests/python. It passes its arguments, environment, folder and standard files to a
-server, which has imported the libraries and nothing of this project. The server forks: the child
-runs the script as `__main__`. Signals go to the child, its exit status comes back, and it dies with
-who asked for it. The server starts with its first client and ends a while after its last.
+`python` beside this file stands for the interpreter: `tests/python grpo.py FLAGS`, torchrun with
+PYTHON_EXEC=tests/python, the workers of pytest, the server of ranks.py. It passes its arguments,
+environment, folder and open files to a server, which has imported the libraries and nothing of this
+project. The server forks: the child runs the script as `__main__`. Signals go to the child, its
+exit status comes back, and it dies with who asked for it. The server starts with its first client
+and ends a while after its last.
 
 A test of the start itself (imports, the parent process, variables that libraries read when they are
 imported) uses the real interpreter.
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -47,10 +49,10 @@ LATER = (  # what libraries import in the middle of a run
 # ---- the client
 
 def client() -> None:
+    files = array.array("i", [0, 1, 2, *inherited()])
     connection = connect()
     request = {"argv": sys.argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(),
-               "parent": os.getppid()}
-    files = array.array("i", [0, 1, 2])
+               "parent": os.getppid(), "files": list(files)}
     connection.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
     stream = connection.makefile("rwb")
     stream.write(json.dumps(request).encode() + b"\n")
@@ -63,6 +65,16 @@ def client() -> None:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def inherited() -> list[int]:
+    """The open files that the parent passes beside the standard ones, as multiprocessing does."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # what listed them is closed again
+            if number > 2 and os.get_inheritable(number):
+                found.append(number)
+    return found
 
 
 def connect() -> socket.socket:
@@ -99,13 +111,16 @@ def preload() -> None:
     sys.path[0] = str(HERE.parent)
     import vllm  # noqa: F401
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
 
     import dist  # noqa: F401  (first: it sets what torch reads)
     from keeping import run  # noqa: F401
     for name in LATER:
         importlib.import_module(name)
-    # vLLM does this in each engine, and walks through all modules.
+    # vLLM does these two in each engine, and walks through all loggers and all modules.
+    configure_logging_if_needed(LoggingConfig())
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     for name, module in list(sys.modules.items()):  # a script imports its own files
@@ -168,7 +183,7 @@ def serve() -> None:
 
 
 def receive(connection) -> tuple[dict, list[int]]:
-    _, [(_, _, data)], _, _ = connection.recvmsg(1, socket.CMSG_SPACE(12))
+    _, [(_, _, data)], _, _ = connection.recvmsg(1, socket.CMSG_SPACE(4 * 64))
     files = array.array("i", data)
     line = b""
     while not line.endswith(b"\n"):
@@ -178,9 +193,12 @@ def receive(connection) -> tuple[dict, list[int]]:
 
 def become(request: dict, files: list[int]) -> None:
     """The child is now `python *argv`."""
-    for number, file in enumerate(files):
-        os.dup2(file, number)
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 500) for file in files]  # clear of all numbers
+    for file in files:
         os.close(file)
+    for number, copy in zip(request["files"], copies, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])

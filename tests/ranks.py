@@ -1,6 +1,6 @@
 """Real ranks for tests: a function on W gloo processes, joined by the shipped `dist.join`.
 
-A fork server imports torch and transformers once, so a rank costs a fork and not ten seconds.
+A fork server has imported the libraries and grpo.py, so a rank costs a fork and not ten seconds.
 """
 import contextlib
 import multiprocessing
@@ -19,11 +19,15 @@ HERE = Path(__file__).parent
 for path in (str(HERE.parent), str(HERE)):
     if path not in sys.path:
         sys.path.insert(0, path)
+
+from forked import PYTHON  # noqa: E402
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["ranks_preload"])
+context.set_executable(PYTHON)  # it is a fork itself
 
 
 def start_fork_server() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
@@ -124,12 +125,10 @@ def test_reasoning_gym_rows():
 
 def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
     """ransom_note iterates over sets of strings; list_functions uses the global generator."""
-    found = []
-    for seed in "1", "2":
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found.append([read(f"reasoning_gym:{task}", 1)[0][:4]
-                      for task in ("ransom_note", "list_functions")])
-    assert found[0] == found[1]
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    found = {task: crc32(repr(read(f"reasoning_gym:{task}", 1)[0][:4]).encode())
+             for task in ("ransom_note", "list_functions")}
+    assert found == {"ransom_note": 3364780872, "list_functions": 1738941639}  # 0.1.25
 
 
 def test_tiny_rows():

@@ -10,7 +10,7 @@ from examples import tiny
 from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
-STEPS, P = 12, 16
+STEPS, P, WARMUP = 5, 16, 3
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 JOB = "--warmup_steps 10 --max_prompt_tokens 64 --max_tokens 16"  # what ./run.sh gives grpo.py
 
@@ -20,8 +20,9 @@ def test_nano_on_two_ranks_trains_like_grpo_on_one(tmp_path):
     made = Path(tiny.ensure(str(ROOT / "runs")))
     (tmp_path / "runs" / made.name).symlink_to(made)
     (tmp_path / "short.py").write_text(
-        f"import nano\nnano.STEPS, nano.P = {STEPS}, {P}\nnano.train()\n")
-    flags = f"{ROOT}/grpo.py --steps {STEPS} --batch {P} {JOB} --name beside --no-export".split()
+        f"import nano\nnano.STEPS, nano.P, nano.WARMUP = {STEPS}, {P}, {WARMUP}\nnano.train()\n")
+    flags = (f"{ROOT}/grpo.py --steps {STEPS} --batch {P} {JOB} --warmup_steps {WARMUP} "
+             "--name beside --no-export").split()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "short.py"]
     started = []
     for name, command in ("grpo", flags), ("nano", torchrun):

@@ -270,7 +270,7 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
 
 
 def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_does(own, capfd):
-    spec = own(F + "print('no space', completion[:9])\n    return float(completion)")
+    spec = own(F + "print(f'no space {completion[:9]}\\n', end='')\n    return float(completion)")
     with closing(Scorer([spec], RewardArgs())) as scorer:
         for size in (300, 0, 1):
             assert totals(scorer.score(as_items(map(str, range(size))))) == list(range(size))
