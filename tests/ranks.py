@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -42,10 +43,11 @@ def start_fork_server() -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port nobody listens on. The system gives others ports above these, at any time."""
+    while True:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return s.getsockname()[1]
 
 
 def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, args) -> None:
