@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import data
 import distill
@@ -15,7 +16,7 @@ from data import DataArgs
 from dist import SettingsError
 from examples import tiny
 from live import Live
-from preflight import memory, plan, rules, worst_case
+from preflight import inputs, memory, plan, rules, worst_case
 from tools.hostile import make_models
 from trainer import logprobs as head
 from trainer import model
@@ -175,12 +176,38 @@ def test_what_teaches_nothing_is_refused():
 
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)
+    prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
+    assert "prompts without the schemas of --tools" in broken(tools=("x.py:f",), **prompt)
+    assert "no experts for the prompts of --teacher_prompt" in broken(replay_routing=True, **prompt)
     assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
     assert "--eval_data needs --reward" in broken(eval_data="tiny")
     assert "--target_reward needs --reward." in broken(target_reward=(0.1, 0.9))
     unused = dict(divergence="jsd", engine_correction="mask")
     assert "--engine_correction weighs the loss of sampled tokens" in broken(**unused)
     assert not broken(**unused, reward_coef=0.5, reward=("exact",), eval_data="tiny")
+
+
+def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_path):
+    def saved(name: str, rows: int, *tokens: str) -> str:
+        AutoConfig.for_model(
+            "qwen2", vocab_size=rows, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1).save_pretrained(tmp_path / name)
+        made = tiny.make_tokenizer()
+        made.add_tokens([*tokens])
+        made.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    def found(teacher: str, divergence: str):
+        return inputs.find_teacher(
+            distill.Args(model="it", teacher=teacher, divergence=divergence),
+            model.skeleton(student), inputs.load_tokenizer("it", student), None, False)
+
+    student, wide = saved("student", 320), saved("wide", 328)
+    assert found(student, "jsd") == student and found(wide, "none") == wide
+    with pytest.raises(SettingsError, match="--teacher has 328 rows and --model 320.*none"):
+        found(wide, "jsd")
+    with pytest.raises(SettingsError, match="must share the vocabulary of --model it"):
+        found(saved("other", 328, "another"), "none")
 
 
 def test_the_teachers_prompt_has_more_in_it():

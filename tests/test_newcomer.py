@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -99,6 +100,13 @@ def test_help_of_the_examples_fetches_nothing(tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0 and "the default is runs/smollm2" in done.stdout
     assert not any(tmp_path.iterdir())
+
+
+def test_the_readme_names_the_pythons_that_run_sh_takes():
+    low, high = re.search(r"not \((3, \d+)\) <= .* <= \((3, \d+)\)",
+                          (ROOT / "run.sh").read_text()).groups()
+    said = f"Python {low.replace(', ', '.')} to {high.replace(', ', '.')}"
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_run_sh_lists_its_jobs_and_refuses_others():

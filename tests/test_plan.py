@@ -129,6 +129,13 @@ REFUSED = [
      "both be on.", [("kl_loss_coef", 0.0), ("kl_reward_coef", 0.0)]),
     (dict(kl_target=0.1), "--kl_target 0.1 adapts --kl_reward_coef, which must not be 0.",
      [("kl_reward_coef", 0.05)]),
+    (dict(kl_target=0.1, kl_reward_coef=0.1, kl_horizon=102), "--kl_horizon must be more than a "
+     "fifth of --batch x --group (got 102): else one step may turn the coefficient negative.",
+     [("kl_horizon", 103)]),
+    (dict(reward=("environment",)), "--reward environment needs --reply FILE.py:CLASS.",
+     [("reward", ("exact",))]),
+    (dict(tools=("x.py:f",), reply="x.py:g"), "--tools and --reply both answer the model: give one "
+     "of them.", [("tools", ()), ("reply", None)]),
     (dict(critic_warmup_steps=60), "--critic_warmup_steps must be below --steps: else the policy "
      "never learns.", [("critic_warmup_steps", 0)])]
 

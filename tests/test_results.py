@@ -3,11 +3,13 @@ what they promise, tools/plot.py, tools/samples.py; the rewards of the controls.
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from examples import instructions
+from keeping import log
 from results import make
 from test_report import write_run
 from tools import compare, plot, samples
@@ -214,3 +216,19 @@ def test_the_readme_quotes_the_results_of_the_real_model():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"grows from {low} to {high}, and the accuracy on held-out rows from {before} to " \
            f"{after}" in readme
+
+
+def test_the_readme_quotes_the_first_command():
+    """By the functions that print these lines, from the published run."""
+    rows = log.read_metrics(make.HERE / "sort-grpo/seed_0/metrics.jsonl")
+    steps = [row for row in rows if not log.is_evaluation(row)]
+    rewards = [row["reward/mean"] for row in steps]
+    it = log.Log(ROOT, SimpleNamespace(rank=0), len(steps))
+    printed = [log.evaluation_line(rows[0]), it.step_line(steps[0]), it.step_line(steps[-1]),
+               f"reward, first 3 and last 10 of {len(steps)} steps: {sum(rewards[:3]) / 3:.3f} -> "
+               f"{sum(rewards[-10:]) / 10:.3f}"]
+    readme = (ROOT / "README.md").read_text()
+    block = readme.partition("plan for grpo.py")[2].partition("```")[0].splitlines()[1:]
+    for line, quoted in zip(printed, block, strict=True):
+        assert line.startswith(quoted.removesuffix("...").rstrip()), (line, quoted)
+    assert f"`step 1  reward {rewards[0]:.4f} ...`" in readme

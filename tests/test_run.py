@@ -286,3 +286,10 @@ def test_a_command_that_would_write_over_a_finished_run_is_refused(tmp_path, mon
     (tmp_path / "runs/x/done.json").write_text('{"steps": 60}')
     with pytest.raises(SettingsError, match="runs/x is finished, with 60 steps"):
         log.choose_folder(args("--name", "x"))
+    more = args("--name", "x", "--steps", "90")
+    assert log.choose_folder(more) == Path("runs/x")
+    with pytest.raises(SettingsError, match="runs/x is finished and has no checkpoint"):
+        run.checkpoint.newest(more, SimpleNamespace(gather=list), Path("runs/x"), {})
+    (tmp_path / "runs/x/args.json").touch()
+    with pytest.raises(SettingsError, match="runs/x exists; choose another, or --resume"):
+        log.choose_folder(args("--name", "x", "--steps", "90", "--no-resume"))

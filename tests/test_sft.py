@@ -1,14 +1,20 @@
 """sft.py learns of a chat what transformers' {% generation %} marks in its template."""
 import json
+import os
+import subprocess
+from math import exp
+from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import sft
 from chats import targets as chats
 from dist import SettingsError
 from examples import tiny
+from forked import PYTHON
 from learning import begin_with
 from preflight import memory, plan, rules
 
@@ -185,6 +191,8 @@ def test_flags_without_use_are_refused():
     assert "--group must be 1" in broken(group=4)
     assert "--reward needs --eval_data" in broken(reward=("exact",))
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
+    assert "--tools is for rollouts, and sft.py learns from chats" in broken(tools=("x.py:f",))
+    assert "--replay_routing needs an engine" in broken(replay_routing=True)
 
 
 def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
@@ -193,3 +201,53 @@ def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
             held_out | dict(reward=("exact",)), ["rollout", "update", "score"]):
         made = plan.Plan(plan.changed(sft.Args(), **flags), 2, 1000, 100 if flags else 0)
         assert [load.phase for load in memory.loads(made, shape, 80 * memory.GIB)] == phases
+
+
+# ---- a run ----
+
+def plainly(folder, rows) -> tuple[float, float]:
+    """-log π of a token to learn and the entropy of π there, means over all tokens of all rows, by
+    transformers, row by row."""
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(
+        folder)
+    found = []
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}], tokenize=False,
+            add_generation_prompt=True)
+        ids, start = tokenizer(prompt + row["answer"] + tokenizer.eos_token)["input_ids"], len(
+            tokenizer(prompt)["input_ids"])
+        with torch.no_grad():
+            logps = lm(torch.tensor([ids])).logits[0, start - 1:-1].log_softmax(-1)  # (n, V)
+        found += [(-float(logp[i]), -float((logp.exp() * logp).sum()))
+                  for logp, i in zip(logps, ids[start:], strict=True)]
+    return tuple(sum(numbers) / len(found) for numbers in zip(*found, strict=True))
+
+
+def test_held_out_rows_are_predicted_as_by_transformers_before_and_after(tmp_path):
+    """Rows of many lengths in several micro-batches: a mean over tokens is not one over rows."""
+    numbers = (31, 4102, 958, 70, 61524, 8, 77301, 2)
+    rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    root = Path(__file__).parent.parent
+    model = tiny.ensure(str(root / "runs"))
+    done = subprocess.run(
+        [PYTHON, root / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+         --steps 2 --batch 8 --lr 3e-3 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60
+         --name x""".split()], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+        capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = map(json.loads, (tmp_path / "runs/x/metrics.jsonl").open())
+    before, after = (row for row in lines if "eval/rows" in row)
+    for row, folder in (before, model), (after, tmp_path / "runs/x/model"):
+        loss, entropy = plainly(folder, rows)
+        assert row["eval/rows"] == len(rows) and abs(row["eval/loss"] / loss - 1) < 1e-4
+        assert abs(row["eval/perplexity"] / exp(loss) - 1) < 1e-4
+        assert abs(row["eval/entropy"] / entropy - 1) < 1e-4
+    assert after["eval/loss"] < before["eval/loss"] - 0.01
+    best = json.loads((tmp_path / "runs/x/best/best.json").read_text())
+    assert best["step"] == 2 and abs(best["score"] + after["eval/loss"]) < 1e-9
+    # The rows of metrics.jsonl have 10 digits.
+    said = (f"held-out perplexity, before and after: {before['eval/perplexity']:.3f} -> "
+            f"{after['eval/perplexity']:.3f}\n")
+    assert said in done.stdout
