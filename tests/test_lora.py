@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import families
 import grpo
 from dist import SettingsError
+from examples import tiny
 from families import ROOT
 from forked import PYTHON
 from keeping import checkpoint
 from preflight import memory, plan, rules
 from ranks import results
-from test_script import place, script  # noqa: F401
 from trainer import lora, model
 
 
@@ -169,3 +170,27 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
                                  world=SimpleNamespace(rank=0, device="cpu"))
         checkpoint.export_adapter(policy, {}, tmp_path / "adapter")
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
+
+
+def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them(tmp_path):
+    base = tiny.ensure(str(ROOT / "runs"))
+    done = subprocess.run(
+        [PYTHON, ROOT / "ppo.py", "--model", base, *"""--lora_rank 2 --lora_alpha 3 --steps 2
+         --kl_reward_coef 0.1 --batch 8 --minibatches 1 --max_prompt_tokens 64 --max_tokens 12
+         --reward short --name x""".split()], cwd=tmp_path, text=True, capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = map(json.loads, (tmp_path / "runs/x/metrics.jsonl").open())
+    assert first["policy/kl"] == 0 != second["policy/kl"]
+    config = json.loads((tmp_path / "runs/x/adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (2, 3, base)
+    made = load_file(tmp_path / "runs/x/adapter/adapter_model.safetensors")
+    was, now = load_file(f"{base}/model.safetensors"), load_file(
+        tmp_path / "runs/x/model/model.safetensors")
+    assert was.keys() == now.keys()
+    changed = {name for name in was if not torch.equal(was[name], now[name])}
+    assert len(changed) == len(made) / 2 > 0
+    for name in changed:
+        a, b = (made[f"base_model.model.{name.removesuffix('.weight')}.{part}.weight"]
+                for part in ("lora_A", "lora_B"))
+        assert torch.allclose(now[name], was[name] + 1.5 * b @ a, rtol=0, atol=1e-6)
