@@ -61,7 +61,8 @@ setup() {
     # and text models need none of them.
     $pip uninstall -y torchvision torchaudio torchcodec
   fi
-  # Those of a run, half a minute. What fails here fails in a run too, and is shown there.
+  # What a run imports is compiled now: half a minute. What fails here fails in a run, and is
+  # shown there.
   .venv/bin/python -c 'import keeping.run; from vllm import LLM' >.venv/first-import 2>&1 || true
   touch "$stamp"
 }
