@@ -92,7 +92,7 @@ grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if th
 
 run_tests() {
   local status=0
-  export CUDA_VISIBLE_DEVICES=  # the tests run on the CPU
+  export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1  # on the CPU; its cores are shared by processes
   .venv/bin/ruff check
   # Some tests wait, so three files run at a time on two cores (-n 0: one). tests/forked.py
   # starts the three processes.
