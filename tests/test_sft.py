@@ -246,8 +246,8 @@ def test_held_out_rows_are_predicted_as_by_transformers_before_and_after(tmp_pat
         assert abs(row["eval/entropy"] / entropy - 1) < 1e-4
     assert after["eval/loss"] < before["eval/loss"] - 0.01
     best = json.loads((tmp_path / "runs/x/best/best.json").read_text())
-    assert best["step"] == 2 and abs(best["score"] + after["eval/loss"]) < 1e-9
     # The rows of metrics.jsonl have 10 digits.
+    assert best["step"] == 2 and abs(best["score"] + after["eval/loss"]) < 1e-9
     said = (f"held-out perplexity, before and after: {before['eval/perplexity']:.3f} -> "
             f"{after['eval/perplexity']:.3f}\n")
     assert said in done.stdout
