@@ -126,9 +126,9 @@ def test_reasoning_gym_rows():
 def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
     """ransom_note iterates over sets of strings; list_functions uses the global generator."""
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    found = {task: crc32(repr(read(f"reasoning_gym:{task}", 1)[0][:4]).encode())
+    found = {task: crc32(repr(read(f"reasoning_gym:{task}", 1)[0][:40]).encode())
              for task in ("ransom_note", "list_functions")}
-    assert found == {"ransom_note": 3364780872, "list_functions": 1738941639}  # 0.1.25
+    assert found == {"ransom_note": 1851662582, "list_functions": 1094492425}  # 0.1.25
 
 
 def test_tiny_rows():
