@@ -77,8 +77,8 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 score_samples(run, samples, args.group)  # without --reward: texts alone
-            if step == run.start:
-                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
+            if not run.compared:  # are transformers, trainer and engine one policy?
+                run.compared = compare_policies(run, samples)
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,

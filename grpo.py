@@ -107,8 +107,8 @@ def train(args: Args) -> int:
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
-            if step == run.start:
-                compare_policies(run, samples)  # transformers, trainer and engine: one policy?
+            if not run.compared:  # are transformers, trainer and engine one policy?
+                run.compared = compare_policies(run, samples)
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)

@@ -5,6 +5,7 @@
 """
 import contextlib
 import json
+import math
 import os
 import pickle
 import queue
@@ -98,9 +99,12 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
     """The words of --reward (or of --reply, --tools). One SettingsError has all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
-        match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(-?\d*\.?\d+(?:e-?\d\d?)?))?", spec)
-        path, name, weight = match.groups() if match else (None, spec, None)
-        if kind != "reward" and (weight or not path):
+        match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
+        path, name, number = match.groups() if match else (None, spec, None)
+        weight = math.nan
+        with contextlib.suppress(ValueError):
+            weight = float(number or 1)
+        if kind != "reward" and (number or not path):
             mistakes.append(f"--{kind} {spec}: it must be FILE.py:FUNCTION; it has no weight.")
         elif path and not os.path.isfile(path):
             mistakes.append(f"--{kind} {spec}: no such file.")
@@ -110,7 +114,9 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
             mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
         if name in ("mean", "std") and kind == "reward":
             mistakes.append(f"--{kind} {spec}: reward/{name} is another metric; rename it.")
-        parts.append(Part(name, float(weight or 1), path))
+        if not math.isfinite(weight):
+            mistakes.append(f"--{kind} {spec}: its weight must be a finite number.")
+        parts.append(Part(name, weight, path))
     if not specs:
         mistakes.append(f"--{kind} is empty.")
     if mistakes and kind == "reward":

@@ -50,6 +50,9 @@ class Args(CommonArgs):
         if self.group != 1:
             yield Rule(f"--group must be 1: a row has one completion (got {self.group}). For an "
                        f"evaluation there is --eval_samples.", [("group", [1])])
+        if self.temperature != 1:
+            yield Rule(f"--temperature must be 1: nothing is sampled (got {self.temperature}). For "
+                       f"an evaluation there is --eval_temperature.", [("temperature", [1.0])])
         if self.reward and not self.eval_data:
             yield Rule("--reward needs --eval_data: sft.py learns from no reward.",
                        [("reward", [()])])

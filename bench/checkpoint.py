@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import dist  # isort: skip  (before torch: it sets what torch reads)
 import torch
 
+import dist
 from keeping import checkpoint
 from trainer import model
 

@@ -37,10 +37,10 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import dist  # isort: skip  (before torch: it sets what torch reads)
 import numpy as np
 import torch
 
+import dist
 import grpo
 import rollout
 from data import DataArgs, Prompt, Row

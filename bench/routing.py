@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import dist  # isort: skip  (it sets what torch reads)
 import numpy as np
 import torch
 
+import dist
 from data import Prompt, Row
 from examples import tiny
 from rewards import Score

@@ -30,10 +30,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import dist  # isort: skip  (before torch: it sets what torch reads)
 import numpy as np
 import torch
 
+import dist
 import grpo
 from data import DataArgs
 from examples import tiny

@@ -54,7 +54,8 @@ class Carry:
     def __init__(self, args, stream, engine):
         self.args, self.flags, self.stream, self.engine = args, args.carry_args, stream, engine
         self.flight: list[Group] = []
-        self.step, self.decode_steps, self.taken = -1, 0, []  # its number, and what it took
+        self.step, self.taken = -1, []  # its number, and what it took
+        self.decode_steps = self.generated = 0  # of the engine in this step; tokens
 
     def in_place_of(self, whole, prompts, group: int, temperature: float, purpose: str = "train"):
         """Of Engine.sample, which is `whole`: an evaluation waits for all of its completions."""
@@ -66,7 +67,8 @@ class Carry:
     def sample(self) -> list[Sample]:
         """G completions of each of the first P prompts that are ready. A collective."""
         if self.step != self.engine.world.step:
-            self.step, self.decode_steps, self.taken = self.engine.world.step, 0, []
+            self.step, self.taken = self.engine.world.step, []
+            self.decode_steps = self.generated = 0
         while len(self.ready()) < self.args.batch or self.too_old():
             self.round()
         taken = self.ready()[:self.args.batch]
@@ -116,6 +118,7 @@ class Carry:
             c.steps = np.append(c.steps, np.full(len(more.ids), self.step, np.int32))
             c.truncated = more.truncated
         self.decode_steps += max(len(more.ids) for more in new)
+        self.generated += sum(len(more.ids) for more in new)
 
     def seed(self, prompt: Prompt, i: int, tokens: int) -> int:
         """Of completion i behind its first `tokens`: a seed used twice draws the same again."""
@@ -123,14 +126,16 @@ class Carry:
         return hash_seed(self.args.seed, "train", prompt.position, i, *begun)
 
     def metrics(self) -> dict[str, float]:
-        """Of the completions that this step has taken. Ages are in steps."""
+        """Of all completions that this step has taken, refused ones too. Ages are in steps."""
+        seconds = self.engine.log.times["time/rollout"]
         ages = [self.step - c.steps for group in self.taken for c in group]
         oldest, ages = np.array([of_one[0] for of_one in ages]), np.concatenate(ages)  # of tokens
         return {"carry/age_mean": float(oldest.mean()), "carry/age_max": int(oldest.max()),
                 "carry/token_age_mean": float(ages.mean()), "carry/token_age_max": int(ages.max()),
                 "carry/old_tokens_frac": float((ages > 0).mean()),
                 "carry/in_flight": len(self.flight) * self.args.group,
-                "rollout/decode_steps": self.decode_steps}
+                "rollout/decode_steps": self.decode_steps,
+                "rollout/tokens_per_s": self.generated / seconds if seconds else math.nan}
 
     def state(self) -> dict:
         """What is in flight. A float32 number is exact in JSON."""

@@ -29,12 +29,13 @@ def token_row(s: Sample, decode) -> dict:
     numbers = {"engine_logprobs": s.completion.logprobs, "logprobs": before,
                "logprobs_after": after, "entropies": entropies,
                "advantages": np.broadcast_to(s.advantages, len(ids))}
-    if s.completion.steps is not None:  # of --carry
-        numbers["steps"] = s.completion.steps
     # Some tokenizers drop a space at the start: a token's text is the second of two.
     texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
-    return {"token_texts": [texts[i] for i in ids], "sampled": s.completion.sampled.tolist()} | {
+    row = {"token_texts": [texts[i] for i in ids], "sampled": s.completion.sampled.tolist()} | {
         name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
+    if s.completion.steps is not None:  # of --carry
+        row["steps"] = s.completion.steps.tolist()
+    return row
 
 
 def sample_row(s: Sample, decode=None) -> dict:

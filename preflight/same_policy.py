@@ -8,8 +8,9 @@ from trainer.batch import Batch, Completion, Micro, Sample
 LAST = 64  # tokens of a completion that are compared
 
 
-def compare_policies(run, samples: list[Sample]):
-    """SettingsError if transformers, trainer and engine are not one policy. A collective.
+def compare_policies(run, samples: list[Sample]) -> bool:
+    """SettingsError if transformers, trainer and engine are not one policy. Returns whether every
+    engine was compared: with --carry a step may have no token of its own. A collective.
 
     It compares the mean over the last tokens of one completion of each engine: rounding moves
     single tokens much, and their mean little. The trainer computes the completion twice in one
@@ -35,8 +36,9 @@ def compare_policies(run, samples: list[Sample]):
     for gap, (who, cause) in zip(gaps, causes, strict=True):
         if gap > run.max_gap:
             raise SettingsError(
-                f"{who} differ before the first update by {gap:.2g} nats a token, more than "
+                f"{who} differ before an update by {gap:.2g} nats a token, more than "
                 f"--max_gap {run.max_gap:g}; likely cause: {cause}")
+    return not world.any_rank(not now.any())
 
 
 def sampled_in(step: int, c: Completion) -> torch.Tensor:

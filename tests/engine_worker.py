@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import dist  # isort: skip  (it sets what torch reads)
 import torch
 import torch._dynamo
 
 import data
+import dist
 import families
 import rewards
 from dist import SettingsError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import dist  # isort: skip  (it sets what torch reads)
+import dist
 import rewards
 import rollout
 from chats import turns

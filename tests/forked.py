@@ -115,7 +115,6 @@ def preload() -> None:
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
 
-    import dist  # noqa: F401  (first: it sets what torch reads)
     from keeping import run  # noqa: F401
     for name in LATER:
         importlib.import_module(name)
@@ -206,7 +205,7 @@ def become(request: dict, files: list[int]) -> None:
     import torch
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
-    argv = [word for word in request["argv"] if word != "-u"]
+    argv = [word for word in request["argv"] if word not in ("-u", "-B")]
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     status = 1

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import dist  # isort: skip  (it sets what torch reads)
 import torch
 
 import data
+import dist
 import families
 from keeping.checkpoint import export_adapter, export_model
 from rollout import Request, hash_seed

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
-import dist  # isort: skip  # noqa: F401  (before torch: it sets what torch reads)
 import numpy as np
 import pytest
 import torch

@@ -2,7 +2,8 @@
 import itertools
 import json
 import math
-from contextlib import nullcontext
+from collections import defaultdict
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,9 +30,14 @@ class Engine:
 
     def __init__(self, length, max_tokens):
         self.length, self.max_tokens, self.asked = length, max_tokens, []
-        self.log = SimpleNamespace(phase=lambda name: nullcontext(), times={})
+        self.log = SimpleNamespace(phase=self.phase, times=defaultdict(float))
         self.announced = []  # (phase, number of its parts)
         self.world = SimpleNamespace(same_phase=lambda *told: self.announced.append(told), step=0)
+
+    @contextmanager
+    def phase(self, name: str):
+        yield
+        self.log.times[f"time/{name}"] += 0.5
 
     def complete(self, requests: list[Request], temperature: float) -> list[Completion]:
         self.asked.append(requests)
@@ -145,20 +151,36 @@ def test_without_a_prompt_more_a_round_of_all_tokens_is_the_run_without_carry():
                                 for p in range(3) for i in range(2)]]
 
 
-def test_metrics_are_those_of_the_trained_tokens():
+@pytest.mark.parametrize("refills", [0, 2])
+def test_metrics_are_those_of_the_tokens_that_a_step_took(refills):
+    """Of all its rollouts, with --dynamic_sampling."""
     it = made(1.0, 4)
     steps(it, 5)
+    it.engine.log.times.clear()  # as after each step
     it.engine.world.step, before = 5, len(it.engine.asked)
-    samples = it.sample()
-    ages = np.concatenate([5 - s.completion.steps for s in samples])
-    firsts = [5 - s.completion.steps[0] for s in samples]
+    completions = [s.completion for _ in range(1 + refills) for s in it.sample()]
+    ages = np.concatenate([5 - c.steps for c in completions])
+    firsts = [5 - c.steps[0] for c in completions]
     rounds, found = it.engine.asked[before:], it.engine.log.times
+    seconds, drawn = found.pop("time/rollout"), [len(it.engine.one(r).ids) for r in sum(rounds, [])]
+    assert found.pop("rollout/tokens_per_s") == pytest.approx(sum(drawn) / seconds)
+    assert sum(drawn) != sum(c.tokens for c in completions)
     assert found == {
         "carry/age_mean": np.mean(firsts), "carry/age_max": max(firsts),
         "carry/token_age_mean": ages.mean(), "carry/token_age_max": ages.max(),
         "carry/old_tokens_frac": np.mean(ages > 0), "carry/in_flight": 2 * len(it.flight),
         "rollout/decode_steps": sum(max(len(it.engine.one(r).ids) for r in one) for one in rounds)}
     assert found["carry/old_tokens_frac"] > 0
+
+
+def test_a_step_that_generates_nothing_has_no_tokens_per_second():
+    """Its prompts had ended in the step before."""
+    it = made(1.0, 32)
+    for step in range(2):
+        it.engine.log.times.clear()
+        it.engine.world.step = step
+        it.sample()
+    assert len(it.engine.asked) == 1 and math.isnan(it.engine.log.times["rollout/tokens_per_s"])
 
 
 def test_what_is_in_flight_comes_back_from_a_checkpoint():

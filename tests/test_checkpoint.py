@@ -127,7 +127,7 @@ def untouched(world, folder, out):
 
 def newest(world, folder, out, folders):
     """Of each folder the step of the newest checkpoint, or the sentence. None: there is none.
-    Then step 3 is saved twice in `out`: SIGTERM may come after the last save."""
+    Then step 9 is saved twice in `out`: SIGTERM may come after the last save."""
     answers = []
     for path in folders:
         try:
@@ -137,7 +137,7 @@ def newest(world, folder, out, folders):
             answers.append(str(error))
     trained = make(world, folder)
     checkpoint.load(checkpoint.find(Path(out), world), world, trained)
-    for step in (3, 3, 4, 5):
+    for step in (8, 9, 9, 10, 11):
         assert not save(world, trained, out, step, 2)
     return answers
 
@@ -177,22 +177,24 @@ def test_a_checkpoint_before_any_update_has_no_optimizer_state(folder, tmp_path)
 
 
 def test_the_newest_is_found_and_kept_and_what_a_kill_left_goes(folder, uninterrupted, tmp_path):
-    """And a state that cannot be read is one sentence."""
+    """By its number: by its name 9 comes after 10. A state that cannot be read is one sentence."""
     where, _ = uninterrupted
+    for old, new in (2, 9), (4, 10):
+        shutil.copytree(where / f"step_{old}", tmp_path / f"ten/step_{new}")
     for name in "cut", "gone":
         shutil.copytree(where, tmp_path / name)
     os.truncate(tmp_path / "cut/step_4/state.json", 60)
     (tmp_path / "gone/step_4/state.json").unlink()
     (tmp_path / "nothing/step_2.partial").mkdir(parents=True)
     shutil.copytree(where / "step_2", tmp_path / "out/step_2")
-    for left in "step_3.partial", "step_1.gone":
+    for left in "step_8.partial", "step_1.gone":
         (tmp_path / "out" / left).mkdir()
-    folders = [str(where), *(str(tmp_path / name) for name in ("cut", "gone", "nothing", "no"))]
+    folders = [str(tmp_path / name) for name in ("ten", "cut", "gone", "nothing", "no")]
     for whole, cut, gone, *none in results(2, newest, folder, str(tmp_path / "out"), folders):
         assert whole == 4 and none == [None, None]
         assert "step_4/state.json is damaged" in cut and "Would work: without " in cut
         assert "step_4/state.json cannot be read" in gone
-    assert sorted(os.listdir(tmp_path / "out")) == ["step_4", "step_5"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["step_10", "step_11"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_tells_every_rank(folder, tmp_path):

@@ -62,7 +62,7 @@ def test_the_guard_names_a_wrong_engine_and_a_wrong_trainer(found):
     head = said.pop("head x 2")
     assert "trainer and transformers differ" in head and "LogprobModel in model.py" in head
     for fault, sentence in said.items():
-        assert re.match(r"engine and trainer differ before the first update by [\d.]+ nats a "
+        assert re.match(r"engine and trainer differ before an update by [\d.]+ nats a "
                         r"token, more than --max_gap 0.001; .* did not take all", sentence), fault
 
 

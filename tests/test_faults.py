@@ -120,7 +120,7 @@ def test_what_a_run_survives_and_what_ends_it(start, tmp_path):
 def test_a_wrong_tensor_in_one_engine_ends_a_run_before_its_first_update(start, tmp_path, script):
     status, text = start("--name", "x", script=script, faults="weights:1:0:wrong").end()
     assert status == 1 and "exitcode  : 2" in tail(text), text
-    assert text.count("error: engine and trainer differ before the first update by") == 1, text
+    assert text.count("error: engine and trainer differ before an update by") == 1, text
     assert "failed:" not in text and progress(tmp_path / "runs/x") == 0, text
 
 

@@ -87,6 +87,18 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
     assert lines(tmp_path)[0] == {"step": 1, "reward/mean": 0.5, "x": None, "n": 3}
 
 
+def test_small_numbers_keep_their_digits(tmp_path):
+    """Rounded to ten places, a learning rate of 2.47e-10 was 2e-10."""
+    it, small = opened(tmp_path), {"lr": 2.47e-10, "policy/approx_kl": -3.3e-11, "x": 1 / 3e5}
+    it.step(1, small | {"data/position": 12345678901234})
+    it.lock.close()
+    row, = lines(tmp_path)
+    assert row == {"step": 1, "lr": 2.47e-10, "policy/approx_kl": -3.3e-11,
+                   "x": 3.333333333e-06, "data/position": 12345678901234}
+    nothing = {"step": 1, "grad/norm": 1e-13, "update/steps": 1, "update/skipped": 0}
+    assert "nothing to learn from" in it.step_line(nothing)  # a rounding error is no gradient
+
+
 def test_samples_and_a_best_model_of_a_killed_run_go_with_its_lines(tmp_path):
     opened(tmp_path).lock.close()
     for name in "step_00002", "step_00003", "eval_00001", "eval_00002", "my_own_3", "my_best":
@@ -146,6 +158,14 @@ def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_pat
         "turns": [{"role": "assistant", "content": "b\n"}], "answer": "a", "reward": 0.5,
         "rewards": {"exact": 0.5}, "advantage": -0.25, "tokens": 3, "truncated": False}
     assert "[unscored] p -> é" in capsys.readouterr().out
+
+
+def test_the_step_that_sampled_a_token_is_a_whole_number():
+    it = sample("ab", 1.0, advantages=torch.tensor(0.5), looks=(np.full((2, 3), -1 / 3),) * 2)
+    it.completion.steps = np.array([4, 4, 5], np.int32)
+    row = json.loads(files.as_lines([samples.sample_row(it, lambda ids: "x" * len(ids))]))
+    assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
+    assert row["logprobs"] == [-0.3333333] * 3
 
 
 @pytest.mark.parametrize("steps, skipped, bad, told", [

@@ -15,8 +15,10 @@ from trainer import model
 def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1):
     """What the shipped `train` gives to `learn` in each step, the run, and the status. There is no
     engine. stop: the step of a SIGTERM."""
-    run, given = MagicMock(start=start, end=steps, evaluations=(1, 2), saves={2}, carry=None), []
+    run, given = MagicMock(start=start, end=steps, evaluations=(1, 2), saves={2}, carry=None,
+                           compared=False), []
     run.log.times, run.kl_coef = {"time/rollout": 1.0}, getattr(args, "kl_reward_coef", 0.0)
+    run.compare.side_effect = [False, True]  # the first step had no token of its own to compare
     run.engine.sample.side_effect = [hostile(args.group, seed) for seed in range(20)]
     run.stop.agreed.side_effect = lambda: run.world.step == stop
 
@@ -55,7 +57,7 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
     assert run.engine.sample.call_args_list == [call(run.stream.next(), 3, 0.9)] * 3
     rollouts = [options["samples"] for options in given]
     assert run.score.call_args_list == [call(run, samples, 3) for samples in rollouts]
-    assert run.compare.call_args_list == [call(run, rollouts[0])]
+    assert run.compare.call_args_list == [call(run, samples) for samples in rollouts[:2]]
     if script == "distill":
         assert run.written.call_args_list == [
             call(run.log, "step_00003", rollouts[1], show=3),

@@ -179,11 +179,17 @@ def build(world, folder: str, args, trained: bool = True) -> model.Policy:
 
 
 def stream_weights(world, folder: str) -> tuple[int, int, int]:
-    """Bytes: (live at most while the weights stream, the largest weight, the model)."""
-    policy = build(world, f"{folder}/wide", learning.arguments(dtype="float32"))
-    with Live() as live:
-        sizes = [weight.nbytes for _, weight in policy.weights(torch.bfloat16)]
-    return live.peak, max(sizes), sum(sizes)
+    """Bytes: (live at most while the weights stream, the largest weight, the model).
+
+    gloo's threads give a weight back when the machine lets them run, so a busy one adds to the
+    peak. Of some passes the least counts: what the code itself holds is in each of them.
+    """
+    policy, peaks = build(world, f"{folder}/wide", learning.arguments(dtype="float32")), []
+    for _ in range(10):
+        with Live() as live:
+            sizes = [weight.nbytes for _, weight in policy.weights(torch.bfloat16)]
+        peaks.append(live.peak)
+    return min(peaks), max(sizes), sum(sizes)
 
 
 def test_weight_sync_streams(two_ranks):

@@ -103,6 +103,16 @@ def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sen
         report.main()
 
 
+def test_a_token_is_as_old_as_the_step_that_learns_from_it_says(tmp_path):
+    """With --carry. A step without a round of its own has no token of age 0."""
+    old = made_up(0, 4, random.Random(0)) | {"steps": [0, 1, 1, 2]}
+    folder = write_run(tmp_path, [{"step": 5}], {"step_00003": [old], "step_00005": [old]}, steps=5)
+    _, blocks = parts(write_page([folder]))
+    ages = [block["tokens"]["numbers"]["age"] for block in blocks]
+    assert [[round(x * one["unit"]) for x in one["values"]] for one in ages] == [
+        [2, 1, 1, 0], [4, 3, 3, 2]]
+
+
 def test_flags_that_differ_and_healthy_ranges_come_from_the_documents():
     assert report.changed({"batch": 8, "group": 8, "export": False, "reward": ["exact"],
                            "advantage_eps": 1e-06, "stop": []}) == [

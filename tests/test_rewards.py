@@ -81,6 +81,22 @@ def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
         rewards.check(specs)
 
 
+@pytest.mark.parametrize("number", "1. .5 1e-1 -0.5 +2 1E3 0 1_0 -1.e-10 5.e+0".split())
+def test_a_weight_is_a_number_as_python_reads_it(own, number):
+    own(F + "return 1")
+    for spec in "exact", "own.py:f":
+        part, = rewards.parse([f"{spec}:{number}"])
+        assert part.weight == float(number) and part.name == spec.rpartition(":")[2]
+
+
+@pytest.mark.parametrize("number", "x 1,5 inf nan 1e999 - 1:2".split())
+def test_a_weight_that_is_no_number_is_said(number):
+    """Of "exact:1." it said that there is no such reward."""
+    with pytest.raises(SettingsError, match="its weight must be a finite number") as error:
+        rewards.parse([f"exact:{number}"])
+    assert "no such reward" not in str(error.value)
+
+
 @pytest.mark.parametrize("kind, spec", [("tools", "own.py:f:2"), ("reply", "gone.py:f")])
 def test_a_mistake_names_its_own_flag(own, kind, spec):
     """`--tools nope` spoke of a reward."""

@@ -6,10 +6,12 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 import tyro
 
 import dist
 import grpo
+import losses
 from data import Prompt, Row
 from dist import SettingsError
 from keeping import evaluate, log, run, summary
@@ -85,15 +87,27 @@ def test_one_overall_pass_rate_and_one_of_each_source():
         evaluate.EvalArgs())
     assert found["eval/pass@1"] == 0.25 and found["eval/rows"] == 4 and found["eval/unscored"] == 1
     assert found["eval/a/pass@1"] == 0.5 and found["eval/b/pass@1"] == 0
+    assert found["eval/reward"] == pytest.approx(1 / 3)  # a judge that fails is no 0
+    assert found["eval/a/reward"] == 0.5 and found["eval/b/reward"] == 0
     assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
     line = log.evaluation_line({"step": 3} | found)
     assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
     assert "a/pass@1 0.500 (" in line and "b/pass@1 0.000 (" in line
-    # One source has no line of its own. Rows whose rewards are all equal teach nothing.
-    samples = [sample(i // 2, value) for i, value in enumerate([1.0, 1.0, 1.0, 0.0, 0.0, None])]
-    found = evaluate.evaluation_metrics(samples, evaluate.EvalArgs(eval_samples=2))
-    assert found["eval/groups_equal"] == pytest.approx(1 / 3)
-    assert not any(key.startswith("eval/a/") for key in found)
+    assert not any(key.startswith("eval/a/") for key in evaluate.evaluation_metrics(
+        [sample(0, 1.0), sample(1, None)], evaluate.EvalArgs()))  # one source has no own line
+
+
+def test_the_groups_that_would_teach_nothing_are_those_without_an_advantage():
+    """A completion without a score is no value of its own."""
+    rewards = [1, 1, 1, 1, 1, None, 1, None, None, None, None, None, 1, 0, None, 1, 0, 0]
+    samples = [sample(i // 3, value) for i, value in enumerate(rewards)]
+    found = evaluate.evaluation_metrics(samples, evaluate.EvalArgs(eval_samples=3))
+    advantages = losses.group_advantages(
+        torch.tensor([r or 0.0 for r in rewards]), 3, kind="dr_grpo", eps=0.0,
+        scored=torch.tensor([r is not None for r in rewards]))
+    none = (advantages.view(-1, 3) == 0).all(1)
+    assert none.tolist() == [True] * 4 + [False] * 2
+    assert found["eval/groups_equal"] == pytest.approx(4 / 6)
 
 
 @pytest.mark.parametrize("rate, n", [(0.02, 1), (0.5, 4)])

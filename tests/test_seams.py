@@ -380,6 +380,26 @@ def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
         same_policy.compare_policies(its, [sample])
 
 
+@pytest.mark.parametrize("others, whole", [(0.0, True), (1.0, False)])
+def test_an_engine_is_compared_in_a_step_that_has_tokens_of_its_own(monkeypatch, others, whole):
+    """Not in a resumed step that trains on what older policies sampled. others: 1 if another rank
+    has no token."""
+    world, half = world_of(), torch.full((2, 3), -0.5)
+    world.max = lambda numbers: numbers.clamp(min=others) if numbers.dim() == 0 else numbers
+    its = SimpleNamespace(world=world, max_gap=0.1, args=args(), policy=SimpleNamespace(
+        logprobs=lambda micro, temperature: (half, None)))
+    monkeypatch.setattr(same_policy, "plain_logprobs", lambda run, sample: half[0].double())
+    sample = Sample(Prompt(0, Row(0, "", [1, 2], "", {}, "")), completion(), "", Score(0, {}, None))
+    sample.completion.logprobs[:], sample.completion.steps = -3.0, np.array([3, 3, 3])
+    world.step = 4
+    assert not same_policy.compare_policies(its, [sample])
+    world.step = 3
+    with pytest.raises(dist.SettingsError, match="engine and trainer differ before an update by"):
+        same_policy.compare_policies(its, [sample])
+    sample.completion.logprobs[:] = -0.5
+    assert same_policy.compare_policies(its, [sample]) == whole
+
+
 def test_an_evaluation_scores_the_completions_of_a_row_together(monkeypatch):
     groups = []
     monkeypatch.setattr(evaluate, "score_samples", lambda run, samples, group: groups.append(group))

@@ -4,6 +4,7 @@ import os
 import subprocess
 from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import sft
 from chats import targets as chats
+from data import Prompt
 from dist import SettingsError
 from examples import tiny
 from forked import PYTHON
+from keeping import evaluate
 from learning import begin_with
 from preflight import memory, plan, rules
+from probes import World
+from trainer.batch import given
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
 # the reference, nothing in what is tested.
@@ -190,6 +195,9 @@ def test_flags_without_use_are_refused():
     assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
     assert "--group must be 1" in broken(group=4)
     assert "--reward needs --eval_data" in broken(reward=("exact",))
+    assert broken(temperature=0.7) == (
+        "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
+        "--eval_temperature. Would work: --temperature 1.0.")
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
     assert "--tools is for rollouts, and sft.py learns from chats" in broken(tools=("x.py:f",))
     assert "--replay_routing needs an engine" in broken(replay_routing=True)
@@ -222,6 +230,25 @@ def plainly(folder, rows) -> tuple[float, float]:
         found += [(-float(logp[i]), -float((logp.exp() * logp).sum()))
                   for logp, i in zip(logps, ids[start:], strict=True)]
     return tuple(sum(numbers) / len(found) for numbers in zip(*found, strict=True))
+
+
+def test_the_loss_of_held_out_rows_has_the_temperature_of_the_loss_that_is_learned(tmp_path):
+    """A fork may change both: they are compared with each other."""
+    rows, _ = load(tmp_path, [{"messages": CHAT[:2]}], tiny.make_tokenizer())
+    seen = []
+
+    def logprobs(micro, temperature, mode):
+        seen.append(temperature)
+        zeros = torch.zeros(micro.sampled.shape)
+        return zeros, zeros
+
+    args, world = plan.changed(sft.Args(), temperature=0.7, lr=1e-3), World()
+    policy = SimpleNamespace(logprobs=logprobs, backward=lambda loss: None, step=lambda lr: 1.0,
+                             metrics={})
+    sft.learn(args, world, policy, [given(Prompt(0, rows[0]))], lr=1e-3)
+    evaluate.held_out_metrics(SimpleNamespace(
+        args=args, world=world, policy=policy, inputs=SimpleNamespace(eval_rows=rows)))
+    assert seen == [0.7, 0.7]
 
 
 def test_held_out_rows_are_predicted_as_by_transformers_before_and_after(tmp_path):

@@ -37,6 +37,17 @@ def refuses(args):
 """
 
 
+@pytest.mark.parametrize("minibatches, epochs", [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
+    """--minibatches x --epochs, and nothing else: a default run is not refused."""
+    args = plan.changed(grpo.Args(), lr=1e-6, loss="reinforce", minibatches=minibatches,
+                        epochs=epochs)
+    found, n = [str(rule) for rule in rules.problems(args, 1)], minibatches * epochs
+    expected = [f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got {n}). "
+                "Would work: --loss clip."]
+    assert found == (expected if n > 1 else [])
+
+
 @pytest.mark.parametrize("words, settings", [
     ("needs rewards of at least 0, and --overlong_buffer subtracts",
      {"advantage": variant("maxrl"), "overlong_buffer": 4}),

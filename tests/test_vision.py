@@ -29,7 +29,7 @@ from keeping.checkpoint import export_model
 from learning import begin_with, difference
 from pictures import rows as pictured
 from pictures import seeing
-from pictures.eyes import Eyes
+from pictures.eyes import Eyes, opened
 from preflight import inputs, memory, plan, rules, worst_case
 from ranks import results
 from rewards import Score
@@ -115,6 +115,20 @@ def test_bytes_structs_and_modes_are_taken(folder):
         made = io.BytesIO()
         Image.new(mode, (40, 30)).save(made, "tiff")
         assert eyes.pixels([made.getvalue()]).shape == (1, 3, 32, 32)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_a_picture_is_upright_as_transformers_opens_it(folder, tmp_path, turn):
+    """A camera stores what it saw, and beside it in EXIF how it was held."""
+    from transformers.image_utils import load_image
+    exif, stored = Image.Exif(), Image.open(folder / "a.png").resize((60, 40)).crop((0, 0, 50, 40))
+    exif[0x0112] = turn  # Orientation
+    stored.save(tmp_path / "held.png", exif=exif)
+    theirs = load_image(str(tmp_path / "held.png"))
+    for source in str(tmp_path / "held.png"), (tmp_path / "held.png").read_bytes():
+        ours = opened(source)
+        assert ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
+    assert (ours.tobytes() == stored.convert("RGB").tobytes()) == (turn == 1)
 
 
 def broken(folder: Path, name: str) -> None:
@@ -231,12 +245,12 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
 # ---- the trainer ----
 
 def fabricate(folder: Path, kind: str = "one") -> list[Sample]:
-    """Equal ids and other pictures; a prompt with two; one without. Some completions have the
-    token of a picture, which a policy may sample."""
+    """Equal ids and other pictures; a prompt without one, before one with two. Some completions
+    have the token of a picture, which a policy may sample."""
     rng = np.random.default_rng(0)
     found = read(folder, *({"prompt": "q", "image": f"{name}.png"} for name in "aba"),
-                 {"prompt": "<image> or <image>?", "images": ["c.png", "d.png"]},
-                 {"prompt": "text alone"}, kind=kind)
+                 {"prompt": "text alone"},
+                 {"prompt": "<image> or <image>?", "images": ["c.png", "d.png"]}, kind=kind)
     assert found[0].prompt_ids == found[1].prompt_ids
     samples = []
     for i, row in enumerate(found):

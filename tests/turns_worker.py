@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import dist  # isort: skip  (it sets what torch reads)
 import torch
 from transformers import AutoTokenizer
 
 import data
+import dist
 import families
 from chats.turns import Bridge, Episodes, TurnArgs
 from rewards import RewardArgs, Score

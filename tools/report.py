@@ -126,10 +126,11 @@ def unit_of(values, n: int) -> float:
     return 10.0 ** min(np.floor(np.log10(largest)) - 3, np.floor(np.log10(1e-7 * max(n, 1))))
 
 
-def tokens(rows: list[dict]) -> dict | None:
+def tokens(rows: list[dict], step: int) -> dict | None:
     """The tokens of all rows, one after another, and their numbers in nats; None: there are none.
 
-    change: of the log-prob over the step. gap: |trainer - engine|. bears: whether it bears loss.
+    step: the number of steps done after this one. change: of the log-prob over the step. gap:
+    |trainer - engine|. bears: whether it bears loss.
     """
     seen = [row for row in rows if row.get("token_texts")]
     if not seen:
@@ -149,7 +150,7 @@ def tokens(rows: list[dict]) -> dict | None:
                "entropy": flat("entropies"), "gap": np.abs(before - flat("engine_logprobs")),
                "advantage": flat("advantages")}
     if "steps" in seen[0]:  # whose policy sampled it, with --carry
-        numbers["age"] = flat("steps").max() - flat("steps")
+        numbers["age"] = step - 1 - flat("steps")
     found = {}
     for name, values in numbers.items():
         values = np.where(sampled, values, 0)
@@ -166,8 +167,8 @@ def shortened(text, most: int | None):
     return f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
-def block(rows: list[dict], with_tokens: bool, most: int | None) -> str:
-    """The completions of a file, packed. most: characters of a text."""
+def block(rows: list[dict], with_tokens: bool, most: int | None, step: int = 0) -> str:
+    """The completions of a file, packed. most: characters of a text. step: in its name."""
     prompts = dict.fromkeys(map(prompt_of, rows))
     index = {prompt: i for i, prompt in enumerate(prompts)}
     kept = []
@@ -184,7 +185,7 @@ def block(rows: list[dict], with_tokens: bool, most: int | None) -> str:
     pictures = [[small(path) for path in paths if most is None and Path(path).is_file()]
                 for _, paths in prompts]
     return packed({"prompts": [shortened(text, most) for text, _ in prompts], "rows": kept,
-                   "pictures": pictures, "tokens": tokens(rows) if with_tokens else None})
+                   "pictures": pictures, "tokens": tokens(rows, step) if with_tokens else None})
 
 
 def prompt_of(row: dict) -> tuple[str, tuple[str, ...]]:
@@ -225,11 +226,11 @@ def sample_files(runs: list[Path]) -> list[tuple]:
     return sorted(found)
 
 
-def fitting(rows: list[dict], room: int, later: int) -> tuple[str, str]:
+def fitting(rows: list[dict], step: int, room: int, later: int) -> tuple[str, str]:
     """The block that fits, and what it lacks. later: bytes that tokens leave to other files."""
     for with_tokens, most, lacks in (True, None, ""), (False, None, "tokens"), (
             False, CUT, "long texts"):
-        text = block(rows, with_tokens, most)
+        text = block(rows, with_tokens, most, step)
         if len(text) <= room - (later if with_tokens else 0):
             return text, lacks
     return "", "completions"
@@ -248,7 +249,7 @@ def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], lis
             seen = sum(abs(row.get("advantage") or 0.0) for row in rows) / max(1, len(rows))
             if i == 0:
                 bare = len(block(rows, False, CUT))
-            text, lacks = fitting(rows, room, bare * (len(files) - i - 1))
+            text, lacks = fitting(rows, step, room, bare * (len(files) - i - 1))
             room -= len(text)
         found.append(({"run": k, "kind": kind, "step": step, "lacks": lacks, "seen": seen}, text))
     found.sort(key=lambda one: (one[0]["run"], one[0]["kind"], one[0]["step"]))
