@@ -77,7 +77,7 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 score_samples(run, samples, args.group)  # without --reward: texts alone
-            if not run.compared:  # are transformers, trainer and engine one policy?
+            if not run.compared:  # transformers, trainer and engine: one policy?
                 run.compared = compare_policies(run, samples)
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(

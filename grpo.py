@@ -107,7 +107,7 @@ def train(args: Args) -> int:
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
-            if not run.compared:  # are transformers, trainer and engine one policy?
+            if not run.compared:  # transformers, trainer and engine: one policy?
                 run.compared = compare_policies(run, samples)
 
             # 3. Learn.

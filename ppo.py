@@ -104,7 +104,7 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
-            if not run.compared:  # are transformers, trainer and engine one policy?
+            if not run.compared:  # transformers, trainer and engine: one policy?
                 run.compared = compare_policies(run, samples)
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.

@@ -120,7 +120,7 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
     if not specs:
         mistakes.append(f"--{kind} is empty.")
     if mistakes and kind == "reward":
-        mistakes.append("A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1 (finite). "
+        mistakes.append("A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
                         f"Names: {', '.join(REWARDS)}")
     if mistakes:
         raise SettingsError("\n".join(mistakes))

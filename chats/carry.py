@@ -54,8 +54,8 @@ class Carry:
     def __init__(self, args, stream, engine):
         self.args, self.flags, self.stream, self.engine = args, args.carry_args, stream, engine
         self.flight: list[Group] = []
-        self.step, self.taken = -1, []  # its number, and what it took
-        self.decode_steps = self.generated = 0  # of the engine in this step; tokens
+        # Of a step: its number, new tokens by round, what it took.
+        self.step, self.rounds, self.taken = -1, [], []
 
     def in_place_of(self, whole, prompts, group: int, temperature: float, purpose: str = "train"):
         """Of Engine.sample, which is `whole`: an evaluation waits for all of its completions."""
@@ -67,8 +67,7 @@ class Carry:
     def sample(self) -> list[Sample]:
         """G completions of each of the first P prompts that are ready. A collective."""
         if self.step != self.engine.world.step:
-            self.step, self.taken = self.engine.world.step, []
-            self.decode_steps = self.generated = 0
+            self.step, self.rounds, self.taken = self.engine.world.step, [], []
         while len(self.ready()) < self.args.batch or self.too_old():
             self.round()
         taken = self.ready()[:self.args.batch]
@@ -117,8 +116,7 @@ class Carry:
             append(c, more.ids, more.logprobs, True)
             c.steps = np.append(c.steps, np.full(len(more.ids), self.step, np.int32))
             c.truncated = more.truncated
-        self.decode_steps += max(len(more.ids) for more in new)
-        self.generated += sum(len(more.ids) for more in new)
+        self.rounds.append([len(more.ids) for more in new])
 
     def seed(self, prompt: Prompt, i: int, tokens: int) -> int:
         """Of completion i behind its first `tokens`: a seed used twice draws the same again."""
@@ -126,16 +124,16 @@ class Carry:
         return hash_seed(self.args.seed, "train", prompt.position, i, *begun)
 
     def metrics(self) -> dict[str, float]:
-        """Of all completions that this step has taken, refused ones too. Ages are in steps."""
-        seconds = self.engine.log.times["time/rollout"]
+        """Of the completions that this step has taken. Ages are in steps."""
+        seconds = self.engine.log.times["time/rollout"] or math.nan  # no round: no rate
         ages = [self.step - c.steps for group in self.taken for c in group]
         oldest, ages = np.array([of_one[0] for of_one in ages]), np.concatenate(ages)  # of tokens
         return {"carry/age_mean": float(oldest.mean()), "carry/age_max": int(oldest.max()),
                 "carry/token_age_mean": float(ages.mean()), "carry/token_age_max": int(ages.max()),
                 "carry/old_tokens_frac": float((ages > 0).mean()),
                 "carry/in_flight": len(self.flight) * self.args.group,
-                "rollout/decode_steps": self.decode_steps,
-                "rollout/tokens_per_s": self.generated / seconds if seconds else math.nan}
+                "rollout/decode_steps": sum(map(max, self.rounds)),
+                "rollout/tokens_per_s": sum(map(sum, self.rounds)) / seconds}
 
     def state(self) -> dict:
         """What is in flight. A float32 number is exact in JSON."""

@@ -65,7 +65,7 @@ def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float
 
 def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward.
-    groups_equal: the share of rows whose scored rewards do not differ: no gradient in grpo.py."""
+    groups_equal: the share of rows whose scored rewards are equal: no gradient in grpo.py."""
     n, firsts = args.eval_samples, [next(iter(s.score.parts.values())) for s in samples]
     passed = [first is not None and first >= args.eval_pass for first in firsts]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
@@ -80,9 +80,8 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
     if totals:
         found["reward"] = sum(totals) / len(totals)
     if n > 1:
-        groups = [{s.score.total for s in samples[i:i + n]} - {None}
-                  for i in range(0, len(samples), n)]
-        found["groups_equal"] = np.mean([len(rewards) <= 1 for rewards in groups])
+        groups = [{s.score.total for s in samples[i:i + n]} for i in range(0, len(samples), n)]
+        found["groups_equal"] = np.mean([len(rewards - {None}) <= 1 for rewards in groups])
     return {prefix + name: value for name, value in found.items()}
 
 

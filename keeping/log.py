@@ -197,8 +197,7 @@ class Log:
                 self.peaks[key] = max(self.peaks[key], size / 2**30)
 
     def step(self, step: int, metrics: dict):
-        """Writes a row of metrics after `step` steps: 10 digits, null if not finite. A
-        collective."""
+        """Writes metrics after `step` steps: 10 digits, null if not finite. A collective."""
         peaks = self.world.max(torch.tensor([*self.peaks.values()], dtype=torch.float64)).tolist()
         row = {"step": step} | metrics | self.times | dict(zip(self.peaks, peaks, strict=True))
         self.times.clear()
@@ -220,8 +219,7 @@ class Log:
 
     def step_line(self, row: dict) -> str:
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
-        norm = row.get("grad/norm")
-        if norm is not None and norm < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
+        if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
         count = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
         return "  ".join([f"step {count}", *shown])

@@ -213,7 +213,7 @@ class Run:
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
         self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
-        self.compared = False  # by compare_policies
+        self.compared = False  # the policies
         self.end = self.start if args.eval_args.eval_only else args.steps
         # Numbers of finished steps. `finish` makes the last evaluation.
         self.evaluations = self.saves = range(0)

@@ -9,8 +9,8 @@ LAST = 64  # tokens of a completion that are compared
 
 
 def compare_policies(run, samples: list[Sample]) -> bool:
-    """SettingsError if transformers, trainer and engine are not one policy. Returns whether every
-    engine was compared: with --carry a step may have no token of its own. A collective.
+    """SettingsError if transformers, trainer and engine are not one policy. False: with
+    --carry a step may have no new token of an engine. A collective.
 
     It compares the mean over the last tokens of one completion of each engine: rounding moves
     single tokens much, and their mean little. The trainer computes the completion twice in one
