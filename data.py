@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from dist import SettingsError
+from errors import Count
 from scoring.replies import is_message
 from scoring.verifiers import last_boxed
 
@@ -25,7 +26,7 @@ GENERATED_ROWS = 1000
 @dataclass
 class DataArgs:
     """What the model is asked."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Count = 512
     """Longer prompts are left out."""
     prompt_template: str | None = None
     """The user's message, with {question} or any {column} filled in."""
@@ -33,6 +34,13 @@ class DataArgs:
     """A system message, put before the prompt."""
     max_image_tokens: int = 0
     """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if self.max_image_tokens and plan.shape and not plan.shape.tower:
+            yield "--max_image_tokens must be 0: --model sees no pictures."
+        if self.prompt_template == "":
+            yield "--prompt_template must not be empty: give {question}, or leave it out."
 
 
 @dataclass

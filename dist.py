@@ -6,6 +6,7 @@ cannot disagree about who does what.
 import datetime
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -204,6 +205,20 @@ class World:
         store.set(f"waited/{self.rank}", "yes")
         time.sleep(seconds)
         return [rank for rank in range(self.size) if not store.check([f"waited/{rank}"])]
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes in use since the last call: of the whole GPU, or resident in this process."""
+    if device.type != "cuda":
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with suppress(OSError):  # the kernel's peak starts again
+            Path("/proc/self/clear_refs").write_text("5")
+        return peak
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()  # vLLM's own pools, other processes
+    peak = others + torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def gpu_mistakes(ranks: int) -> list[str]:

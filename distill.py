@@ -20,7 +20,6 @@ from keeping.run import CommonArgs, parse, set_up
 from keeping.samples import write_samples
 from preflight.inputs import show_plan
 from preflight.loss_flags import ClipArgs
-from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
@@ -47,22 +46,24 @@ class Args(ClipArgs, CommonArgs):
     needs_old_logprobs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True  # the teacher
 
-    def rules(self):
-        """Yields a Rule for settings of distill.py that contradict each other."""
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
         if not (self.teacher or self.teacher_prompt):
-            yield Rule("--teacher or --teacher_prompt must be given: else nobody teaches.", [])
+            yield "--teacher or --teacher_prompt must be given: else nobody teaches."
         if self.eval_data and not self.reward:
-            yield Rule("--eval_data needs --reward: a completion passes by its first reward.",
-                       [("reward", [("exact",)]), ("eval_data", [None])])
+            yield ("--eval_data needs --reward: a completion passes by its first reward. Would "
+                   "work: --reward exact.")
         if self.run_args.target_reward and not self.reward:
-            yield Rule("--target_reward needs --reward.", [("target_reward", [None])])
+            yield "--target_reward needs --reward."
         if self.reward_coef and not (self.reward and self.group > 1):
-            yield Rule("--reward_coef needs --reward, and --group of at least 2.",
-                       [("reward_coef", [0.0])])
+            yield "--reward_coef needs --reward, and --group of at least 2."
         if self.divergence != "none" and not self.reward_coef and self.engine_correction != "none":
-            yield Rule("--engine_correction weighs the loss of sampled tokens, which --divergence "
-                       "without --reward_coef has not.",
-                       [("engine_correction", ["none"]), ("divergence", ["none"])])
+            yield ("--engine_correction weighs the loss of sampled tokens, which --divergence "
+                   "without --reward_coef has not. Would work: --engine_correction none.")
+        if plan.shape and plan.shape.tower and self.teacher_prompt:
+            yield ("--teacher_prompt is for models that read text alone, and --model sees "
+                   "pictures.")
+        yield from super().rules(plan)
 
 
 def train(args: Args) -> int:
@@ -82,7 +83,7 @@ def train(args: Args) -> int:
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
-                phase=run.log.phase) | {"data/position": run.stream.position}
+                phase=run.log.time) | {"data/position": run.stream.position}
 
         run.log.step(step + 1, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:

@@ -28,7 +28,6 @@ from dist import World
 from keeping.run import CommonArgs, Run, parse, set_up
 from preflight import loss_flags
 from preflight.inputs import show_plan
-from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples
@@ -76,16 +75,15 @@ class Args(loss_flags.LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
-    def rules(self):
-        """Yields a Rule for settings of grpo.py that contradict each other."""
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
         if self.group == 1 and self.dynamic_sampling:
-            yield Rule("--dynamic_sampling keeps groups whose rewards differ, so --group must be "
-                       "at least 2 (got 1).",
-                       [("group", range(2, 65)), ("dynamic_sampling", [False])])
+            yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
+                   "least 2 (got 1).")
         if self.kl_loss_coef and self.kl_reward_coef:
-            yield Rule("--kl_loss_coef and --kl_reward_coef must not both be on.",
-                       [("kl_loss_coef", [0.0]), ("kl_reward_coef", [0.0])])
+            yield "--kl_loss_coef and --kl_reward_coef must not both be on: set one of them to 0."
         yield from loss_flags.rules(self)
+        yield from super().rules(plan)
 
 
 def train(args: Args) -> int:
@@ -116,7 +114,7 @@ def train(args: Args) -> int:
             metrics["data/position"] = run.stream.position
             with run.recorded(step, samples, kept):  # for samples/
                 metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
-                                           reference=run.reference, phase=run.log.phase)
+                                           reference=run.reference, phase=run.log.time)
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
         run.log.step(step + 1, metrics)

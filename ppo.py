@@ -13,7 +13,7 @@ another. These are the same on every rank. A micro-batch is (b, t), padded.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
@@ -21,10 +21,10 @@ import dist
 import losses
 from chats.carry import CarryArgs
 from dist import World
+from errors import Count, Positive, Range
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
 from preflight.loss_flags import LossArgs
-from preflight.rules import Rule
 from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
@@ -34,7 +34,7 @@ from trainer.model import Critic, Policy, learning_rate
 @dataclass
 class CriticArgs:
     """The critic."""
-    critic_lr: float | None = None
+    critic_lr: Positive | None = None
     """Peak learning rate of the critic. Not given: 1e-5, or 1e-3 for the tiny model; LoRA: ten
     times as much."""
     critic_warmup_steps: int = 0
@@ -44,6 +44,14 @@ class CriticArgs:
     critic_score_tokens: int = 32768
     """--score_tokens of the critic: its values before the update."""
 
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        for name in ("critic_update_tokens", "critic_score_tokens"):
+            yield from plan.too_small(name, getattr(self, name))
+        if 0 < plan.args.steps <= self.critic_warmup_steps:
+            yield (f"--critic_warmup_steps must be below --steps {plan.args.steps} (got "
+                   f"{self.critic_warmup_steps}): else the policy never learns.")
+
 
 @dataclass
 class Args(LossArgs, CommonArgs):
@@ -51,15 +59,15 @@ class Args(LossArgs, CommonArgs):
     batch: int = 512
     group: int = 1
     minibatches: int = 2
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(0, 1)] = 1.0
     """Discount per token."""
-    lam: float = 0.95
+    lam: Annotated[float, Range(0, 1)] = 0.95
     """λ of GAE. 1: the advantage is the return minus the value. 0: it is the one-step error."""
     value_clip: float | None = 0.2
     """The critic's new value counts at most this far from its old one. None: no clipping."""
-    kl_target: float | None = None
+    kl_target: Positive | None = None
     """Adapt --kl_reward_coef once a rollout towards this KL, in nats a token. None: it is fixed."""
-    kl_horizon: int = 10000
+    kl_horizon: Count = 10000
     """Completions over which --kl_reward_coef changes by at most a fifth."""
     critic_args: CriticArgs = field(default_factory=CriticArgs)
 
@@ -73,19 +81,17 @@ class Args(LossArgs, CommonArgs):
         """Whether the starting model is loaded too, for the KL in the reward."""
         return self.kl_reward_coef > 0
 
-    def rules(self):
-        """Yields a Rule for settings of ppo.py that are wrong or contradict each other."""
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
         if self.kl_target is not None and self.kl_reward_coef == 0:
-            yield Rule(f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be "
-                       f"0.", [("kl_reward_coef", [0.05])])
+            yield (f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0. "
+                   "Would work: --kl_reward_coef 0.05.")
         fifth = self.batch * self.group // 5
         if self.kl_target is not None and self.kl_horizon <= fifth:
-            yield Rule(f"--kl_horizon must be more than a fifth of --batch x --group (got "
-                       f"{self.kl_horizon}): else one step may turn the coefficient negative.",
-                       [("kl_horizon", [fifth + 1])])
-        if 0 < self.steps <= self.critic_args.critic_warmup_steps:
-            yield Rule("--critic_warmup_steps must be below --steps: else the policy never learns.",
-                       [("critic_warmup_steps", [0])])
+            yield (f"--kl_horizon must be more than a fifth of --batch x --group (got "
+                   f"{self.kl_horizon}): else one step may turn the coefficient negative. Would "
+                   f"work: --kl_horizon {fifth + 1}.")
+        yield from super().rules(plan)
 
 
 def train(args: Args) -> int:
@@ -117,7 +123,7 @@ def train(args: Args) -> int:
             with run.recorded(step, samples, samples):  # for samples/
                 metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
                                  critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
-                                 phase=run.log.phase)
+                                 phase=run.log.time)
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)

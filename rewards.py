@@ -18,8 +18,10 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import Annotated
 
 from dist import SettingsError
+from errors import Range
 from scoring.replies import Move
 from scoring.signatures import Item, Part
 from scoring.verifiers import REWARDS
@@ -34,11 +36,11 @@ FAILED_CALLS = 8  # in a row end the run; fewer: an accident
 @dataclass
 class RewardArgs:
     """Processes that score completions"""
-    reward_workers: int = 2
+    reward_workers: Annotated[int, Range(1, 4096)] = 2
     """Worker processes per rank."""
-    reward_timeout: float = 10.0
+    reward_timeout: Annotated[float, Range(1, 1e6)] = 10.0
     """Seconds for one completion. A late one has no score and is counted."""
-    reward_retries: int = 2
+    reward_retries: Annotated[int, Range(0, 10)] = 2
     """An `async def` reward that raises or is late is tried again so often."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from data import Prompt
 from dist import World, assert_divisible, share
+from errors import Count, Range
 from pictures.eyes import opened
 from trainer import lora
 from trainer.batch import Completion, Sample
@@ -34,19 +35,36 @@ class EngineArgs:
     """The vLLM engine. Only --stop changes the maths."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, and are part of it."""
-    tp: int = 1
+    tp: Count = 1
     """Ranks of one engine (tensor parallel)."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.5
     """The engine's share of each GPU."""
     kv_cache_gb: float = 0.0
     """Key-value cache in GiB. 0: what the share leaves; on CPU what a step can use, up to 1."""
-    max_num_seqs: int = 0
+    max_num_seqs: Annotated[int, Range(0, 4096)] = 0
     """Completions that one engine generates at once. 0: vLLM's choice for the GPU; 256 on CPU."""
     sleep_level: Literal[0, 1, 2] = 2
     """What it frees on GPU while the trainer works. 2: weights and cache. 1: the same, but it keeps
     the weights on the host. 0: nothing."""
     eager: bool = False
     """No CUDA graphs: a faster start, a slower generation."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if "" in self.stop:
+            yield "--stop must not have an empty string: every completion would end at once."
+        wholes, shape = [(plan.ranks, "ranks")], plan.shape
+        if plan.local_size:
+            wholes.append((plan.local_size, "ranks of a machine"))
+        if shape:
+            vocab = 64 * -(-shape.vocab // 64)  # vLLM pads it
+            wholes += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP"),
+                       (vocab, "tokens of the vocabulary")]
+            if self.tp % shape.kv_heads:  # vLLM copies the heads where --tp is a multiple of them
+                wholes.append((shape.kv_heads, "key-value heads"))
+        if words := " and ".join(f"{n:,} {word}" for n, word in wholes if n % self.tp):
+            works = max(k for k in range(1, self.tp + 1) if not any(n % k for n, _ in wholes))
+            yield f"--tp must divide the {words} (got {self.tp}). Would work: --tp {works}."
 
 
 class Request(NamedTuple):
@@ -129,7 +147,7 @@ class Engine:
     @contextmanager
     def generating(self, policy: Policy):
         """Inside, the engine has the policy's weights and the GPU."""
-        with self.log.phase("sync"):
+        with self.log.time("sync"):
             if self.on_gpu:
                 self.make_room()
             adapter = lora.tensors(policy.module.lm, self.world.device) if self.adapter else None
@@ -185,7 +203,7 @@ class Engine:
         requests = [Request(p.row.prompt_ids, seed(i), pictures=p.row.pictures)
                     for i, p in enumerate(owners)]
         self.world.same_phase("rollout", len(requests))
-        with self.log.phase("rollout"):
+        with self.log.time("rollout"):
             completions = self.complete(requests, temperature)
             if self.episodes:
                 self.episodes.play(

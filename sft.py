@@ -22,7 +22,6 @@ import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
-from preflight.rules import Rule
 from trainer.batch import Batch, Meter, Sample, given
 from trainer.model import Policy, learning_rate
 
@@ -45,20 +44,20 @@ class Args(CommonArgs):
         """Whether held-out rows are sampled and scored. Their perplexity needs no engine."""
         return bool(self.eval_data and self.reward)
 
-    def rules(self):
-        """Yields a Rule for settings that sft.py has no use for."""
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
         if self.group != 1:
-            yield Rule(f"--group must be 1: a row has one completion (got {self.group}). For an "
-                       f"evaluation there is --eval_samples.", [("group", [1])])
+            yield (f"--group must be 1: a row has one completion (got {self.group}). For an "
+                   "evaluation there is --eval_samples.")
         if self.temperature != 1:
-            yield Rule(f"--temperature must be 1: nothing is sampled (got {self.temperature}). For "
-                       f"an evaluation there is --eval_temperature.", [("temperature", [1.0])])
+            yield (f"--temperature must be 1: nothing is sampled (got {self.temperature}). For an "
+                   "evaluation there is --eval_temperature.")
         if self.reward and not self.eval_data:
-            yield Rule("--reward needs --eval_data: sft.py learns from no reward.",
-                       [("reward", [()])])
+            yield "--reward needs --eval_data: sft.py learns from no reward."
         if self.run_args.target_reward:
-            yield Rule("--target_reward grades rollouts, and sft.py has none.",
-                       [("target_reward", [None])])
+            yield ("--target_reward grades rollouts, and sft.py has none. For held-out rows there "
+                   "is --target_eval.")
+        yield from super().rules(plan)
 
 
 def train(args: Args) -> int:
@@ -73,7 +72,7 @@ def train(args: Args) -> int:
             samples = [given(prompt) for prompt in run.stream.next(args.batch)]
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = {"data/position": run.stream.position}
-            metrics |= learn(args, run.world, run.policy, samples, lr=lr, phase=run.log.phase)
+            metrics |= learn(args, run.world, run.policy, samples, lr=lr, phase=run.log.time)
 
         run.log.step(step + 1, metrics)
         run.log.watch(metrics)  # gradients that are not finite

@@ -47,6 +47,7 @@ from data import DataArgs, Prompt, Row
 from examples import tiny
 from keeping import log
 from preflight import memory, plan, worst_case
+from preflight.shape import shape_of
 from rewards import Score
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
@@ -65,8 +66,7 @@ ROWS = {                                               # part → its lines of t
     "sleep": ("engine asleep: GiB freed / taken", "engine: s to sleep", "engine: s to wake"),
     "rollout": ("rollout: tokens/s",),
     "bare": ("the same requests through vLLM alone: tokens/s",),            # comes with rollout
-    "plan": ("plan / measured GiB: rollout", "plan / measured GiB: score",
-             "plan / measured GiB: update", "plan: flags needed")}
+    "plan": ("plan / measured GiB at the peak of a step", "plan: flags needed")}
 # An engine starts slowly, so its parts share a process. Each other part has its own.
 ENGINE = ("sync", "sleep", "rollout")
 TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
@@ -90,7 +90,7 @@ class Bench:
     """What the parts share: a shape, its folder, the GPU's bytes (None on CPU), the sizes."""
 
     def __init__(self, name: str, folder: Path, card: float | None):
-        self.folder, self.card, self.shape = folder, card, memory.shape_of(NAMES[name])
+        self.folder, self.card, self.shape = folder, card, shape_of(NAMES[name])
         # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
         self.prompt, self.completion, self.prompts, self.times = (
             (256, 768, 64, 5) if card else (64, 32, 1, 1))
@@ -176,9 +176,8 @@ def update(bench: Bench) -> list[str]:
     """Forward, backward and AdamW's step on two micro-batches. They are as large as fits, by the
     plan, without an engine."""
     def needs(**flags) -> float:
-        loads = memory.loads(bench.plan(**flags), bench.shape, bench.card)
-        load = next(load for load in loads if load.phase == "update")
-        return load.total - load.parts["engine asleep"]
+        found = memory.Memory(bench.plan(**flags), bench.shape, bench.card)
+        return found.sums[1] - found.parts["engine"][1]  # in training
 
     ways = [dict(update_tokens=budget, checkpointing=on)
             for on in (False, True) for budget in bench.budgets]
@@ -327,12 +326,11 @@ def planned(bench: Bench) -> list[str]:
     """Three steps of grpo.py with the flags that the plan says it needs. The measured peaks are in
     metrics.jsonl."""
     flags = {}
-    if bench.card:                         # with --cpu_offload this would measure the host
-        flags = None
-        for first in ({}, dict(checkpointing=True, offload=("optimizer",))):
-            more = memory.flags_that_fit(bench.plan(**first), bench.shape, bench.card)
-            if flags is None and more is not None and "cpu_offload" not in more:
-                flags = first | more
+    if bench.card:
+        small = dict(checkpointing=True, update_tokens=4096, score_tokens=4096)
+        ways = ({}, dict(checkpointing=True), small, small | dict(offload=("params", "optimizer")))
+        flags = next((way for way in ways if memory.Memory(
+            bench.plan(**way), bench.shape, bench.card).fits), None)
     if flags is None:
         raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
     given, names = plan.flags(bench.plan().args), (
@@ -340,21 +338,27 @@ def planned(bench: Bench) -> list[str]:
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}
              | dict(steps=3, name="plan", export=False, try_worst_case="off") | flags)
-    done = subprocess.run([sys.executable, ROOT / "grpo.py", *memory.spell(given).split()],
+    done = subprocess.run([sys.executable, ROOT / "grpo.py", *spelled(given)],
                           cwd=bench.folder, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise RuntimeError(f"grpo.py ended with status {done.returncode}: {last}")
     rows = log.read_metrics(bench.folder / "runs/plan/metrics.jsonl")
 
-    def most(name):
-        return f"{max(row[f'memory/{name}_gb'] for row in rows):.2f}"
+    most = max(row["memory/peak_gb"] for row in rows)
+    planned = max(memory.Memory(bench.plan(**flags), bench.shape, bench.card).sums) / memory.GIB
+    return [f"{planned:.2f} / {most:.2f}", " ".join(spelled(flags)) or "none"]
 
-    loads = memory.loads(bench.plan(**flags), bench.shape, bench.card)
-    totals = {load.phase: load.total / memory.GIB for load in loads}
-    cells = [f"{totals[phase]:.2f} / {most(phase)}"
-             for phase in ("rollout", "score", "update")]
-    return [*cells, memory.spell(flags) or "none"]
+
+def spelled(flags: dict) -> list[str]:
+    """As on the command line."""
+    found = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            found.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            found += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return found
 
 
 # ---- a process for each --------------------------------------------------------------------------

@@ -14,11 +14,13 @@ Partial rollouts: https://arxiv.org/abs/2501.12599, https://arxiv.org/abs/2509.1
 """
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from chats.turns import append
 from data import Prompt, Row
+from errors import Count, Range
 from rollout import Request, hash_seed
 from trainer.batch import Completion, Sample
 
@@ -26,13 +28,28 @@ from trainer.batch import Completion, Sample
 @dataclass
 class CarryArgs:
     """Long completions go on in later steps."""
-    carry: float = 0.0
+    carry: Annotated[float, Range(0, 8)] = 0.0
     """C: --batch x (1 + C) prompts are in flight, and a step trains on the first --batch of them
     that have ended. 0: a step waits for its longest completion."""
-    carry_tokens: int = 256
+    carry_tokens: Count = 256
     """Tokens of a round. After each round the step looks whether --batch prompts have ended."""
     carry_age: int = 0
     """A step waits for a prompt that started this many steps ago. 0: for none."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if not self.carry:
+            return
+        if plan.args.engine_correction == "none":
+            yield ("--carry needs --engine_correction: older policies sampled some of a step's "
+                   "tokens. Would work: --engine_correction truncate.")
+        whole = plan.args.turn_args.reply, plan.args.turn_args.tools, plan.args.engine_args.stop
+        for name, value in zip(("reply", "tools", "stop"), whole, strict=True):
+            if value:
+                yield (f"--{name} needs whole completions, and --carry stops them between rounds: "
+                       "give one of them.")
+        if plan.shape and plan.shape.tower:
+            yield "--carry is for models that read text alone, and --model sees pictures."
 
 
 @dataclass
@@ -110,7 +127,7 @@ class Carry:
                     requests.append(Request(group.prompt.row.prompt_ids + c.ids.tolist(),
                                             self.seed(group.prompt, i, len(c.ids)), room))
         self.engine.world.same_phase("rollout", len(requests))
-        with self.engine.log.phase("rollout"):
+        with self.engine.log.time("rollout"):
             new = self.engine.complete(requests, a.temperature)
         for c, more in zip(growing, new, strict=True):
             append(c, more.ids, more.logprobs, True)

@@ -17,6 +17,7 @@ from chats import toolcalls
 from chats.toolcalls import WORDS, Calls, said
 from data import Prompt, Row
 from dist import SettingsError
+from errors import Count, not_default
 from rewards import Score, Scorer, check_rows, report
 from rollout import Request, prepare_environment
 from scoring.replies import Move
@@ -29,10 +30,28 @@ class TurnArgs:
     reply: str | None = None
     """FILE.py:FUNCTION that answers the model, or ends the episode; or FILE.py:CLASS, an
     environment with a state. Not given: one turn."""
-    max_turns: int = 8
+    max_turns: Count = 8
     """The model's turns in an episode, at most."""
     tools: tuple[str, ...] = ()
     """Functions FILE.py:NAME … that the model may call, in the format of its chat template."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if "max_turns" in not_default(self) and not (self.reply or self.tools):
+            yield "--max_turns needs --reply or --tools."
+        if (self.reply or self.tools) and plan.shape and plan.shape.tower:
+            yield ("--reply and --tools are for models that read text alone: --model sees "
+                   "pictures, and answers in one turn.")
+        if self.reply == "":
+            yield "--reply must be FILE.py:FUNCTION or FILE.py:CLASS (got an empty text)."
+        if not self.tools:
+            return
+        if self.reply:
+            yield "--tools and --reply both answer the model: give one of them."
+        if plan.args.teacher_prompt:
+            yield "--teacher_prompt makes prompts without the schemas of --tools."
+        if plan.args.supervised:
+            yield f"--tools is for rollouts, and {plan.args.script} learns from chats."
 
 
 @dataclass

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from data import Prompt
+from errors import Count, Number, not_default
 from keeping.samples import write_samples
 from rewards import score_samples
 from trainer.batch import Batch, Meter, Sample, given
@@ -20,14 +21,25 @@ class EvalArgs:
     """Evaluation on --eval_data."""
     eval_every: int = 0
     """Steps between evaluations. 0: only before the first step and after the last."""
-    eval_samples: int = 1
+    eval_samples: Count = 1
     """k: completions of each row. pass@1 is their mean; pass@k is unbiased."""
     eval_temperature: float = 0.0
     """Sampling temperature. 0: greedy."""
-    eval_pass: float = 1.0
+    eval_pass: Number = 1.0
     """A completion passes when its first --reward is at least this."""
     eval_only: bool = False
     """Evaluate --model on --eval_data, and end."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if not plan.args.eval_data:
+            yield from (f"--{name} needs --eval_data." for name in not_default(self))
+        if self.eval_temperature and not 0.01 <= self.eval_temperature <= 2:  # vLLM's own limits
+            yield (f"--eval_temperature must be 0, or from 0.01 to 2 (got "
+                   f"{self.eval_temperature}).")
+        if self.eval_samples > 1 and self.eval_temperature == 0:
+            yield (f"--eval_samples must be 1 where --eval_temperature is 0 (got "
+                   f"{self.eval_samples}): all samples of a row would be equal.")
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from dist import SettingsError, World
+from dist import SettingsError, World, peak_memory
 from keeping.files import as_lines, read, write_whole, writing
-from preflight.worst_case import peak_memory
 
 LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
@@ -96,7 +95,7 @@ class Log:
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.bad_steps, self.writing = 0, world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
-        self.times, self.peaks = defaultdict(float), defaultdict(float)  # of this step
+        self.times = defaultdict(float)  # of this step
         self.wandb = None
 
     def say(self, text: str):
@@ -187,21 +186,12 @@ class Log:
         yield
         self.times[f"time/{name}"] += time.monotonic() - began
 
-    @contextmanager
-    def phase(self, name: str):
-        """The same, and the peak of memory inside to memory/NAME_gb."""
-        with self.time(name), peak_memory(self.world.device) as peak:
-            yield
-        for unit, size in peak.items():
-            for key in f"memory/{name}_{unit}", f"memory/peak_{unit}":
-                self.peaks[key] = max(self.peaks[key], size / 2**30)
-
     def step(self, step: int, metrics: dict):
         """Writes metrics after `step` steps: 10 digits, null if not finite. A collective."""
-        peaks = self.world.max(torch.tensor([*self.peaks.values()], dtype=torch.float64)).tolist()
-        row = {"step": step} | metrics | self.times | dict(zip(self.peaks, peaks, strict=True))
+        peak = torch.tensor(peak_memory(self.world.device), dtype=torch.float64)
+        peak = float(self.world.max(peak)) / 2**30  # of the rank that needed most
+        row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak}
         self.times.clear()
-        self.peaks.clear()
         for key, value in row.items():
             if not isinstance(value, int):
                 row[key] = float(f"{value:.10g}") if math.isfinite(value) else None

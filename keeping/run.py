@@ -2,12 +2,13 @@
 import io
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import tyro
@@ -18,6 +19,7 @@ from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs, Stream
 from dist import Mistakes, SettingsError
+from errors import Count, Number, Positive, Range
 from keeping import checkpoint, log, summary
 from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
@@ -42,28 +44,38 @@ class RunArgs:
     """--no-resume: refuse if runs/NAME exists."""
     save_every: int = 0
     """Steps between checkpoints, and one after the last step. 0: only after SIGTERM."""
-    keep: int = 2
+    keep: Count = 2
     """Checkpoints to keep, the newest."""
-    samples_every: int = 10
+    samples_every: Count = 10
     """Steps between printing a few completions and keeping all in samples/."""
     report: bool = True
     """Write runs/NAME/report.html at the end."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
-    target_reward: tuple[float, float] | None = None
+    target_reward: tuple[Number, Number] | None = None
     """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
     that of the last 10 at least the second."""
-    target_eval: tuple[float, float] | None = None
+    target_eval: tuple[Number, Number] | None = None
     """The same of pass@1 on --eval_data, before the first step and after the last."""
     export: bool = True
     """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
-    timeout: float = 600.0
+    timeout: Annotated[float, Range(1, 1e6)] = 600.0
     """Seconds that one rank waits for another before the run ends."""
-    max_gap: float | None = None
+    max_gap: Positive | None = None
     """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
     1e-3, or 0.15 in bfloat16."""
     try_worst_case: Literal["auto", "on", "off"] = "auto"
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if self.target_reward and plan.args.steps < 13:
+            yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
+                   f"at least 13 (got {plan.args.steps}).")
+        if self.target_eval and not plan.args.eval_data:
+            yield "--target_eval needs --eval_data."
+        if self.wandb == "":
+            yield "--wandb must be a project's name (got an empty text)."
 
 
 @dataclass
@@ -75,27 +87,27 @@ class CommonArgs:
     """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
-    batch: int = 64
+    batch: Count = 64
     """P: prompts per step, all ranks together. Any number works on any number of ranks."""
-    group: int = 8
+    group: Count = 8
     """G: completions per prompt."""
-    max_tokens: int = 256
+    max_tokens: Count = 256
     """Longest completion, in tokens. One that reaches it is cut, and counted as truncated."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0.01, 2)] = 1.0  # vLLM's own limits
     """Of sampling, and of the trainer's logprobs."""
-    steps: int = 60
+    steps: Count = 60
     """Rollouts, each followed by its update."""
-    lr: float | None = None
+    lr: Positive | None = None
     """Peak learning rate. Not given: 1e-6, or 3e-4 for the tiny model; LoRA: ten times as much."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Of the data's order and of every completion's own random stream."""
     name: str | None = None
     """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
     eval_data: str | None = None
     """Rows to evaluate on, in the forms of --data: before the first step and after the last."""
-    minibatches: int = 1
+    minibatches: Count = 1
     """Optimizer steps per pass over the batch."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the samples of each rollout."""
     update_tokens: int = 16384
     """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
@@ -126,6 +138,29 @@ class CommonArgs:
     divergence: ClassVar[str] = "none"
     entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        for name in ("model", "data", "eval_data"):
+            if getattr(self, name) == "":
+                yield f"--{name} must not be empty."
+        # --name becomes a folder. The folders runs/tiny-… hold the tiny models.
+        own = re.fullmatch(
+            r"(?!tiny-(sort|kk|guess|skilled|experts|sharpen)-)\w[\w .,=+@-]*", str(self.name))
+        if not own or len(self.name or "") > 200 or len(str(self.name).encode()) > 200:
+            yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
+                   f"begin with a letter or digit, and not be a tiny model's (got "
+                   f"{str(self.name)[:60]!r}). Would work: --name my-run.")
+        if "environment" in [spec.partition(":")[0] for spec in self.reward] and (
+                not self.turn_args.reply):
+            yield "--reward environment needs --reply FILE.py:CLASS."
+        smallest = min(plan.batches)
+        if self.minibatches > smallest * self.group:
+            yield (f"--minibatches must be at most {smallest * self.group:,} (got "
+                   f"{self.minibatches:,}): the smallest batch has {smallest:,} prompts x --group "
+                   f"{self.group:,}.")
+        for name in ("update_tokens", "score_tokens"):
+            yield from plan.too_small(name, getattr(self, name))
 
 
 def parse(kind: type, description: str):

@@ -4,6 +4,7 @@ In a packed input each prompt stands once, so its pictures are computed once for
 features stand at places of the prompt, never where the image token is: a policy may sample it.
 """
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,6 +36,40 @@ def text_of(lm):
 def tower_of(lm) -> list:
     """The modules that make features of pixels. []: a text model."""
     return [lm.base_model.vision_model, lm.base_model.connector] if sees(lm.config) else []
+
+
+@dataclass
+class Tower:
+    """The sizes of what makes features of pictures, for the plan (preflight/memory.py)."""
+    params: int  # with the projector
+    sharded: int  # parameters of all its layers
+    layer: int  # of one
+    layers: int
+    hidden: int
+    inner: int
+    patches: int  # that become one token
+    pixels: int  # of one token
+
+    def bytes(self, c: int, kept: int) -> int:
+        """For each token of the input, as if all were of pictures: pixels, the work of a layer,
+        and what `kept` layers keep for backward. c: bytes of a number."""
+        work = 5 * self.hidden + 2 * self.inner
+        saved = min(kept, self.layers) * (8 * self.hidden + 2 * self.inner)
+        if 0 < kept < self.layers:  # the others keep their inputs
+            saved += self.layers * self.hidden
+        return 12 * self.pixels + self.patches * c * (work + saved)
+
+
+def tower_sizes(lm) -> Tower | None:
+    """None: a text model."""
+    if not tower_of(lm):
+        return None
+    parts, c, patches = tower_of(lm), lm.config.vision_config, lm.config.scale_factor**2
+    sharded = sum(p.numel() for p in parts[0].encoder.parameters())
+    return Tower(
+        params=sum(p.numel() for part in parts for p in part.parameters()), sharded=sharded,
+        layer=sharded // c.num_hidden_layers, layers=c.num_hidden_layers, hidden=c.hidden_size,
+        inner=c.intermediate_size, patches=patches, pixels=patches * c.patch_size**2)
 
 
 def put_in(lm) -> None:

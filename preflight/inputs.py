@@ -16,8 +16,10 @@ from dist import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.eyes import Eyes
 from pictures.seeing import sees
-from preflight import memory, rules
-from preflight.plan import Plan
+from preflight import memory
+from preflight.memory import Memory
+from preflight.plan import Plan, problems
+from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
 from trainer import experts, model
 from trainer.teacher import add_teacher_prompts
@@ -28,7 +30,7 @@ class Inputs:
     """What a run works with."""
     source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
     tokenizer: object
-    shape: memory.Shape
+    shape: Shape
     teacher: str | None  # the folder of --teacher
     rows: list[data.Row]
     eval_rows: list[data.Row]
@@ -58,9 +60,10 @@ class NoTokenizer:
 def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. It fetches no model. Exit status 1: no fit."""
     found = read_files(args, args.plan_args.ranks)
-    card = args.plan_args.gpu_gb * memory.GIB
-    print(memory.planned(found.plan, found.shape, card).text())
-    return int(not memory.fits(found.plan, found.shape, card))
+    planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
+    found.plan.memory = planned.text()
+    print(found.plan.text())
+    return int(found.shape.fused and not planned.fits)
 
 
 def read_inputs(args, ranks: int, local_size: int) -> Inputs:
@@ -105,8 +108,8 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     mistakes.attempt(rewards.check_rows, needs or [], scored)
     bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
 
-    counts = ranks, len(rows) or None, len(eval_rows)
-    mistakes += map(str, rules.problems(args, *counts, shape, local_size))
+    counts = ranks, len(rows) or None, len(eval_rows), shape, local_size
+    mistakes += problems(args, *counts)
     if lm:
         mistakes.attempt(model.names_in_files, lm, source)
         mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
@@ -192,14 +195,14 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-def find_shape(name: str, lm, planning: bool, flag: str = "model") -> memory.Shape | None:
-    """The model's sizes. If it is not here: from the table of memory.py, or from the hub."""
+def find_shape(name: str, lm, planning: bool, flag: str = "model") -> Shape | None:
+    """The model's sizes. If it is not here: from the table of shape.py, or from the hub."""
     if lm:
-        return memory.shape_from(lm)
+        return shape_from(lm)
     # Without --plan the model will be here. A folder that cannot be read is a mistake already.
     if not planning or (Path(name).is_dir() and not is_tiny(name)):
         return None
-    return memory.shape_of(name) or memory.shape_from(model.skeleton(name, flag=flag))
+    return shape_of(name) or shape_from(model.skeleton(name, flag=flag))
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
@@ -315,13 +318,13 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     args, shape = found.plan.args, found.shape
     if not card:
         found.plan.free = free_bytes() / local_size
-    found.plan = memory.planned(found.plan, shape, card)
+    planned = Memory(found.plan, shape, card)
+    found.plan.memory = planned.text()
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
-        found.kv_cache = memory.EngineMemory(found.plan, shape, card).cache
+        found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.
-    if shape.fused and not card and not memory.fits(found.plan, shape, card):
-        _, words = found.plan.memory.splitlines()[0].split(maxsplit=1)  # "memory", and the rest
-        raise SettingsError(f"this run {words}.")
+    if shape.fused and not card and not planned.fits:
+        raise SettingsError(f"this run {planned.sentence()}.")
 
 
 def gpu_bytes() -> float | None:

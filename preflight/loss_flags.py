@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import losses
 from dist import SettingsError
-from preflight.rules import Rule
+from errors import Number, Range
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,7 +27,7 @@ class ClipArgs:
     """ε below: ratios under 1 - ε are clipped."""
     clip_high: float = 0.2
     """ε above: ratios over 1 + ε are clipped (DAPO: 0.28)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Range(1, above=True)] | None = None
     """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
     """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
@@ -41,6 +41,14 @@ class ClipArgs:
     """Lower bound; truncate has none."""
     correction_high: float = 2.0
     """Upper bound."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        masks = self.engine_correction in ("mask", "sequence_mask")
+        if masks and self.correction_low > self.correction_high:
+            yield (f"--correction_low must be at most --correction_high {self.correction_high} "
+                   f"(got {self.correction_low}).")
+        yield from super().rules(plan)
 
     @property
     def bounds(self) -> dict[str, float | None]:
@@ -58,12 +66,19 @@ class ClipArgs:
 @dataclass
 class LossArgs(ClipArgs):
     """loss and reward penalties"""
-    entropy_coef: float = 0.0
+    entropy_coef: Number = 0.0
     """Bonus for the sampling distribution's entropy."""
     kl_reward_coef: float = 0.0
     """β of the KL to the starting model in the reward. 0: none."""
     overlong_buffer: int = 0
     """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if self.overlong_buffer > plan.args.max_tokens:
+            yield (f"--overlong_buffer must be at most --max_tokens {plan.args.max_tokens:,} (got "
+                   f"{self.overlong_buffer:,}).")
+        yield from super().rules(plan)
 
 
 # ---- functions of a file
@@ -136,19 +151,18 @@ def fits(args) -> None:
 
 
 def rules(args):
-    """Yields a Rule for what does not fit --loss or --advantage, and for a file that has no such
-    function."""
+    """Yields a sentence for what does not fit --loss or --advantage, and for a file that has no
+    such function."""
     if args.group == 1 and args.advantage != "reinforce++":
-        yield Rule(f"--advantage {args.advantage} compares the completions of a prompt, so "
-                   f"--group must be at least 2 (got 1).",
-                   [("group", range(2, 65)), ("advantage", ["reinforce++"])])
+        yield (f"--advantage {args.advantage} compares the completions of a prompt, so --group "
+               f"must be at least 2 (got 1). With one completion: --advantage reinforce++.")
     if args.dual_clip is not None and args.loss in ("cispo", "reinforce"):
-        yield Rule(f"--dual_clip bounds a clipped loss, and --loss {args.loss} has none.",
-                   [("dual_clip", [None]), ("loss", ["clip"])])
+        yield (f"--dual_clip bounds a clipped loss, and --loss {args.loss} has none. Would work: "
+               "--loss clip.")
     updates = args.minibatches * args.epochs
     if args.loss == "reinforce" and updates > 1:
-        yield Rule(f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
-                   f"{updates}).", [("loss", ["clip"])])
+        yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
+               f"{updates}). For several updates: --loss clip.")
     for flag, names in NAMES.items():
         spec = getattr(args, flag)
         if spec in names:
@@ -156,10 +170,10 @@ def rules(args):
         try:
             refused = own(flag, spec).refuses(args)
         except SettingsError as error:
-            yield Rule(str(error), [])
+            yield str(error)
             continue
         if refused:
-            yield Rule(f"--{flag} {spec} {refused}", [(flag, [names[0]])])
+            yield f"--{flag} {spec} {refused}"
 
 
 def digests(args) -> dict[str, str]:

@@ -2,7 +2,8 @@
 import math
 from dataclasses import dataclass, is_dataclass, replace
 
-from dist import KEYS
+from dist import KEYS, SettingsError, assert_divisible
+from errors import Count, Positive, not_default, outside
 
 
 @dataclass
@@ -10,12 +11,29 @@ class PlanArgs:
     """The plan"""
     plan: bool = False
     """Print the plan for these settings and exit."""
-    ranks: int = 1
+    ranks: Count = 1
     """Ranks to plan for."""
-    gpu_gb: float = 80.0
+    gpu_gb: Positive = 80.0
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
     strict: bool = False
-    """Any micro-batch without a row is an error. It names the nearest sizes without."""
+    """The completions of every optimizer step must divide evenly over the ranks."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if not self.plan:
+            yield from (f"--{name} needs --plan." for name in ("ranks", "gpu_gb")
+                        if name in not_default(self))
+        if not self.strict:
+            return
+        if getattr(plan.args, "dynamic_sampling", False):
+            yield ("--strict cannot hold with --dynamic_sampling, where any number of groups may "
+                   "stay: give one of them.")
+        for prompts in plan.batches:
+            try:
+                assert_divisible(prompts * plan.args.group, plan.ranks * plan.args.minibatches,
+                                 "--batch x --group", "ranks x --minibatches")
+            except SettingsError as error:
+                yield f"--strict: {error}"
 
 
 def flags(args) -> dict[str, object]:
@@ -51,20 +69,7 @@ def spread(n: int, parts: int) -> str:
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
 
-def table(found: list) -> list[str]:
-    """Of memory.Load: a line for each part, in GiB, and a column for each phase."""
-    rows = {"": [load.phase for load in found]}
-    for part in {part: None for load in found for part, size in load.parts.items() if size}:
-        rows[part] = [f"{load.parts.get(part, 0) / 2**30:.2f}" for load in found]
-    rows["total"] = [f"{load.total / 2**30:.2f}" for load in found]
-    return [f"    {name:<18}" + "".join(f"{cell:>15}" for cell in cells)
-            for name, cells in rows.items()]
-
-
 # ---- the sizes ----
-
-BUDGETS = ("update_tokens", "score_tokens", "critic_update_tokens", "critic_score_tokens")
-
 
 @dataclass
 class Phase:
@@ -97,8 +102,10 @@ class Plan:
     ranks: int
     n_rows: int | None  # prompts in --data, if known
     n_eval: int
-    memory: str = ""  # text of the memory plan
+    shape: object = None  # the model's sizes (shape.py), if known
+    local_size: int | None = None  # ranks of a machine, if known
     free: float = 0.0  # bytes for a rank that has no GPU; 0: not known
+    memory: str = ""  # text of the memory plan
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
@@ -112,6 +119,13 @@ class Plan:
             self.in_flight = math.ceil(a.batch * (1 + a.carry_args.carry))
         most = max(self.in_flight * a.group, self.n_eval * a.eval_args.eval_samples)
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
+
+    def too_small(self, name: str, budget: int):
+        """Yields a sentence if a token budget does not hold the longest sequence."""
+        if budget < self.longest:
+            prompt = self.args.data_args.max_prompt_tokens
+            yield (f"--{name} must be at least {self.longest:,} (got {budget:,}): "
+                   f"--max_prompt_tokens {prompt} + --max_tokens {self.args.max_tokens}.")
 
     def phases(self, prompts: int) -> list[Phase]:
         """The passes over a batch. The largest of several sizes comes first."""
@@ -164,3 +178,24 @@ class Plan:
         if short:
             lines = [line for line in lines if not line.startswith("    ")]
         return "\n".join(lines)
+
+
+# ---- the rules of all flags ----
+
+def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
+             local_size: int | None = None) -> list[str]:
+    """A sentence for each rule that the settings break. The rules stand beside the flags: see
+    errors.py for the range of one, and `rules` of each dataclass for those of several.
+
+    n_rows, n_eval: rows to train and to evaluate on. shape, local_size: see Plan.
+    """
+    wrong, default = {}, flags(type(args)())
+    for group in (args, *filter(is_dataclass, vars(args).values())):
+        wrong |= outside(group)
+    # Those of several flags see the default in the place of a wrong value.
+    usable = changed(args, **{name: default[name] for name in wrong})
+    plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
+    for group in (usable, *filter(is_dataclass, vars(usable).values())):
+        if hasattr(group, "rules"):
+            found += group.rules(plan)
+    return found

@@ -1,15 +1,12 @@
 """worst_case.py: before the first update, the largest micro-batch of each phase is tried."""
 import re
-import resource
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as td
 
 from data import Prompt, Row
-from dist import SettingsError, cut
+from dist import SettingsError, cut, peak_memory
 from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
 from rewards import Score
@@ -72,14 +69,15 @@ def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         try:
-            with peak_memory(world.device) as peak, torch.set_grad_enabled("update" in phase.name):
+            peak_memory(world.device)  # starts again
+            with torch.set_grad_enabled("update" in phase.name):
                 forward(worst_micro(
                     tokens, phase.longest, phase.keys, vocab, world.device, seen))
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
             end(world, phase, tokens)
-    return peak["gb"]
+    return peak_memory(world.device)
 
 
 def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
@@ -116,39 +114,3 @@ def end(world, phase: Phase, failed: int):
         f"{flag} {phase.budget} needs too much memory: a micro-batch with {failed} tokens does not "
         f"fit on rank {world.rank}. Use {advice}.") from None
 
-
-# ---- what was used ----
-
-def peak_memory(device):
-    """Around a block. It gives a dict, which then has the peak of memory inside, in bytes."""
-    return gpu_peak() if device.type == "cuda" else cpu_peak()
-
-
-@contextmanager
-def cpu_peak():
-    """gb: resident in this process."""
-    with suppress(OSError):  # the kernel's peak starts again
-        Path("/proc/self/clear_refs").write_text("5")
-    peak = {}
-    yield peak
-    peak["gb"] = resident()
-
-
-@contextmanager
-def gpu_peak():
-    """All processes together. gb: without what PyTorch's allocator keeps; reserved_gb: with it."""
-    torch.cuda.reset_peak_memory_stats()
-    others = gpu_in_use() - torch.cuda.memory_reserved()
-    peak = {}
-    yield peak
-    peak["gb"] = others + torch.cuda.max_memory_allocated()
-    peak["reserved_gb"] = max(gpu_in_use(), others + torch.cuda.max_memory_reserved())
-
-
-def resident() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def gpu_in_use() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free

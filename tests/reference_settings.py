@@ -13,7 +13,7 @@ import losses
 import ppo
 import rewards
 import sft
-from preflight import loss_flags, plan, rules
+from preflight import loss_flags, plan
 from trainer.batch import Completion, Sample
 from wirings import DEFAULT, TRUNCATE, WIRINGS
 
@@ -89,7 +89,7 @@ def drawn(script: str) -> list[Setting]:
         words = " ".join(f"{name}={value}" for name, value in flags.items())
         setting = Setting(f"{script} group={1 if script == 'sft' else 2} steps=1 {words}")
         in_vain += 1
-        if pairs - seen and not rules.problems(arguments(setting, 0), 1):
+        if pairs - seen and not plan.problems(arguments(setting, 0), 1):
             seen, found, in_vain = seen | pairs, [*found, setting], 0
     return found
 

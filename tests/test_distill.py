@@ -16,7 +16,8 @@ from data import DataArgs
 from dist import SettingsError
 from examples import tiny
 from live import Live
-from preflight import inputs, memory, plan, rules, worst_case
+from preflight import inputs, memory, plan, worst_case
+from preflight.shape import shape_of
 from tools.hostile import make_models
 from trainer import logprobs as head
 from trainer import model
@@ -107,22 +108,21 @@ def test_the_divergences_memory_is_within_the_plan(kind):
 
 
 def test_the_plan_counts_a_larger_teacher():
-    small, large = (memory.shape_of(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B"))
+    small, large = (shape_of(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B"))
 
     def total(teacher=None, **flags):
-        found = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
-        shape = replace(small, teacher=teacher)
-        return {load.phase: load.total for load in memory.loads(found, shape, 80 * memory.GIB)}
+        made = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
+        found = memory.Memory(made, replace(small, teacher=teacher), 80 * memory.GIB)
+        return found.parts, {phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
-    alone, with_large, exact = total(), total(large), total(large, divergence="jsd")
+    (alone, _), (with_large, passes), (_, exact) = (
+        total(), total(large), total(large, divergence="jsd"))
     more = 2 * (large.params - small.params)  # bfloat16
-    for phase in ("rollout", "update"):
-        assert with_large[phase] - alone[phase] == pytest.approx(more)
-    assert with_large["score"] - alone["score"] > more
-    assert exact["update"] - with_large["update"] > 2 * large.root
-    assert {**exact, "update": 0} == {**with_large, "update": 0}
-    kept = total(large, offload=("reference",))
-    assert with_large["rollout"] - kept["rollout"] == 2 * large.params
+    assert with_large["reference"][0] - alone["reference"][0] == pytest.approx(more)
+    assert passes["score"] > total()[1]["score"] and passes["update"] == total()[1]["update"]
+    assert exact["update"] - passes["update"] > 2 * large.root
+    assert exact["score"] == passes["score"]
+    assert total(large, offload=("reference",))[0]["reference"] == (0, 0)
 
 
 # ---- the shipped update ----
@@ -172,7 +172,7 @@ def test_the_worst_case_has_the_divergence_too(tmp_path):
 
 def test_what_teaches_nothing_is_refused():
     def broken(**flags):
-        return "\n".join(map(str, rules.problems(arguments(**flags), 1)))
+        return "\n".join(plan.problems(arguments(**flags), 1))
 
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)

@@ -19,7 +19,8 @@ from bench import loss_table, teacher_tokens
 from docs import check_links, make_flags
 from forked import PYTHON
 from keeping import checkpoint
-from preflight import memory, plan, rules
+from preflight import memory, plan
+from preflight.shape import shape_of
 from results import roads
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,7 @@ def problems_of(command: str, ranks: int, rows: int = 0):
     args = tyro.cli(SCRIPTS[script].Args, args=flags.split(),
                     config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
     args.lr = 1e-6   # the default depends on the model
-    return args, {rule.kind for rule in rules.problems(args, ranks, *([rows] if rows else []))}
+    return args, plan.problems(args, ranks, *([rows] if rows else []))
 
 
 # ---- names and links
@@ -198,7 +199,7 @@ def test_the_script_for_several_machines_passes_the_checks_and_fits():
     script, = blocks("docs/use/memory_and_machines.md", "bash")
     args, problems = problems_of(script[script.index("grpo.py --name"):], 64, 7473)
     made = plan.Plan(args, 64, 7473, 0)
-    assert not problems and memory.fits(made, memory.shape_of(args.model), 80 * 2**30)
+    assert not problems and memory.Memory(made, shape_of(args.model), 80 * 2**30).fits
 
 
 @pytest.mark.parametrize(

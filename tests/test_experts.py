@@ -17,7 +17,8 @@ import rollout
 from dist import World
 from keeping import run
 from keeping.checkpoint import export_model
-from preflight import inputs, memory, plan, rules
+from preflight import inputs, plan
+from preflight.shape import shape_from, shape_of
 from ranks import results
 from trainer import experts, model
 from trainer.batch import Batch
@@ -191,9 +192,9 @@ def test_the_load_of_a_layer():
      "completions of one round"),
     (dict(freeze_router=True), None), (dict(replay_routing=True), None)])
 def test_refusals(folder, flags, words):
-    shape = memory.shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))
+    shape = shape_from(model.skeleton(f"{folder}/Qwen3-MoE"))
     args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
-    found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
+    found = plan.problems(args, 1, shape=shape)
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
 
@@ -209,12 +210,12 @@ def test_what_vllm_has_on_a_gpu_alone(folder, flags, words):
 
 def test_a_dense_model_has_no_router():
     args = plan.changed(grpo.Args(), lr=1e-3, freeze_router=True)
-    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
+    found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == 1 and found[0].startswith("--freeze_router needs a model with experts.")
 
 
 def test_the_plan_counts_all_parameters_and_those_of_a_token():
     """As its card says: 30.5B in total and 3.3B activated."""
-    shape = memory.shape_of("Qwen/Qwen3-30B-A3B")
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
     assert shape.params == 30_532_122_624
     assert shape.params - shape.layers * shape.mixture.idle == 3_353_032_704

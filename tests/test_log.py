@@ -42,7 +42,7 @@ def test_wandb_gets_every_metric_of_every_step_and_is_finished(tmp_path, monkeyp
         if step == 1:
             it.times["time/sync"] = 1.0                    # it would replace the step's
             it.step(step, {"eval/rows": 4, "eval/pass@1": 0.25})
-        with it.phase("rollout"), it.time("reward"):
+        with it.time("rollout"), it.time("reward"):
             pass
         it.step(step + 1, {"reward/mean": 0.5 * step, "loss/policy": float("nan")})
     it.close()
@@ -84,7 +84,9 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
     again.step(3, {"n": 4})
     again.close()
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3] == [r["step"] for r in again.rows]
-    assert lines(tmp_path)[0] == {"step": 1, "reward/mean": 0.5, "x": None, "n": 3}
+    first = lines(tmp_path)[0]
+    assert first == {"step": 1, "reward/mean": 0.5, "x": None, "n": 3,
+                     "memory/peak_gb": first["memory/peak_gb"]}
 
 
 def test_small_numbers_keep_their_digits(tmp_path):
@@ -189,25 +191,21 @@ def test_gradients_that_are_not_finite_are_said_and_too_many_in_a_row_end_the_ru
         it.watch({"grad/norm_not_finite": 0, "critic/grad_norm_not_finite": 1})
 
 
-def test_peaks_are_measured_a_phase(tmp_path):
+def test_the_peak_of_a_step_is_that_of_the_rank_that_needed_most(tmp_path):
     it = opened(tmp_path)
-    with it.phase("small"):
-        pass
-    with it.phase("large"), mmap.mmap(-1, 2**28) as new:  # the heap may hold as much, unused
-        new[::4096] = bytes(2**16)
     it.step(0, {})
+    with it.time("large"), mmap.mmap(-1, 2**28) as new:  # the heap may hold as much, unused
+        new[::4096] = bytes(2**16)
     it.step(1, {})
+    it.step(2, {})
     it.close()
-    first, second = it.rows
-    more = SimpleNamespace(**vars(WORLD) | {"max": lambda peaks: peaks + 1})  # another rank's
+    before, large, after = (row["memory/peak_gb"] for row in it.rows)
+    assert large - before > 0.2 and large - after > 0.2  # it starts again in each step
+    assert it.rows[1]["time/large"] > 0 and "time/large" not in it.rows[2]
+    more = SimpleNamespace(**vars(WORLD) | {"max": lambda peak: peak + 2**30})  # another rank's
     other = log.Log(tmp_path, more, 9)
-    with other.phase("small"):
-        pass
     other.step(0, {})
-    assert other.rows[0]["memory/small_gb"] > 1
-    assert first["memory/large_gb"] - first["memory/small_gb"] > 0.2
-    assert first["memory/peak_gb"] == first["memory/large_gb"] > 0 and first["time/large"] > 0
-    assert second == {"step": 1}
+    assert other.rows[0]["memory/peak_gb"] > 1
 
 
 # ---- a disk that is full, and what a crash leaves

@@ -17,7 +17,8 @@ from examples import tiny
 from families import ROOT
 from forked import PYTHON
 from keeping import checkpoint
-from preflight import memory, plan, rules
+from preflight import plan
+from preflight.shape import shape_from, shape_of
 from ranks import results
 from trainer import lora, model
 
@@ -123,10 +124,11 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
     families.make(name, str(tmp_path))
     lm, args = model.skeleton(str(tmp_path)), plan.changed(
         grpo.Args(), lora_rank=4, lora_targets=targets, lr=1e-3)
-    shape = memory.shape_from(lm)
-    wrong = [str(rule) for rule in rules.problems(args, 1, shape=shape) if "lora" in rule.kind]
+    shape = shape_from(lm)
+    wrong = plan.problems(args, 1, shape=shape)
     if not {*targets} & {"all-linear", *shape.linears}:  # the head never, tied or not
-        assert wrong[0].endswith(f"(got {targets[0]}). Would work: --lora_targets all-linear.")
+        assert wrong[0].startswith("--lora_targets must be all-linear or some of")
+        assert wrong[0].endswith(f"(got {targets[0]}).")
         assert len(wrong) == 1
         return
     lora.put_in(lm, args.lora_args, torch.float32)
@@ -137,23 +139,22 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
 
 @pytest.mark.parametrize("options, sentence", [
     (dict(lora_targets=("q_proj", "query")), "--lora_targets must be all-linear or some of q_proj "
-     "k_proj v_proj o_proj gate_proj up_proj down_proj (got q_proj query). Would work: "
-     "--lora_targets all-linear"),
+     "k_proj v_proj o_proj gate_proj up_proj down_proj (got q_proj query)."),
     (dict(lora_targets=()), "--lora_rank finds no torch.nn.Linear to adapt"),
-    (dict(lora_rank=600), "at most 512 (got 600): vLLM takes no larger adapter; --lora_sync "
-     "merged needs none. Would work: --lora_rank 512."),
+    (dict(lora_rank=600), "--lora_rank must be at most 512 (got 600): vLLM takes no larger "
+     "adapter. Would work: --lora_sync merged, which needs none."),
     (dict(lora_rank=600, lora_sync="merged"), None)])
 def test_refusals(options, sentence):
     args = plan.changed(grpo.Args(), **dict(lora_rank=16, lr=1e-3) | options)
-    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
+    found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == bool(sentence) and (not sentence or sentence in found[0])
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path):
     families.make("GPT-2", str(tmp_path))
-    shape = memory.shape_from(model.skeleton(str(tmp_path)))
+    shape = shape_from(model.skeleton(str(tmp_path)))
     args = plan.changed(grpo.Args(), lora_rank=4, lr=1e-3)
-    assert rules.problems(args, 1, shape=shape)[0].kind == "--lora_rank"
+    assert plan.problems(args, 1, shape=shape)[0].startswith("--lora_rank finds no")
 
 
 def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):

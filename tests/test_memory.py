@@ -1,6 +1,5 @@
 """What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
 import re
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,9 @@ from dist import KEYS, SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs, memory, plan, rules, worst_case
+from preflight import inputs, memory, plan, worst_case
+from preflight.memory import Memory
+from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
 from trainer import model
 from trainer.batch import Batch, Micro
@@ -25,38 +26,61 @@ ROOT = Path(__file__).parent.parent
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 
 
-def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> str:
+def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **flags) -> Memory:
     args = plan.changed(script.Args(), model=model_name, **flags)
-    assert not rules.problems(args, ranks, n_rows)
-    made = plan.Plan(args, ranks, n_rows, 0)
-    shape = memory.shape_of(model_name)
-    return memory.planned(made, shape, gpu_gb * GIB).memory.splitlines()[0]
-
-
-def flags_in(line: str) -> dict:
-    found = re.search(r"would with --(.*?): ", line).group(1)
-    return {name: words for name, *words in map(str.split, found.split(" --"))}
+    assert not plan.problems(args, ranks, n_rows)
+    return Memory(plan.Plan(args, ranks, n_rows, 0), shape_of(model_name), gpu_gb * GIB)
 
 
 # ---- the plan ----
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_situation_4_fits_with_the_flags_it_names(group):
-    line, checkpointed = (
-        planned(grpo, 4, QWEN_7B, 80, batch=8, group=group, max_tokens=4096, checkpointing=on)
-        for on in (False, True))
-    assert "does not fit" in line and flags_in(line) == {"update_tokens": ["4608"]}
-    assert "  fits: 63." in checkpointed, checkpointed
+    flags = dict(batch=8, group=group, max_tokens=4096)
+    found = planned(grpo, 4, QWEN_7B, 80, **flags)
+    assert not found.fits and found.sentence().startswith(
+        "does not fit: 157.3 of 80 GiB per GPU, in training. The largest part is micro-batch, "
+        "123.4 GiB; what makes it smaller: --checkpointing and a smaller --update_tokens")
+    for change in dict(checkpointing=True), dict(update_tokens=4608, score_tokens=8192):
+        better = planned(grpo, 4, QWEN_7B, 80, **flags, **change)
+        assert better.fits and "fits: " in better.sentence(), better.text()
 
 
-def test_the_printed_plan_has_each_part_and_flags_that_fit(capsys):
+def test_the_printed_plan_has_each_part_and_their_sum(capsys):
     args = plan.changed(grpo.Args(), plan=True, model=QWEN_7B, ranks=4, gpu_gb=80.0, batch=8,
-                        group=64, max_tokens=4096)
+                        group=64, max_tokens=4096, kl_loss_coef=0.1)
     assert inputs.show_plan(args) == 1
     text = capsys.readouterr().out
-    for part in ("parameters", "gradients", "optimizer", "micro-batch", "engine weights",
-                 "kv cache", "total", "would with --update_tokens 4608: "):
-        assert part in text
+    rows = {name: (float(a), float(b)) for name, a, b in re.findall(
+        r"^    ([a-z -]+?) +([\d.]+) +([\d.]+)$", text, re.M)}
+    total = rows.pop("sum")
+    assert [*rows] == ["set aside", "weights", "gradients", "moments", "reference", "micro-batch",
+                       "logits", "engine"]
+    for column in 0, 1:
+        assert sum(sizes[column] for sizes in rows.values()) == pytest.approx(
+            total[column], abs=0.05)
+    # 4 bytes of a weight, of its gradient, of each of two moments; 2 of one of the reference.
+    n = 7_615_616_512 / 4 / GIB
+    for name, size in ("weights", 4), ("gradients", 4), ("moments", 8), ("reference", 2):
+        assert rows[name][1] == pytest.approx(size * n, abs=0.01)
+    assert rows["logits"][1] == pytest.approx(5 * 0.5, abs=0.01)  # of 512 MiB each
+
+
+@pytest.mark.parametrize("part, flags, change", [
+    ("weights", {}, dict(offload=("params",))), ("weights", {}, dict(lora_rank=8)),
+    ("gradients", {}, dict(lora_rank=8)), ("gradients", {}, dict(cpu_offload=True)),
+    ("moments", {}, dict(offload=("optimizer",))), ("moments", {}, dict(lora_rank=8)),
+    ("reference", dict(kl_loss_coef=0.1), dict(offload=("reference",))),
+    ("micro-batch", {}, dict(checkpointing=True)),
+    ("micro-batch", {}, dict(update_tokens=4096, score_tokens=4096)),
+    ("logits", {}, dict(head_chunk=256)), ("engine", {}, dict(gpu_memory_utilization=0.3)),
+    ("engine", {}, dict(kv_cache_gb=4.0)), ("engine", dict(kv_cache_gb=4.0), dict(tp=2))])
+def test_the_flags_of_a_part_make_it_smaller(part, flags, change):
+    before, after = (planned(grpo, 4, QWEN_7B, 80, **flags, **more) for more in ({}, change))
+    assert sum(after.parts[part]) < sum(before.parts[part])
+    for name in change:
+        said = memory.SMALLER[part] + " --offload reference" * (name == "offload")
+        assert f"--{name}" in said
 
 
 @pytest.mark.parametrize("flags, n_eval, sequences", [
@@ -64,34 +88,25 @@ def test_the_printed_plan_has_each_part_and_flags_that_fit(capsys):
     (dict(batch=4096, group=8, max_num_seqs=4096), 0, None)])
 def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequences):
     args = plan.changed(grpo.Args(), max_prompt_tokens=30, max_tokens=100, **flags)
-    shape = memory.shape_of("tiny")
-    two_blocks = 256 * 2 * shape.layers * shape.kv * 4      # a block of vLLM has 128 tokens there
+    shape = shape_of("tiny")
+    # A block of vLLM has 128 tokens there.
+    two_blocks = 256 * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
     expected = sequences * two_blocks if sequences else GIB
     made = plan.Plan(args, 1, 1000 if sequences else 10**6, n_eval)
-    assert memory.EngineMemory(made, shape, None).cache == expected
+    assert Memory(made, shape, None).cache == expected
 
 
-@pytest.mark.parametrize("script", [grpo, ppo])
-@pytest.mark.parametrize("name, ranks, gpu_gb", [
-    ("Qwen2.5-0.5B", 1, 24), ("Qwen2.5-3B", 1, 24), ("Qwen2.5-7B", 4, 80)])
-def test_what_the_search_names_fits(script, name, ranks, gpu_gb):
-    args = plan.changed(script.Args(), max_tokens=2048, kl_reward_coef=0.1, update_tokens=4096)
-    shape, card = memory.shape_of(name), gpu_gb * GIB
-    made = plan.Plan(args, ranks, None, 0)
-    if (flags := memory.flags_that_fit(made, shape, card)) is not None:
-        better = plan.changed(args, **flags)
-        assert memory.fits(replace(made, args=better), shape, card)
-        assert not rules.problems(better, ranks)
-        assert not flags or not memory.fits(made, shape, card)
-        assert not flags.items() & plan.flags(args).items()  # each changes something
+def test_a_critic_needs_what_the_policy_needs():
+    found = planned(ppo, 4, QWEN_7B, 80).parts
+    assert found["critic"][1] == sum(found[name][1] for name in ("weights", "gradients", "moments"))
 
 
 def test_known_models():
     """As their model cards count them; others are refused; the tiny one is as tiny.py makes it."""
-    assert memory.shape_of("Qwen/Qwen2.5-7B").params == 7_615_616_512
-    assert memory.shape_of("meta-llama/Llama-3.2-1B-Instruct").params == 1_235_814_400
-    assert memory.shape_from(tiny.make_model(tiny.make_tokenizer())) == memory.shape_of("tiny:kk")
-    assert memory.shape_of("nobody/nothing") is None
+    assert shape_of("Qwen/Qwen2.5-7B").params == 7_615_616_512
+    assert shape_of("meta-llama/Llama-3.2-1B-Instruct").params == 1_235_814_400
+    assert shape_from(tiny.make_model(tiny.make_tokenizer())) == shape_of("tiny:kk")
+    assert shape_of("nobody/nothing") is None
     with pytest.raises(SettingsError, match="nobody/nothing: cannot read its config.json"):
         inputs.show_plan(plan.changed(grpo.Args(), model="nobody/nothing", plan=True))
 
@@ -201,8 +216,9 @@ def test_weight_sync_streams(two_ranks):
 def planned_bytes(shape, phase: str, tokens: int, keys: float) -> float:
     """What the plan adds for a micro-batch of that size, gradients too."""
     args = learning.arguments(dtype="float32", head_chunk=8)
-    trainer = memory.TrainerMemory(plan.Plan(args, 1, None, 0), shape, None)
-    return sum(trainer.micro_batch(plan.Phase(phase, 10**6, tokens, 1, 1, keys)).values())
+    found = Memory(plan.Plan(args, 1, None, 0), shape, None)
+    added = found.micro_batch(plan.Phase(phase, 10**6, tokens, 1, 1, keys))
+    return sum(added) + (found.parts["gradients"][1] if phase == "update" else 0)
 
 
 def alone(tokens: int, world) -> Micro:
@@ -216,7 +232,7 @@ def alone(tokens: int, world) -> Micro:
 def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     """(bytes measured, bytes planned) of the largest micro-batches, with and without gradient."""
     args, found = learning.arguments(dtype="float32", head_chunk=8), []
-    shape = memory.shape_from(model.skeleton(f"{folder}/wide"))
+    shape = shape_from(model.skeleton(f"{folder}/wide"))
     policy = build(world, f"{folder}/wide", args)
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
@@ -233,7 +249,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
 def test_a_micro_batch_takes_what_the_plan_says(tmp_path):
     make_wide(str(tmp_path))
     for i, (peak, planned) in enumerate(results(1, worst_peaks, str(tmp_path))[0]):
-        assert (0.5 if i % 2 else 0.85) < peak / planned < 1, i   # it overestimates a score pass
+        assert (0.4 if i % 2 else 0.74) < peak / planned < 1, i   # it overestimates a score pass
 
 
 # ---- no knob changes the maths ----
@@ -353,16 +369,15 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(two_ranks, wh
 # ---- without a GPU ----
 
 @pytest.mark.parametrize("flags, said", [
-    ({}, None), (dict(kv_cache_gb=1e-4), "would with --kv_cache_gb 0.0: "),  # not one sequence
-    (dict(update_tokens=2**20), "would with --update_tokens 4096: ")])
+    ({}, None), (dict(kv_cache_gb=1e-4), "the engine's cache holds no sequence of 768 tokens. What "
+                 "makes it larger: --gpu_memory_utilization and --kv_cache_gb."),
+    (dict(update_tokens=2**20), "GiB free per rank, in training. The largest part is micro-batch")])
 def test_a_plan_that_is_larger_than_what_is_free_is_refused(monkeypatch, flags, said):
     monkeypatch.setattr(inputs, "free_bytes", lambda: 6 * GIB)
     args = plan.changed(grpo.Args(), model=tiny.ensure(str(ROOT / "runs")), lr=1e-3, **flags)
     if not said:
         assert "fits: " in inputs.read_inputs(args, 2, 2).plan.memory
         return
-    with pytest.raises(SettingsError, match="^this run does not fit; ") as caught:
+    with pytest.raises(SettingsError, match="^this run does not fit: ") as caught:
         inputs.read_inputs(args, 2, 2)
-    assert said in str(caught.value) and "of 3 GiB free per rank at most" in str(caught.value)
-    works = {name: type(flags[name])(*words) for name, words in flags_in(str(caught.value)).items()}
-    assert inputs.read_inputs(plan.changed(args, **works), 2, 2)
+    assert said in str(caught.value)

@@ -24,8 +24,9 @@ from data import Prompt, Row, Stream
 from dist import Mistakes
 from keeping import evaluate, run
 from keeping.log import Log
-from preflight import inputs, memory, rules, same_policy
+from preflight import inputs, memory, plan, same_policy
 from preflight.plan import Plan, changed
+from preflight.shape import shape_of
 from rewards import Score
 from rollout import Engine, Request, hash_seed
 from scoring import worker
@@ -452,8 +453,8 @@ def test_generated_rows_follow_the_seed(script):
 
 
 def test_a_dual_clip_of_1_is_refused():
-    assert [rule.kind for rule in rules.problems(args(dual_clip=1.0), 1)] == ["--dual_clip"]
-    assert not rules.problems(args(dual_clip=1.5), 1)
+    assert plan.problems(args(dual_clip=1.0), 1) == ["--dual_clip must be more than 1 (got 1.0)."]
+    assert not plan.problems(args(dual_clip=1.5), 1)
 
 
 def test_what_offload_names_moves(monkeypatch):
@@ -471,19 +472,17 @@ def test_what_offload_names_moves(monkeypatch):
         assert there == ("meta" if "optimizer" in names else "cpu")
 
 def test_ranks_share_parameters_and_moments():
-    shape = memory.shape_of("tiny")
-    one, four = (memory.TrainerMemory(Plan(args(), ranks, 64, 0), shape, 80 * memory.GIB).state
+    shape = shape_of("tiny")
+    one, four = (memory.Memory(Plan(args(), ranks, 64, 0), shape, 80 * memory.GIB).parts
                  for ranks in (1, 4))
-    assert {name: one[name] / four[name] for name in ("parameters", "optimizer")} == {
-        "parameters": 4, "optimizer": 4}
+    for name in "weights", "gradients", "moments":
+        assert one[name][1] == 4 * four[name][1] > 0
 
 
 def test_a_rank_has_whole_experts():
-    shape = memory.shape_of("Qwen3-30B-A3B")
-    of_rank = memory.TrainerMemory(Plan(args(), 3, 64, 0), shape, 80 * memory.GIB).state
-    expert = shape.layers * 3 * shape.mixture.inner * shape.hidden
-    dense = shape.params - 128 * expert
-    assert of_rank["parameters"] == pytest.approx(4 * (dense / 3 + 43 * expert))
+    shape = shape_of("Qwen3-30B-A3B")
+    found = memory.Memory(Plan(args(), 3, 64, 0), shape, 80 * memory.GIB)
+    assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)
 
 
 def test_an_engine_of_several_ranks_gets_the_requests_of_all_of_them():

@@ -19,7 +19,8 @@ from examples import tiny
 from forked import PYTHON
 from keeping import evaluate
 from learning import begin_with
-from preflight import memory, plan, rules
+from preflight import memory, plan
+from preflight.shape import shape_of
 from probes import World
 from trainer.batch import given
 
@@ -190,7 +191,7 @@ def test_longer_chats_are_left_out_and_counted(tmp_path):
 
 def test_flags_without_use_are_refused():
     def broken(**flags) -> str:
-        return "\n".join(map(str, rules.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1)))
+        return "\n".join(plan.problems(plan.changed(sft.Args(), lr=1e-3, **flags), 1))
 
     assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
     assert "--group must be 1" in broken(group=4)
@@ -204,11 +205,12 @@ def test_flags_without_use_are_refused():
 
 
 def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
-    shape, held_out = memory.shape_of("Qwen2.5-0.5B"), dict(eval_data="tiny")
-    for flags, phases in ({}, ["update"]), (held_out, ["update", "score"]), (
-            held_out | dict(reward=("exact",)), ["rollout", "update", "score"]):
+    shape, held_out = shape_of("Qwen2.5-0.5B"), dict(eval_data="tiny")
+    for flags, phases, engine in ({}, ["update"], False), (held_out, ["update", "score"], False), (
+            held_out | dict(reward=("exact",)), ["update", "score"], True):
         made = plan.Plan(plan.changed(sft.Args(), **flags), 2, 1000, 100 if flags else 0)
-        assert [load.phase for load in memory.loads(made, shape, 80 * memory.GIB)] == phases
+        assert list(dict.fromkeys(phase.name for phase in made.phases(64))) == phases
+        assert (memory.Memory(made, shape, 80 * memory.GIB).parts["engine"][0] > 0) == engine
 
 
 # ---- a run ----

@@ -10,7 +10,7 @@ import ranks
 from data import Row, Stream
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
 from live import Live
-from preflight import rules
+from preflight import plan
 from trainer import model
 
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
@@ -61,7 +61,7 @@ def trained_rows(outcomes) -> list[int]:
 
 def test_1_a_batch_of_2_on_4_ranks(ran):
     """Logic-RL: "only support equal chunk. Got size of DataProto 2 and chunk 4"."""
-    assert not rules.problems(learning.arguments(batch=2), 4, 1000)
+    assert not plan.problems(learning.arguments(batch=2), 4, 1000)
     _, outcomes = both(ran, 4, TWO)
     assert trained_rows(outcomes) == [0, 1, 2, 4, 5, 6, 7]     # row 3 has no reward
     assert outcomes[0].metrics[0]["batch/prompts"] == 2
@@ -70,7 +70,7 @@ def test_1_a_batch_of_2_on_4_ranks(ran):
 def test_2_one_prompt_with_8_completions_on_3_ranks(ran):
     """Open-R1, 4 GPUs of which one generates: "(3 x 1) must be evenly divisible by the number of
     generations per prompt (8)"."""
-    assert not rules.problems(learning.arguments(batch=1, group=8), 3, 1000)
+    assert not plan.problems(learning.arguments(batch=1, group=8), 3, 1000)
     (_, outcomes), (_, three) = (both(ran, 3, case) for case in EIGHT)
     assert trained_rows(outcomes) == [0, 1, 2, 4, 5, 6, 7]     # row 3 has no reward
     assert trained_rows(three) == list(range(8))
@@ -141,7 +141,7 @@ def an_epoch(world, folder: str) -> dict:
 def test_5_six_ranks_with_a_batch_and_data_they_do_not_divide(ran):
     """EasyR1, 512 prompts on 6 GPUs: passes all checks of the start, then "Got size of DataProto
     512 and chunk 6" at the first rollout."""
-    assert not rules.problems(learning.arguments(batch=7, minibatches=2, epochs=2), 6, 23, 7)
+    assert not plan.problems(learning.arguments(batch=7, minibatches=2, epochs=2), 6, 23, 7)
     six, one = ([epoch for _, epoch, _ in ran[w]] for w in (6, 1))
     assert [len(d) for d in six[0]["drawn"]] == [7, 7, 7, 2]
     assert sorted(sum(six[0]["drawn"], [])) == list(range(23))

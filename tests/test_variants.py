@@ -10,7 +10,7 @@ import grpo
 import ranks
 from dist import SettingsError
 from keeping import checkpoint
-from preflight import loss_flags, plan, rules
+from preflight import loss_flags, plan
 from test_losses import (
     BOUNDS,
     FULL,
@@ -42,9 +42,9 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
     """--minibatches x --epochs, and nothing else: a default run is not refused."""
     args = plan.changed(grpo.Args(), lr=1e-6, loss="reinforce", minibatches=minibatches,
                         epochs=epochs)
-    found, n = [str(rule) for rule in rules.problems(args, 1)], minibatches * epochs
+    found, n = plan.problems(args, 1), minibatches * epochs
     expected = [f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got {n}). "
-                "Would work: --loss clip."]
+                "For several updates: --loss clip."]
     assert found == (expected if n > 1 else [])
 
 
@@ -81,7 +81,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     (tmp_path / "torn.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     loss_flags.own.cache_clear()
-    found, = map(str, rules.problems(plan.changed(grpo.Args(), lr=1e-6, **settings), 1))
+    found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **settings), 1)
     assert words in found and ("Would work: " in found or "needs a function" in found)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,8 @@ from learning import begin_with, difference
 from pictures import rows as pictured
 from pictures import seeing
 from pictures.eyes import Eyes, opened
-from preflight import inputs, memory, plan, rules, worst_case
+from preflight import inputs, memory, plan, worst_case
+from preflight.shape import shape_from, shape_of
 from ranks import results
 from rewards import Score
 from tools import report
@@ -184,15 +186,15 @@ def test_other_models_that_see_are_refused_with_the_reason(tmp_path, kind, words
 
 
 @pytest.mark.parametrize("flags, words", [
-    (dict(reply="x.py:Y"), "--reply is for models that read text alone"),
-    (dict(tools=("x.py:f",)), "--tools is for models that read text alone"),
+    (dict(reply="x.py:Y"), "--reply and --tools are for models that read text alone"),
+    (dict(tools=("x.py:f",)), "--reply and --tools are for models that read text alone"),
     (dict(carry=1.0, engine_correction="truncate"), "--carry is for models that read text alone"),
     (dict(train_vision=True, lora_rank=4), "--train_vision trains all weights of the tower"),
     (dict(train_vision=True), None), (dict(lora_rank=4), None), (dict(max_image_tokens=9), None)])
 def test_settings_that_are_refused(folder, flags, words):
-    shape = memory.shape_from(model.skeleton(str(folder / "one")))
+    shape = shape_from(model.skeleton(str(folder / "one")))
     args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
-    found = [str(rule) for rule in rules.problems(args, 1, shape=shape)]
+    found = plan.problems(args, 1, shape=shape)
     assert len(found) == bool(words) and (not words or words in found[0]), found
 
 
@@ -221,8 +223,8 @@ def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
 def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
     args = plan.changed(grpo.Args(), lr=1e-3, **flags)
-    found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
-    assert len(found) == 1 and "needs a model that sees pictures" in found[0]
+    found = plan.problems(args, 1, shape=shape_of("tiny"))
+    assert len(found) == 1 and re.search("needs a model that sees|--model sees no pict", found[0])
     read(folder, {"prompt": "q", "image": "a.png"})
     args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64)
     with pytest.raises(SettingsError, match="has pictures, and --model tiny sees none"):
@@ -231,14 +233,14 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
     lm = model.skeleton(str(folder / "one"))
-    shape, moments = memory.shape_from(lm), []
+    shape, moments = shape_from(lm), []
     assert shape.params == sum(p.numel() for p in lm.parameters())
     tower = sum(p.numel() for part in seeing.tower_of(lm) for p in part.parameters())
     for trained in False, True:
         args = plan.changed(grpo.Args(), train_vision=trained)
-        found = memory.TrainerMemory(plan.Plan(args, 1, 8, 0), shape, None)
-        moments.append(found.state["optimizer"])
-        assert found.state["parameters"] == 4 * shape.params
+        parts = memory.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
+        moments.append(parts["moments"][1])
+        assert parts["weights"][1] == 4 * shape.params
     assert moments[1] - moments[0] == 8 * tower
 
 

@@ -439,7 +439,7 @@ WIRINGS = [
     # ---- preflight
     ("preflight/inputs.py", 'load("eval_data", 0)', 'load("eval_data", args.seed)',
      "plan.py::test_held_out_rows_do_not_depend_on_the_seed"),
-    ("preflight/rules.py", '"steps keep samples_every', '"steps save_every samples_every',
+    ("keeping/run.py", 'keep: Count = 2', 'keep: int = 2',
      "plan.py::test_a_kind_of_rule"),
     ("preflight/memory.py", "self.update(phase, critic) + teacher",
      "self.score(self.shape, phase, critic) + teacher", "memory_tracker.py::test_a_few_layers"),

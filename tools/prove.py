@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dist import Mistakes, SettingsError
 from keeping.run import parse
-from preflight import plan, rules
+from preflight import plan
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
 
@@ -216,7 +216,7 @@ def main() -> int:
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
     try:
-        Mistakes(map(str, rules.problems(args, 1))).stop()
+        Mistakes(plan.problems(args, 1)).stop()
     except SettingsError as error:
         sys.exit(f"error: {error}")
     results = prove(file, args)

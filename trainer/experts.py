@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from errors import not_default
 from trainer.logprobs import hidden_alone
 from trainer.packing import to_device
 
@@ -39,6 +40,30 @@ class ExpertArgs:
     """The policy's routers stay as they are."""
     replay_routing: bool = False
     """R3: the trainer uses the experts that the engine used. On GPU."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        args = plan.args
+        if plan.shape and not plan.shape.mixture:
+            yield from (f"--{name} needs a model with experts." for name in not_default(self))
+        for name in ("router_aux_coef", "freeze_router"):
+            if getattr(self, name) and args.lora_args.lora_rank:
+                yield (f"--{name} is for routers that are trained, and with --lora_rank they are "
+                       "not: give one of them.")
+        if self.router_aux_coef and self.freeze_router:
+            yield ("--router_aux_coef trains routers, and --freeze_router keeps them: give one of "
+                   "them.")
+        if not self.replay_routing:
+            return
+        if args.turn_args.reply or args.turn_args.tools:
+            yield "--replay_routing is for one turn: of a reply's tokens no experts are known."
+        if args.carry_args and args.carry_args.carry:
+            yield ("--replay_routing is for completions of one round, and --carry goes on with "
+                   "them: give one of them.")
+        if args.teacher_prompt:
+            yield "--replay_routing has no experts for the prompts of --teacher_prompt."
+        if not args.needs_engine:
+            yield f"--replay_routing needs an engine, and {args.script} starts none."
 
 
 class Routing:
@@ -140,14 +165,10 @@ def sizes(lm) -> Sizes | None:
     return None
 
 
-def saved(sizes: Sizes, hidden: int, c: int, frozen: bool) -> int:
+def saved(sizes: Sizes | None, hidden: int, c: int) -> int:
     """Bytes a token that a mixture keeps for backward, beside the 4 k I numbers of an MLP: x and y
-    of each expert, p, and the places where rows go. c: bytes of a number.
-
-    Frozen experts need neither x nor silu(G x) * U x.
-    """
-    rows = hidden - sizes.inner if frozen else 2 * hidden
-    return c * sizes.used * rows + 4 * sizes.experts + 24 * sizes.used
+    of each expert, p, and the places where rows go. c: bytes of a number. None: a dense model."""
+    return 2 * c * sizes.used * hidden + 4 * sizes.experts + 24 * sizes.used if sizes else 0
 
 
 # ---- in a checkpoint ----

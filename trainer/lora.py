@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
+from errors import Positive, not_default
 from pictures.seeing import text_of
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
@@ -23,7 +24,7 @@ class LoraArgs:
     """LoRA (docs/use/memory_and_machines.md)."""
     lora_rank: int = 0
     """Train adapters of this rank and nothing else (and the critic's head). 0: all weights."""
-    lora_alpha: float | None = None
+    lora_alpha: Positive | None = None
     """What it adds is scaled by alpha / rank. Not given: 2 x rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Layers with an adapter, by their last names: q_proj v_proj. all-linear: all but the head."""
@@ -34,6 +35,23 @@ class LoraArgs:
     @property
     def scale(self) -> float:
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        shape, most = plan.shape, LORA_RANKS[-1]
+        if not self.lora_rank:
+            yield from (f"--{name} needs --lora_rank." for name in not_default(self))
+            return
+        if self.lora_rank > most and self.lora_sync != "merged":
+            yield (f"--lora_rank must be at most {most} (got {self.lora_rank}): vLLM takes no "
+                   "larger adapter. Would work: --lora_sync merged, which needs none.")
+        if shape and {*self.lora_targets} - {"all-linear", *shape.linears}:
+            experts = "; experts take no adapters" if shape.mixture else ""
+            yield (f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
+                   f"{' '.join(self.lora_targets)}{experts}).")
+        elif shape and not shape.adapter(self):
+            yield ("--lora_rank finds no torch.nn.Linear to adapt: --lora_targets names none, or "
+                   "the model has none. Would work: --lora_targets all-linear, or --lora_rank 0.")
 
     def in_engine(self, bfloat16: bool) -> bool:
         """Whether the engine gets the adapter itself."""

@@ -52,6 +52,14 @@ class ModelArgs:
     head_chunk: int = 0
     """Tokens whose logits are held at once. 0: 512 MiB of float32 logits."""
 
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if self.shard_size and plan.ranks % self.shard_size:
+            works = max(k for k in range(1, plan.ranks + 1)
+                        if plan.ranks % k == 0 and k <= self.shard_size)
+            yield (f"--shard_size must divide the {plan.ranks:,} ranks (got {self.shard_size}). "
+                   f"Would work: --shard_size {works}, or 0.")
+
 
 @dataclass
 class OptimizerArgs:
@@ -68,6 +76,16 @@ class OptimizerArgs:
     """The learning rate after the warm-up, until --steps."""
     train_vision: bool = False
     """Train a model's vision tower and projector too. Else they stay as they are."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if max(self.betas) >= 1:
+            yield f"--betas must be below 1 (got {self.betas}). Usual: --betas 0.9 0.999."
+        if self.train_vision and plan.shape and not plan.shape.tower:
+            yield "--train_vision needs a model that sees pictures."
+        if self.train_vision and plan.args.lora_args.lora_rank:
+            yield ("--train_vision trains all weights of the tower, and --lora_rank trains "
+                   "adapters alone: give one of them.")
 
 
 def find(model: str, flag: str = "model") -> str:

@@ -150,48 +150,42 @@ def packed() -> str:
     return page(340, *out)
 
 
-def memory_phases() -> str:
+def memory_table() -> str:
     """memory.py's own plan for one GPU."""
     import grpo
-    from preflight import memory, plan
+    from preflight import plan
+    from preflight.memory import GIB, Memory
+    from preflight.shape import shape_of
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
-                                  max_tokens=4096, kl_loss_coef=0.001), checkpointing=True)
-    made = plan.Plan(args, 4, None, 0)
-    loads = memory.loads(made, memory.shape_of(args.model), 80 * memory.GIB)
-    color = {"set aside": LINE, "parameters": "#0969da", "optimizer": "#54aeff",
-             "engine weights": "#bc4c00", "kv cache": "#fb8f44", "engine workspace": "#ffc680",
-             "engine asleep": "#5f2c00", "micro-batch": "#2da44e", "gradients": "#cf222e"}
+                                  max_tokens=4096), checkpointing=True)
+    found = Memory(plan.Plan(args, 4, None, 0), shape_of(args.model), 80 * GIB)
+    color = {"set aside": LINE, "weights": "#0969da", "gradients": "#cf222e",
+             "moments": "#54aeff", "micro-batch": "#2da44e", "logits": "#a6e3b5",
+             "engine": "#fb8f44"}
+    dark = {"set aside", "moments", "logits", "engine"}  # with dark words on them
     bottom, scale = 336, 280 / 80
-    out = [text(20, 24, "Qwen2.5-7B on 4 GPUs of 80 GiB: one GPU over the phases of a step", 14,
-                weight="bold"),
-           text(560, 46, "8 × 64 completions,", 12, GREY), text(560, 62, "4,096 tokens each", 12,
-                                                                GREY)]
+    out = [text(20, 24, "Qwen2.5-7B on 4 GPUs of 80 GiB: the plan for one GPU", 14, weight="bold"),
+           text(20, 46, "GiB", 12, GREY)]
     for gib in range(0, 81, 20):
         y = bottom - gib * scale
-        out += [rule(62, y, 534, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
+        out += [rule(62, y, 434, y, INK if gib in (0, 80) else PALE, "5 4" if gib == 80 else ""),
                 text(54, y + 4, f"{gib}", 12, GREY, "end")]
-    out.append(text(20, 46, "GiB", 12, GREY))
-    order, thin, named = ["rollout", "score", "update"], [], set()
-    light = {"set aside", "optimizer", "kv cache", "engine workspace", "head"}  # dark words on it
-    for i, load in enumerate(sorted(loads, key=lambda load: order.index(load.phase))):
-        x, y = 72 + i * 116, bottom
-        for name, value in load.parts.items():
-            if value > 0:
-                h = value / memory.GIB * scale
-                y -= h
-                out.append(f'<rect x="{x}" y="{y:.1f}" width="104" height="{h:.1f}" '
-                           f'fill="{color[name]}" stroke="white" stroke-width="0.7"/>')
-                if h >= 13:
-                    named.add(name)
-                    out.append(text(x + 52, y + h / 2 + 4, name, 11,
-                                    INK if name in light else "white", "middle"))
-                elif name not in thin:
-                    thin.append(name)
-        out += [text(x + 52, y - 6, f"{load.total / memory.GIB:.1f}", 13, INK, "middle"),
-                text(x + 52, bottom + 20, load.phase, 13, INK, "middle")]
-    thin = [name for name in reversed(thin) if name not in named]  # too thin for a word in the bar
-    for i, name in enumerate(thin):
-        out += [box(560, 76 + i * 20, 14, 14, color[name]), text(582, 88 + i * 20, name, 13)]
+    for column, (name, total) in enumerate(zip(("rollout", "training"), found.sums, strict=True)):
+        x, y = 92 + column * 166, bottom
+        for part, sizes in found.parts.items():
+            h = sizes[column] / GIB * scale
+            if not h:
+                continue
+            y -= h
+            out.append(f'<rect x="{x}" y="{y:.1f}" width="144" height="{h:.1f}" '
+                       f'fill="{color[part]}" stroke="white" stroke-width="0.7"/>')
+            if h >= 12:
+                out.append(text(x + 72, y + h / 2 + 4, part, 11,
+                                INK if part in dark else "white", "middle"))
+            else:
+                out.append(text(x + 150, y + h / 2 + 4, part, 11, INK))
+        out += [text(x + 72, y - 6, f"{total / GIB:.1f}", 13, INK, "middle"),
+                text(x + 72, bottom + 20, name, 13, INK, "middle")]
     return page(372, *out)
 
 
@@ -359,7 +353,7 @@ def roads() -> str:
     return page(y0 + h + 76, *out)
 
 
-PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_phases,
+PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_table,
             "turns": turns, "curves": curves, "roads": roads, "game": game, "controls": controls}
 
 

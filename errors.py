@@ -1,0 +1,58 @@
+"""errors.py: the numbers that a flag may have, beside the flag: `batch: Count = 64`."""
+from dataclasses import dataclass, fields
+from typing import Annotated, get_args, get_type_hints
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from `least` to `most`."""
+    least: float = 0
+    most: float = INF
+    above: bool = False  # `least` itself is too small
+
+    def has(self, x: float) -> bool:
+        """nan and infinity are in no range."""
+        enough = x > self.least if self.above else x >= self.least
+        return enough and x <= self.most and abs(x) < INF
+
+    def __str__(self) -> str:
+        if self.least == -INF:
+            return "a number"
+        words = f"more than {self.least:,}" if self.above else f"at least {self.least:,}"
+        return words if self.most == INF else f"{words} and at most {self.most:,}"
+
+
+Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(0, above=True)]
+Number = Annotated[float, Range(-INF)]
+
+
+def ranges(flags) -> dict[str, Range]:
+    """{flag: its range} of a dataclass of flags. A number without a range is at least 0."""
+    hints = get_type_hints(type(flags), include_extras=True)
+    found = {}
+    for field in fields(flags):
+        hint = hints[field.name]
+        more = [x for part in (hint, *get_args(hint)) for x in getattr(part, "__metadata__", ())]
+        found[field.name] = next((x for x in more if isinstance(x, Range)), Range())
+    return found
+
+
+def outside(flags) -> dict[str, str]:
+    """{flag: a sentence} of those whose value is not in its range. None is always in it."""
+    found = {}
+    for name, allowed in ranges(flags).items():
+        value = getattr(flags, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(allowed.has(x) for x in numbers if isinstance(x, int | float)):
+            found[name] = f"--{name} must be {allowed} (got {value})."
+    return found
+
+
+def not_default(flags) -> list[str]:
+    """The flags of a dataclass that do not have their default."""
+    default = type(flags)()
+    return [field.name for field in fields(flags)
+            if getattr(flags, field.name) != getattr(default, field.name)]
