@@ -110,7 +110,7 @@ def train(args: Args) -> int:
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
-            metrics = sample_metrics(samples, run.log.times["time/rollout"])
+            metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
             with run.recorded(step, samples, kept):  # for samples/
                 metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,

@@ -118,7 +118,7 @@ def train(args: Args) -> int:
             lr = lr if step >= args.critic_args.critic_warmup_steps else 0.0
             critic_lr = learning_rate(
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
-            metrics = sample_metrics(samples, run.log.times["time/rollout"])
+            metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
             with run.recorded(step, samples, samples):  # for samples/
                 metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,

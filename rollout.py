@@ -85,18 +85,21 @@ class Engine:
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
     trained: the models that share the GPU with it. adapter: that of the policy, as
     lora.peft_config has it, if the engine takes it. episodes: turns.Episodes; None: one turn.
+    carry: carry.Carry; None: each step waits for its longest completion.
     routes: it tells which experts each token used. pictures: vLLM's options for them.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log, trained: list[Trained], adapter: dict | None = None,
-                 episodes=None, routes: bool = False, pictures: dict | None = None):
+                 episodes=None, carry=None, routes: bool = False, pictures: dict | None = None):
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
-        self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.episodes, self.carry = episodes, carry
+        self.metrics: dict[str, float] = {}  # of this step, with --carry
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0
@@ -195,6 +198,8 @@ class Engine:
                purpose: str = "train") -> list[Sample]:
         """`group` completions of each prompt: P·group samples in request order, on every rank.
         Their texts come with their scores."""
+        if self.carry and purpose == "train":  # completions go on in the next step
+            return self.carry.sample(self, prompts)
         owners = [prompt for prompt in prompts for _ in range(group)]
 
         def seed(i: int, *turn: int) -> int:

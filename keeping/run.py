@@ -6,7 +6,6 @@ import re
 import sys
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -265,9 +264,6 @@ class Run:
         self.engine = self.episodes = self.carry = None
         if self.args.needs_engine:
             self.build_engine()
-        if self.args.carry_args and self.args.carry_args.carry:
-            self.carry = Carry(self.args, self.stream, self.engine)
-            self.engine.sample = partial(self.carry.in_place_of, self.engine.sample)
         self.world.together(self.scorer.wait)
         if not self.args.eval_args.eval_only:
             try_worst_case(self)
@@ -304,6 +300,8 @@ class Run:
         """The engine, asleep: the trainer has the GPU."""
         args, inputs, bfloat16 = self.args, self.inputs, self.dtype == torch.bfloat16
         models = self.policy, self.reference, self.critic
+        if args.carry_args and args.carry_args.carry:
+            self.carry = Carry(args, self.stream)
         if inputs.bridge:
             self.episodes = Episodes(args, inputs.bridge, self.world, self.log)
         make = SeeingEngine if inputs.eyes else Engine
@@ -314,7 +312,7 @@ class Run:
             max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
             kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
-            episodes=self.episodes, routes=args.expert_args.replay_routing,
+            episodes=self.episodes, carry=self.carry, routes=args.expert_args.replay_routing,
             pictures=inputs.for_pictures)
         self.engine.sleep()
 
@@ -323,7 +321,7 @@ class Run:
         checkpoint.load(self.saved, self.world, self.trained)
         self.stream.position = state["position"]
         if self.carry:
-            self.carry.restore(state, self.inputs.rows)
+            self.carry.restore(state["flight"], self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
         if self.args.critic_args and self.args.kl_target is not None:
             self.kl_coef = state["kl_coef"]
@@ -371,7 +369,7 @@ class Run:
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
         if self.carry:
-            state |= self.carry.state()
+            state["flight"] = self.carry.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 

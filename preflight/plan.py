@@ -1,5 +1,4 @@
 """plan.py: the sizes of every part of a step, from the settings alone."""
-import math
 from dataclasses import dataclass, is_dataclass, replace
 
 from dist import KEYS, SettingsError, assert_divisible
@@ -116,7 +115,7 @@ class Plan:
         self.in_flight = full  # prompts that the engine works on
         if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
             self.batches = [a.batch]
-            self.in_flight = math.ceil(a.batch * (1 + a.carry_args.carry))
+            self.in_flight = a.batch * (1 + a.carry_args.carry)
         most = max(self.in_flight * a.group, self.n_eval * a.eval_args.eval_samples)
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 

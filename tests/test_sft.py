@@ -198,7 +198,7 @@ def test_flags_without_use_are_refused():
     assert "--reward needs --eval_data" in broken(reward=("exact",))
     assert broken(temperature=0.7) == (
         "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
-        "--eval_temperature. Would work: --temperature 1.0.")
+        "--eval_temperature.")
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
     assert "--tools is for rollouts, and sft.py learns from chats" in broken(tools=("x.py:f",))
     assert "--replay_routing needs an engine" in broken(replay_routing=True)
