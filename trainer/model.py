@@ -1,7 +1,7 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.logprobs import hidden_alone, recomputed, token_logprobs
 from trainer.lora import LoraArgs
+from trainer.teacher import Teacher, token_divergences
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
@@ -352,22 +353,17 @@ class Policy(Trained):
         if experts.blocks(lm):
             self.weights = partial(experts.one_by_one, lm, self.weights)
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
-        """log π and entropy of each completion token: (b, t) each. formula: see teacher.py."""
-        found = self.run(micro, micro.targets, temperature, entropy, formula)
-        return tuple(micro.spread(values) for values in found)
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
+                 teacher: Teacher | None = None):
+        """log π and entropy of each sampled token: (n,) each. With a teacher (teacher.beside) the
+        divergence from it too."""
+        formula = teacher and partial(token_divergences, teacher=teacher)
+        return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def hidden(self, micro: Micro):
         """What the head gets for each predicted token: (n, H), without gradient."""
         with torch.no_grad():
             return self.run(micro, micro.targets, 1.0, "none", hidden_alone)
-
-    @contextmanager
-    def whole_head(self):
-        """Gives the module. Inside, its head can be called outside of its forward."""
-        self.module.unshard()
-        yield self.module
-        self.module.reshard()
 
     def weights(self, dtype=None, merge: bool = True):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.
@@ -400,8 +396,8 @@ class Critic(Trained):
         nn.init.zeros_(module.head.weight)
 
     def values(self, micro: Micro):
-        """V(s_t) of the state in which token t was chosen: (b, t)."""
-        return micro.spread(self.run(micro))
+        """V(s_t) of the state in which token t was chosen: (n,)."""
+        return self.run(micro)
 
 
 class SeeingPolicy(seeing.Seeing, Policy):
