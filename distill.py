@@ -17,7 +17,6 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from keeping.samples import write_samples
 from preflight.inputs import show_plan
 from preflight.loss_flags import ClipArgs
 from preflight.rules import Rule
@@ -83,10 +82,9 @@ def train(args: Args) -> int:
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
                 phase=run.log.phase) | {"data/position": run.stream.position}
+            run.record(step, samples)  # in samples/
 
         run.log.step(step + 1, metrics)
-        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            write_samples(run.log, f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:

@@ -114,9 +114,9 @@ def train(args: Args) -> int:
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics["data/position"] = run.stream.position
-            with run.recorded(step, samples, kept):  # for samples/
-                metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
-                                           reference=run.reference, phase=run.log.phase)
+            metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
+                                       reference=run.reference, phase=run.log.phase)
+            run.record(step, samples)  # in samples/
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
         run.log.step(step + 1, metrics)

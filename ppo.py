@@ -114,10 +114,10 @@ def train(args: Args) -> int:
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"])
             metrics["data/position"] = run.stream.position
-            with run.recorded(step, samples, samples):  # for samples/
-                metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
-                                 critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
-                                 phase=run.log.phase)
+            metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
+                             critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
+                             phase=run.log.phase)
+            run.record(step, samples)  # in samples/
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)

@@ -215,14 +215,14 @@ def gradient(old, new, reward, kind: str) -> torch.Tensor:
     p, q = logits.log_softmax(-1), old.log_softmax(-1)
     total = torch.zeros((), dtype=torch.float64)
     for a, b in itertools.product(range(3), range(3)):
-        logprobs = torch.stack([p[0, a], p[1 + a, b]]).unsqueeze(0)
-        engine = torch.stack([q[0, a], p[1 + a, b]]).detach().unsqueeze(0)
-        mask, A = torch.ones(1, 2, dtype=torch.bool), reward[a, b].view(1, 1)
+        logprobs = torch.stack([p[0, a], p[1 + a, b]])
+        engine = torch.stack([q[0, a], p[1 + a, b]]).detach()
+        A, row = reward[a, b].expand(2), torch.zeros(2, dtype=torch.long)
         factors = 1
         if kind != "none":
             factors, _ = losses.engine_correction(
-                logprobs.detach(), engine, mask, kind=kind, low=0.0, high=1e9)
-        loss, _ = losses.clip_loss(logprobs, logprobs.detach(), A, mask, clip_low=0.2,
+                logprobs.detach(), engine, row, rows=1, kind=kind, low=0.0, high=1e9)
+        loss, _ = losses.clip_loss(logprobs, logprobs.detach(), A, row, clip_low=0.2,
                                    clip_high=0.2, dual_clip=None)
         total = total + engine.sum().exp() * (loss * factors).sum()
     total.backward()

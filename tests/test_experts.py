@@ -109,7 +109,7 @@ def replayed(world, folder: str) -> tuple:
     changed = copy.deepcopy(batch)
     last = changed.samples[-1].completion
     last.routes[-1] = (last.routes[-1] + 1) % 5  # of its last token that is an input
-    return own, again, scores(policy, changed), batch.spans[-1]
+    return own, again, scores(policy, changed), slice(batch.starts[-1], None)
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,8 @@ def packed(world, folder: str) -> dict[str, tuple]:
         logprobs.sum().backward()
         gradient = {n.removeprefix("lm."): model.whole(p.grad) for n, p in
                     policy.parameters.items()}
-        in_order = torch.zeros(len(batch.sampled), dtype=torch.float64)
-        batch.put(in_order, micro.rows, logprobs.detach())
+        in_order = torch.zeros(int(batch.tokens.sum()), dtype=torch.float64)
+        in_order[micro.places] = logprobs.detach()
         found[name] = in_order, gradient
     return found
 

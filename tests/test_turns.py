@@ -276,7 +276,7 @@ def test_only_sampled_tokens_are_targets():
               for p, c in [(s.prompt.row.prompt_ids, s.completion.ids.tolist())]
               for t in np.flatnonzero(s.completion.sampled)]
     assert micro.inputs["input_ids"].flatten()[micro.source].tolist() == before
-    assert there.sampled.sum() == len(expected) < there.lengths.sum()
+    assert there.tokens.sum() == len(expected) < there.lengths.sum()
 
 
 # ---- examples, and what is refused

@@ -388,7 +388,7 @@ def sharded(world, folder: str) -> list[str]:
     critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
     critic = model.made(model.Critic, critic, world, model.ModelArgs(), model.OptimizerArgs())
     micro, = Batch(fabricate(Path(folder).parent)).micros(world, [*range(15)], 999, "values")
-    assert critic.values(micro).shape == micro.sampled.shape
+    assert critic.values(micro).shape == micro.targets.shape
     return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
 
 

@@ -479,9 +479,8 @@ WIRINGS = [
      "run.py::test_the_best_model_is_the_first_with_the_highest_score"),
     ("keeping/run.py", "self.args.run_args.keep)", "self.args.run_args.save_every)",
      "run.py::test_a_checkpoint_keeps_as_many_as_keep_says"),
-    ("keeping/run.py", "            look(self, learned)\n        yield",
-     "            look(self, samples)\n        yield",
-     "run.py::test_a_step_is_recorded_around_its_update"),
+    ("keeping/run.py", "step == self.args.steps - 1:", "step == self.args.steps:",
+     "run.py::test_a_step_is_recorded"),
     ("keeping/checkpoint.py", "\"lora_alpha\", \"lora_targets\"", "\"lora_targets\"",
      "checkpoint.py::test_a_resume_with_another[lora_alpha]"),
     ("keeping/log.py", "peaks = self.world.max(torch.tensor([*self.peaks.values()], "

@@ -51,7 +51,6 @@ class Sample:
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # of each sampled token
-    looks: tuple = ()  # samples.look's, before and after the update
 
 
 def given(prompt: Prompt) -> Sample:
