@@ -76,7 +76,7 @@ def statement(path: str, inside: str, text: str) -> ast.stmt:
 def batch():
     """Ours, (n,) each, and theirs: (5, 7), and the mask. The completion without a token is left
     out. Theirs multiply by the mask, so there are numbers everywhere."""
-    logp, old, engine, A, row = ragged(0)
+    logp, old, engine, A, row = ragged(17)
     mask = torch.arange(7) < torch.tensor(LENGTHS[:5]).unsqueeze(1)
     logp = logp.detach().requires_grad_()
 
