@@ -228,8 +228,9 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
         rewards = rewards - args.kl_reward_coef * batch.of_tokens(kl)
     if args.advantage not in loss_flags.NAMES["advantage"]:
         return batch.of_rows(advantages_of_a_file(args, batch, rewards, loss_tokens))
-    advantages = batch.of_rows(losses.group_advantages(
-        rewards, args.group, kind=args.advantage, eps=args.advantage_eps, scored=batch.scored))
+    advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
+                                         eps=args.advantage_eps, scored=batch.scored)  # (N,)
+    advantages = batch.of_rows(advantages)  # (M,)
     if args.advantage == "reinforce++-baseline":
         return losses.whiten(advantages, in_loss)
     return advantages

@@ -23,8 +23,8 @@ MISTAKES = {  # (the promise that it breaks, text that is found once, its mistak
     "a loss that reads its neighbour": (
         LOOP, "micro.of_tokens(advantages)", "micro.of_tokens(advantages).roll(1)", ""),
     "a baseline of all groups": (
-        GROUP, BASELINE, f"    advantages = rewards - rewards[batch.scored].mean()\n{BASELINE}",
-        ""),
+        GROUP, BASELINE, "    advantages = batch.of_rows(rewards - rewards[batch.scored].mean())\n"
+        f"{BASELINE}", ""),
     "an update that depends on the rank": (
         RANKS, BACKWARD, BACKWARD.replace("w * ", "(1 + world.rank) * w * "), ""),
     "unscored completions in a denominator": (
