@@ -27,5 +27,5 @@ def test():
         assert found == row, f"{row} was sampled, and {found} bears loss"
 
 
-# In the project: `sampled = torch.cat([torch.from_numpy(c.sampled) for c in done])` in
-# trainer/batch.py; nothing is padded there.
+# In the project: `torch.from_numpy(c.sampled) for c in done` in trainer/batch.py. Nothing is padded
+# there.

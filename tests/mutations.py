@@ -110,7 +110,7 @@ ROWS = [
     Row("trainer/packing.py",
         ".tril(prefix)", "", "packing.py::test_a_packed_input_is_its_rows[qwen2]",
         "gradient()", OFF),
-    Row("trainer/model.py",
+    Row("tools/float64.py",
         "if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:",
         "if False:", "packing.py::test_a_packed_input_is_its_rows[qwen2]", "gradient()", OFF),
     Row("rollout.py", "ids, logprobs, output.finish_reason",

@@ -19,6 +19,7 @@ from keeping import run
 from keeping.checkpoint import export_model
 from preflight import inputs, memory, plan, rules
 from ranks import results
+from tools import float64
 from trainer import experts, model
 from trainer.batch import Batch
 
@@ -51,7 +52,7 @@ def test_a_mixture_is_its_equation(folder, name):
 def built(world, folder: str, **options):
     args = learning.arguments(**options)
     adapters = args.lora_args if args.lora_args.lora_rank else None
-    module = model.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
+    module = float64.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
     return model.policy_of(args, module, world, args.model_args, args.optimizer_args)
 
 

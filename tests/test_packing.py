@@ -22,6 +22,7 @@ from transformers import (
 
 from learning import difference
 from preflight import worst_case
+from tools import float64
 from trainer import model, packing
 from trainer.batch import Batch, Micro
 
@@ -40,7 +41,7 @@ def small(kind: str):
     torch.manual_seed(3)
     made, config = MODELS[kind]
     lm = made(config(**SIZES, head_dim=8, attn_implementation="sdpa")).double().eval()
-    model.widen(lm)
+    float64.widen(lm)
     return lm
 
 
@@ -143,7 +144,7 @@ def test_windows_and_soft_caps_are_packed(kind):
     made, config, more = WINDOWS[kind]
     torch.manual_seed(3)
     lm = made(config(**SIZES, head_dim=8, **more)).double().eval()
-    model.widen(lm)
+    float64.widen(lm)
     samples = samples_of([(14, (12, 2, 20)), (3, (1, 5, 9, 2)), (9, (7, 6))])
     with torch.no_grad():
         ours = packed_logprobs(lm, samples)

@@ -33,7 +33,7 @@ from pictures.eyes import Eyes
 from preflight import inputs, memory, plan, rules, worst_case
 from ranks import results
 from rewards import Score
-from tools import report
+from tools import float64, report
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Sample
 
@@ -268,7 +268,7 @@ def naive(lm, sample: Sample):
 def in_float64(source: Path):
     from transformers import AutoModelForImageTextToText
     lm = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float64)
-    model.widen(seeing.text_of(lm))
+    float64.widen(seeing.text_of(lm))
     return lm
 
 
@@ -303,7 +303,7 @@ def updates(world, folder: Path, kind: str) -> list:
         args = plan.changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
                             update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
                             train_vision=trains)
-        module = model.build(model.LogprobModel, str(folder / kind), world, args.model_args)
+        module = float64.build(model.LogprobModel, str(folder / kind), world, args.model_args)
         policy = Spy(module, world, args.model_args, args.optimizer_args)
         grpo.learn(args, world, policy, samples, lr=1e-3)
         first = policy.gradient
@@ -336,9 +336,9 @@ def distilled(world, folder: Path) -> dict:
     """The gradient of one step from a teacher's whole distributions."""
     args = plan.changed(distill.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
                         teacher="x", divergence="reverse_kl", update_tokens=300)
-    module = model.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
+    module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = Spy(module, world, args.model_args, args.optimizer_args)
-    teacher = model.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
+    teacher = float64.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
     teacher = model.made(model.Policy, teacher, world, args.model_args, args.optimizer_args)
     distill.learn(args, world, policy, fabricate(folder, "split"), lr=1e-3, reference=teacher)
     return policy.gradient
@@ -362,7 +362,7 @@ def tried(world, folder: Path) -> list[int]:
     """Tiles that the tower saw in each forward of the worst case."""
     args = plan.changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
                         score_tokens=480, minibatches=2)
-    module = model.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
+    module = float64.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
     policy = model.made(model.Policy, module, world, args.model_args, args.optimizer_args)
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     seeing.tower_of(module.lm)[0].register_forward_pre_hook(

@@ -18,6 +18,7 @@ import dist
 import losses
 from keeping import checkpoint
 from preflight import plan
+from tools import float64
 from trainer import lora, model
 from trainer.batch import Batch, Micro, Sample
 
@@ -98,8 +99,8 @@ class Models:
 
     def build(self, name: str, args):
         place = "reference" if name == "reference" else "model"
-        return model.build(CLASSES[name][0], f"{self.folder}/{place}", self.world, args.model_args,
-                           adapters=self.adapters)
+        return float64.build(CLASSES[name][0], f"{self.folder}/{place}", self.world,
+                             args.model_args, adapters=self.adapters)
 
     def fresh(self, trial: Trial) -> dict[str, Watched]:
         """All of them with their starting weights and with new optimizers."""

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from dist import SettingsError, World
 from pictures import seeing
@@ -160,8 +159,6 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     lm = skeleton(folder, compute if adapters else master)
     if adapters:
         lora.put_in(lm, adapters, master)
-    if master == torch.float64:
-        widen(seeing.text_of(lm))
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
@@ -203,32 +200,6 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-class Float64(TorchFunctionMode):
-    """Inside, float64 stays float64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if function is torch.Tensor.float:
-                return args[0]
-            args = [torch.float64 if x is torch.float32 else x for x in args]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = kwargs | {"dtype": torch.float64}
-        return function(*args, **kwargs)
-
-
-def widen(lm):
-    """transformers rounds to float32 in norms, some rotations and softmax, also in a float64 model:
-    a shared prompt would change the gradient by 1e-7."""
-    def wide(forward, *args, **kwargs):
-        with Float64():
-            return forward(*args, **kwargs)
-
-    for part in lm.base_model.children():  # embeddings, layers, rotary frequencies, last norm
-        for module in part if isinstance(part, nn.ModuleList) else [part]:
-            module.forward = partial(wide, module.forward)
 
 
 def whole(tensor):
