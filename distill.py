@@ -17,7 +17,6 @@ import dist
 import losses
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
-from keeping.samples import write_samples
 from preflight.inputs import show_plan
 from preflight.loss_flags import ClipArgs
 from preflight.same_policy import compare_policies
@@ -84,10 +83,9 @@ def train(args: Args) -> int:
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
                 phase=run.log.time) | {"data/position": run.stream.position}
+            run.record(step, samples)  # in samples/
 
         run.log.step(step + 1, metrics)
-        if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            write_samples(run.log, f"step_{step + 1:05d}", samples, show=3)
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:
@@ -112,7 +110,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
     # Update:   L = sum_it weight_it * (-min(r_it A_it, clip(r_it, ...) A_it) + coef * D_it)
     #   D_it = the divergence of π(. | prefix) from π_T(. | prefix), with --divergence
-    meter, learns = Meter(world), (batch.sums(advantages.abs()) > 0) | exact  # (N,)
+    meter, learns = Meter(world), (batch.of_tokens(advantages.abs()) > 0) | exact  # (N,)
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
         weights[rows] = losses.token_weights(
@@ -121,24 +119,25 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         with phase("update"):
             for theirs in seen.micros(world, rows, args.update_tokens, "update", learns):
                 micro = Micro(batch, theirs.rows, theirs.device, theirs.learns)  # same tokens
-                m, w, old = micro.sampled, micro.slice(weights), micro.slice(old_logprobs)
-                with beside(reference, theirs, args.temperature, args.divergence) as formula:
-                    logprobs, entropy, *divergence = policy.logprobs(
-                        micro, args.temperature, "value", formula)
-                    loss, details = losses.clip_loss(
-                        logprobs, old, micro.slice(advantages), m, **args.bounds)  # (b, t)
-                    if args.engine_correction != "none":
-                        factors, found = losses.engine_correction(
-                            old, micro.engine_logprobs, m, **args.correction)
-                        loss, details = loss * factors, details | found
-                    details |= {"loss/policy": loss, "entropy": entropy,
-                                "teacher_kl": old - micro.slice(teacher_logprobs),
-                                GAP: (old - micro.engine_logprobs).abs()}
-                    if exact:
-                        details["loss/divergence"] = divergence[0]
-                        loss = loss + args.distill_coef * divergence[0]
-                    policy.backward((w * torch.where(m, loss, 0)).sum())
-                meter.add(micro, w, details)
+                teacher = beside(reference, theirs, args.temperature, args.divergence)
+                logp, entropy, *divergence = policy.logprobs(
+                    micro, args.temperature, "value", teacher)  # (n,) each
+                old, engine = micro.of_tokens(old_logprobs), micro.engine_logprobs
+                A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
+                loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
+                if args.engine_correction != "none":
+                    factors, found = losses.engine_correction(
+                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
+                    loss, details = loss * factors, details | found
+                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs(),
+                            "teacher_kl": old - micro.of_tokens(teacher_logprobs)}
+                if exact:
+                    details["loss/divergence"] = divergence[0]
+                    loss = loss + args.distill_coef * divergence[0]
+                policy.backward((w * loss).sum())
+                meter.add(w, details)
+            if exact:
+                reference.module.reshard()  # `beside` left its head whole
             meter.norms.append(policy.step(lr))
     return {"batch/prompts": len(samples) // args.group, "batch/trained": len(samples),
             "batch/tokens": sum(p + c for _, p, c in batch.sizes), **meter.metrics(),
@@ -147,14 +146,14 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
 def compute_advantages(args: Args, batch: Batch, old_logprobs, teacher_logprobs):
     """One number a token, (M,): the teacher's log-ratio, and the reward's advantage."""
-    advantages = torch.zeros(len(batch.sampled), dtype=torch.float64)
+    advantages = torch.zeros(len(old_logprobs), dtype=torch.float64)
     if args.divergence == "none":
-        gains = torch.where(batch.sampled, teacher_logprobs.double() - old_logprobs.double(), 0)
+        gains = teacher_logprobs.double() - old_logprobs.double()
         advantages += args.distill_coef * gains
     if args.reward_coef:
         of_group = losses.group_advantages(batch.rewards, args.group, kind="dr_grpo", eps=0.0,
                                            scored=batch.scored)  # (N,)
-        advantages += args.reward_coef * of_group.repeat_interleave(batch.lengths)
+        advantages += args.reward_coef * batch.of_rows(of_group)
     return advantages
 
 

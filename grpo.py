@@ -12,8 +12,8 @@ baseline. (ppo.py is the same loop with a critic.)
 Read `train`, then `learn`. The formulas are in losses.py and variants/. To change the reward:
 --reward, or scoring/verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's:
 ModelArgs in trainer/model.py. Shapes: P prompts, G completions of each, N = P·G completions in
-request order, M tokens of all of them, one after another. These are the same on every rank. A
-micro-batch is (b, t), padded.
+request order, M sampled tokens of all of them, one after another. These are the same on every rank.
+A micro-batch has n of the tokens.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -112,9 +112,9 @@ def train(args: Args) -> int:
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
-            with run.recorded(step, samples, kept):  # for samples/
-                metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
-                                           reference=run.reference, phase=run.log.time)
+            metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
+                                       reference=run.reference, phase=run.log.time)
+            run.record(step, samples)  # in samples/
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
         run.log.step(step + 1, metrics)
@@ -147,7 +147,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             ref_logprobs = batch.score(world, args.score_tokens, "reference",
                                        lambda m: reference.logprobs(m, args.temperature)[0])
 
-    # Advantage: A_i = R_i - mean(R of its group), the same for every token of a completion: (N,).
+    # Advantage: A_i = R_i - mean(R of its group), the same for every token of a completion: (M,).
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
@@ -159,7 +159,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # a KL or entropy term acts on every token, and a loss of a file may.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    learns = (batch.sums(advantages.abs()) > 0) | acts  # (N,)
+    learns = (batch.of_tokens(advantages.abs()) > 0) | acts  # (N,)
     policy_loss = loss_flags.loss_of(args.loss)
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
@@ -173,26 +173,25 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
-                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
-                logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
-                old = micro.slice(old_logprobs) if args.needs_old_logprobs else logprobs.detach()
-                A = micro.slice(advantages)  # (b, 1) or (b, t)
-                engine = micro.engine_logprobs  # (b, t)
-                loss, details = policy_loss(
-                    logprobs, old, A, m, engine_logprobs=engine, **args.bounds)  # (b, t)
+                logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
+                old = micro.of_tokens(old_logprobs) if args.needs_old_logprobs else logp.detach()
+                A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
+                engine = micro.engine_logprobs
+                loss, details = policy_loss(logp, old, A, micro.row, rows=len(micro.rows),
+                                            engine_logprobs=engine, **args.bounds)
                 if args.engine_correction != "none":
-                    factors, found = losses.engine_correction(old, engine, m, **args.correction)
+                    factors, found = losses.engine_correction(
+                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
-                        logprobs, micro.slice(ref_logprobs), m, kind=args.kl_estimator,
-                        old_logprobs=old)
+                        logp, micro.of_tokens(ref_logprobs), kind=args.kl_estimator, old=old)
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
-                policy.backward((w * torch.where(m, loss, 0)).sum())
-                meter.add(micro, w, details)
+                policy.backward((w * loss).sum())
+                meter.add(w, details)
             meter.norms.append(policy.step(lr))
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
@@ -212,36 +211,27 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """One number a completion, (N,), or a token, (M,). The default is R - mean, Dr. GRPO's."""
+    """One number a token, (M,). The default is R - mean, Dr. GRPO's, for each of a completion's."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
-    if args.advantage == "reinforce++":
-        return rewards_to_go(args, batch, rewards, loss_tokens, old_logprobs, ref_logprobs)
+    in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
+    if args.advantage == "reinforce++":  # A_t = sum over i >= t of ([i is last] R - beta k1_i)
+        rewards = losses.token_rewards(
+            rewards, old_logprobs, ref_logprobs, batch.tokens, kl_coef=args.kl_reward_coef)  # (M,)
+        return losses.whiten(losses.rewards_to_go(rewards, batch.tokens), in_loss)
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
-        kl = losses.kl_estimate(old_logprobs, ref_logprobs, batch.sampled, kind="k1")  # (M,)
-        rewards = rewards - args.kl_reward_coef * batch.sums(kl)
+        kl = losses.kl_estimate(old_logprobs, ref_logprobs, kind="k1")  # (M,)
+        rewards = rewards - args.kl_reward_coef * batch.of_tokens(kl)
     if args.advantage not in loss_flags.NAMES["advantage"]:
-        return advantages_of_a_file(args, batch, rewards, loss_tokens)
+        return batch.of_rows(advantages_of_a_file(args, batch, rewards, loss_tokens))
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
+    advantages = batch.of_rows(advantages)  # (M,)
     if args.advantage == "reinforce++-baseline":
-        advantages = advantages.repeat_interleave(batch.lengths)  # (M,)
-        return losses.whiten(advantages, batch.mask(loss_tokens))
+        return losses.whiten(advantages, in_loss)
     return advantages
-
-
-def rewards_to_go(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs, ref_logprobs):
-    """REINFORCE++: A_t = sum over i >= t of ([i is last] R - beta k1_i), whitened: (M,)."""
-    def of_rows(mask, rewards, old_logprobs, ref_logprobs):  # (b, t); rewards (b, 1)
-        rewards = losses.token_rewards(
-            rewards.squeeze(1), old_logprobs, ref_logprobs, mask, kl_coef=args.kl_reward_coef)
-        return [losses.rewards_to_go(rewards, mask)]
-
-    mask = batch.mask(loss_tokens)
-    advantages, = batch.by_row(of_rows, mask, rewards, old_logprobs, ref_logprobs)
-    return losses.whiten(advantages, mask)
 
 
 def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens):

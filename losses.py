@@ -1,31 +1,28 @@
 """losses.py: the formulas that most use, as pure functions of tensors. Others are in variants/.
 
-N completions of the global batch in request order; `group` neighbours share a prompt.
-Token tensors are (B, T), right-padded, and begin with the completion.
-mask (B, T) bool: the tokens in the loss. A completion not in the loss is a row of False.
-Losses are per token, (B, T): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
+N completions of the global batch in request order; `group` neighbours share a prompt. They have M
+sampled tokens. What is one number a token is a vector: (M,) of the batch, (n,) of a micro-batch,
+one completion after another. There is no padding. `row` (n,) says whose each token is: the number
+of its completion. `lengths` (N,) are the completions' sampled tokens.
+Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
 the global minibatch, before any split, so ranks and micro-batches add up.
-Padding may be nan: torch.where removes it from the inputs. On a result, nan stays in the gradient.
-A loss keeps its first argument's dtype. Rewards, advantages, returns, weights are float64.
+Rewards, advantages, returns, weights are float64.
 
-r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = masked length.
+r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| = sampled tokens.
 """
 import torch
 
 
-def select(mask, *tensors):
-    """All in the first one's dtype, 0 outside the mask."""
-    return [torch.where(mask, x.to(tensors[0].dtype), 0) for x in tensors]
+def row_sum(x, row, rows):
+    """(n,) -> (n,): for each token the sum over all tokens of its completion. rows: how many
+    completions there are; to read it in `row`, the host would wait for a GPU."""
+    # On a CPU the gradient of index_select does not depend on the threads, as that of x[row] does.
+    return x.new_zeros(rows).index_add(0, row, x).index_select(0, row)
 
 
-def masked_mean(values, mask):
-    """0 if it is empty."""
-    return values[mask].mean() if mask.any() else values.new_zeros(())
-
-
-def row_mean(values, mask):
-    """(B, T), 0 outside the mask -> the mean of each row's masked tokens, (B, 1)."""
-    return values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+def row_mean(x, row, rows):
+    """(n,) -> (n,): for each token the mean over all tokens of its completion."""
+    return row_sum(x, row, rows) / row_sum(torch.ones_like(x), row, rows)
 
 
 # ---- rewards and advantages of a completion
@@ -87,65 +84,66 @@ def batch_std(rewards, scored):
 # ---- rewards of the tokens
 
 
-def token_rewards(scores, logprobs, ref_logprobs, mask, *, kl_coef):
+def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
     """A KL penalty on each token, the score at the end.    https://arxiv.org/abs/1909.08593
 
-        R_t = [t is the last masked token] * score - kl_coef * (logp_t - ref_t)
+        R_t = [t is the last token] * score - kl_coef * (logp_t - ref_t)
 
-    scores (B,), old logprobs, ref_logprobs (B, T) or None: no penalty -> (B, T).
+    scores, lengths (N,), old logprobs, ref_logprobs (M,) or None: no penalty -> (M,).
     The penalty is k1, whose policy gradient is that of KL(pi || ref).
     """
-    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-    rewards = torch.where(last, scores.double()[:, None], 0)
+    rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+    last = lengths.cumsum(0) - 1  # (N,): a completion without a token has none
+    rewards[last[lengths > 0]] = scores[lengths > 0].double()
     if ref_logprobs is not None:
-        logp, ref = select(mask, logprobs.double(), ref_logprobs)
-        rewards = rewards - kl_coef * (logp - ref)
+        rewards = rewards - kl_coef * (logprobs.double() - ref_logprobs.double())
     return rewards
 
 
-def gae(rewards, values, mask, *, gamma, lam):
-    """Generalized advantage estimation. (B, T) -> advantages, returns (B, T).
+def gae(rewards, values, lengths, *, gamma, lam):
+    """Generalized advantage estimation. (M,), lengths (N,) -> advantages, returns (M,).
 
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[:, t] is V of the prompt and the tokens before t. A masked-out token inside a row is no
-    step: V and A are carried across it.
+    values[t] is V of the prompt and the tokens before t. A token that nobody sampled is no step.
     """
-    rewards, values = select(mask, rewards.double(), values)
+    rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
-    next_value, next_advantage = rewards.new_zeros(2, len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        here = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    advantages, = select(mask, advantages)
+    last = lengths.cumsum(0) - 1  # (N,): the number of each completion's last token
+    lengths, longest_first = lengths.sort(descending=True)
+    last = last[longest_first]
+    next_value = next_advantage = rewards.new_zeros(len(lengths))
+    for back in range(max(lengths.tolist(), default=0)):
+        n = int((lengths > back).sum())  # completions with a token so far from their end
+        t = last[:n] - back
+        delta = rewards[t] + gamma * next_value[:n] - values[t]
+        next_value, next_advantage = values[t], delta + gamma * lam * next_advantage[:n]
+        advantages[t] = next_advantage
     return advantages, advantages + values
 
 
-def rewards_to_go(rewards, mask):
+def rewards_to_go(rewards, lengths):
     """A_t = sum_{i>=t} R_i, for REINFORCE++."""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)[0]
+    return gae(rewards, torch.zeros_like(rewards), lengths, gamma=1.0, lam=1.0)[0]
 
 
-def whiten(values, mask):
-    """(x - mean) / sqrt(var + 1e-8) over the global batch's masked tokens, ddof 1; 0 elsewhere,
-    and exactly 0 for equal values."""
-    x = values.double()[mask]
+def whiten(values, among):
+    """(x - mean) / sqrt(var + 1e-8) of the values `among` (bool) in the global batch, ddof 1; 0
+    elsewhere, and exactly 0 for equal values."""
+    x = values.double()[among]
     white = torch.zeros_like(x)
     if len(x) and x.max() > x.min():
         white = (x - x.mean()) / (x.var(correction=1) + 1e-8).sqrt()
-    return torch.zeros_like(values, dtype=torch.float64).masked_scatter(mask, white)
+    return torch.zeros_like(values, dtype=torch.float64).masked_scatter(among, white)
 
 
 # ---- policy losses
 #
-# All take logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, T) or (B, 1), mask; by
-# name engine_logprobs (B, T), clip_low, clip_high, dual_clip; and return token_loss, metrics. With
-# one update per rollout r = 1, and the gradient is REINFORCE's. Metrics, (B, T), are averaged with
-# the loss's weights:
+# All take logp (n,) with gradient, old, A, row (n,); by name rows (int), engine_logprobs (n,),
+# clip_low, clip_high, dual_clip; and return token_loss (n,), metrics. Only a loss of a whole
+# completion needs row and rows. With one update per rollout r = 1, and the gradient is REINFORCE's.
+# Metrics, (n,), are averaged with the loss's weights:
 #
 #   ratio        r_t, or GSPO's s
 #   clip_frac    1 where a bound acts
@@ -167,13 +165,12 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     return -bounded * A, ratio_metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
 
 
-def clip_loss(logprobs, old_logprobs, advantages, mask, **options):
+def clip_loss(logp, old, A, row, **bounds):
     """-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO: https://arxiv.org/abs/1707.06347"""
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    return _clipped(logp - old, logp - old, A, **options)
+    return _clipped(logp - old, logp - old, A, **bounds)
 
 
-def gspo_loss(logprobs, old_logprobs, advantages, mask, **options):
+def gspo_loss(logp, old, A, row, *, rows, **bounds):
     """GSPO-token: one ratio a sequence, the geometric mean of its tokens'.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
@@ -182,29 +179,26 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, **options):
 
     The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
     """
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    log_s = row_mean(logp - old, mask).detach()  # (B, 1)
-    log_r = log_s + (logp - logp.detach())  # (B, T)
-    return _clipped(logp - old, log_r, A, **options)
+    log_s = row_mean(logp - old, row, rows).detach()
+    return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
 
 
-def cispo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, **others):
+def cispo_loss(logp, old, A, row, *, clip_low, clip_high, **others):
     """CISPO: REINFORCE with a clipped importance weight; no token loses its gradient.
 
         -sg[clip(r_t, 1 - low, 1 + high)] * A_t * logp_t    https://arxiv.org/abs/2506.13585
 
     The paper has no lower bound: clip_low 1. TRL's epsilon_high 5 is clip_high 4.
     """
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
     ratio = (logp - old).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
-    return -weight * A * logp, ratio_metrics(logp - old, ratio, mask & (weight != ratio))
+    return -weight * A * logp, ratio_metrics(logp - old, ratio, weight != ratio)
 
 
-def reinforce_loss(logprobs, old_logprobs, advantages, mask, **others):
+def reinforce_loss(logp, old, A, row, **others):
     """-A_t * logp_t. No ratio corrects a second update.  https://doi.org/10.1007/BF00992696"""
-    logp, old, A = select(mask, logprobs, old_logprobs, advantages)
-    return -A * logp, ratio_metrics(logp - old, (logp - old).exp(), torch.zeros_like(mask))
+    ratio = (logp - old).exp()
+    return -A * logp, ratio_metrics(logp - old, ratio, torch.zeros_like(ratio))
 
 
 LOSSES = {"clip": clip_loss, "gspo": gspo_loss, "cispo": cispo_loss, "reinforce": reinforce_loss}
@@ -218,20 +212,19 @@ def capped_ratio(logp, old):
 # ---- critic, reference
 
 
-def value_loss(values, old_values, returns, mask, *, clip):
-    """PPO's critic loss and clip_frac.    https://github.com/openai/baselines, ppo2/model.py
+def value_loss(V, V_old, R, *, clip):
+    """PPO's critic loss and clip_frac, (n,).    https://github.com/openai/baselines, ppo2/model.py
 
         0.5 * max((V - R)^2, (V_clip - R)^2)    V_clip = clip(V, V_old - clip, V_old + clip)
     """
-    V, V_old, R = select(mask, values, old_values, returns)
     # V_old + (V - V_old).clamp(-clip, clip) would round where V is inside.
     V_clip = V if clip is None else V.clamp(V_old - clip, V_old + clip)
     error, clipped_error = (V - R).square(), (V_clip - R).square()
     return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).to(error.dtype)
 
 
-def kl_estimate(logprobs, ref_logprobs, mask, *, kind, old_logprobs=None):
-    """KL(pi || ref) from samples of pi, per token, (B, T).    http://joschu.net/blog/kl-approx.html
+def kl_estimate(logp, ref, *, kind, old=None):
+    """KL(pi || ref) from samples of pi, per token, (n,).    http://joschu.net/blog/kl-approx.html
 
         d = logp - ref          k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
         k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
@@ -241,10 +234,8 @@ def kl_estimate(logprobs, ref_logprobs, mask, *, kind, old_logprobs=None):
     KL(pi || ref), as for k3_ratio; k3 (GRPO): that of KL(ref || pi). Only k1 in the reward
     (`token_rewards`) counts that a token changes the later prefixes: its gradient is exact.
     """
-    logp, ref = select(mask, logprobs, ref_logprobs)
     d = logp - ref
     if kind == "k3_ratio":  # r * exp(-d) is exp(ref - old): no 0 * inf
-        _, old = select(mask, logp, old_logprobs)
         return capped_ratio(ref, old) + capped_ratio(logp, old) * (d - 1)
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[kind]
 
@@ -262,31 +253,29 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 # ---- correction of the engine
 
 
-def engine_correction(old_logprobs, engine_logprobs, mask, *, kind, low, high):
-    """Factors that correct for sampling with the engine, detached.
+def engine_correction(old, engine, row, *, rows, kind, low, high):
+    """Factors that correct for sampling with the engine, (n,), detached, and their metrics.
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, from before the update
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
         sequence_*  the product of a completion's w_t: verl truncates at 2, TRL masks above 3
     """
-    old, engine = select(mask, old_logprobs.detach(), engine_logprobs.detach())
-    log_ratio = old - engine
+    log_ratio = old.detach() - engine
     if kind.startswith("sequence"):
-        log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
+        log_ratio = row_sum(log_ratio, row, rows)
     ratio = log_ratio.exp()
     if kind.endswith("truncate"):
         weights, cut = ratio.clamp(max=high), ratio > high
     else:
         cut = (ratio < low) | (ratio > high)
         weights = torch.where(cut, 0, ratio)
-    return torch.where(mask, weights, 0), {
-        "engine_ratio": ratio, "engine_cut": (mask & cut).to(ratio.dtype)}
+    return weights, {"engine_ratio": ratio, "engine_cut": cut.to(ratio.dtype)}
 
 
 # ---- aggregation: the weight of a token's loss
 #
-#   token       1 / (all masked tokens)               DAPO
+#   token       1 / (all tokens in the loss)          DAPO
 #   sequence    1 / (|o_i| * sequences)               GRPO, GSPO
 #   constant    1 / (max_tokens * sequences)          Dr. GRPO
 #   prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786

@@ -8,8 +8,8 @@ advantage of a token is how much better it came out than predicted (GAE). So one
 prompt is enough, and every token has an advantage of its own.
 
 Read grpo.py first: it says where the reward, the memory and the other formulas are. Then read
-`train` and `learn` here. Shapes: N completions in request order, M tokens of all of them, one after
-another. These are the same on every rank. A micro-batch is (b, t), padded.
+`train` and `learn` here. Shapes: N completions in request order, M sampled tokens of all of them,
+one after another. These are the same on every rank. A micro-batch has n of the tokens.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -120,10 +120,10 @@ def train(args: Args) -> int:
                 step, args.steps, args.critic_args.critic_lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | run.engine.metrics
             metrics["data/position"] = run.stream.position
-            with run.recorded(step, samples, samples):  # for samples/
-                metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
-                                 critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
-                                 phase=run.log.time)
+            metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
+                             critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
+                             phase=run.log.time)
+            run.record(step, samples)  # in samples/
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
@@ -148,7 +148,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     policy, critic = models
     batch = Batch(samples)
     loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion are in the loss
-    mask = batch.mask(loss_tokens)  # (M,) bool
+    in_loss = batch.of_rows(loss_tokens > 0)  # (M,) bool
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": sum(p + c for _, p, c in batch.sizes),
                "batch/trained": int(batch.scored.sum()),
@@ -173,14 +173,11 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         rewards = rewards + losses.overlong_penalty(
             batch.lengths, args.max_tokens, args.overlong_buffer)
 
-    def of_rows(mask, rewards, old_logprobs, ref_logprobs, values):  # (b, t); rewards (b, 1)
-        rewards = losses.token_rewards(
-            rewards.squeeze(1), old_logprobs, ref_logprobs, mask, kl_coef=kl_coef)
-        return losses.gae(rewards, values, mask, gamma=args.gamma, lam=args.lam)
-
-    advantages, returns = batch.by_row(
-        of_rows, mask, rewards, old_logprobs, ref_logprobs, values)  # (M,)
-    advantages = losses.whiten(advantages, mask)  # once, over the tokens of the global batch
+    token_rewards = losses.token_rewards(
+        rewards, old_logprobs, ref_logprobs, batch.tokens, kl_coef=kl_coef)  # (M,)
+    advantages, returns = losses.gae(
+        token_rewards, values, batch.tokens, gamma=args.gamma, lam=args.lam)  # (M,)
+    advantages = losses.whiten(advantages, in_loss)  # once, over the tokens of the global batch
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
     # Update:   L = sum_it weight_it * loss_it
@@ -203,47 +200,50 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         with phase("update_critic"):
             budget = args.critic_args.critic_update_tokens
             for micro in batch.micros(world, rows, budget, "update critic"):
-                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
+                V, w = critic.values(micro), micro.of_rows(weights)  # (n,)
+                R = micro.of_tokens(returns).to(V.dtype)
                 loss, clip_frac = losses.value_loss(
-                    critic.values(micro), micro.slice(values), micro.slice(returns), m,
-                    clip=args.value_clip)  # (b, t)
-                critic.backward((w * torch.where(m, loss, 0)).sum())
-                critic_meter.add(micro, w, {"loss/value": loss, "clip_frac": clip_frac})
+                    V, micro.of_tokens(values), R, clip=args.value_clip)  # (n,)
+                critic.backward((w * loss).sum())
+                critic_meter.add(w, {"loss/value": loss, "clip_frac": clip_frac})
             critic_meter.norms.append(critic.step(critic_lr))
         if lr == 0:
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
-                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
-                logprobs, entropy = policy.logprobs(micro, args.temperature, entropy_mode)
-                old, A = micro.slice(old_logprobs), micro.slice(advantages)  # (b, t)
-                loss, details = losses.clip_loss(logprobs, old, A, m, **args.bounds)  # (b, t)
+                logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
+                old, engine = micro.of_tokens(old_logprobs), micro.engine_logprobs
+                A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
+                loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
-                        old, micro.engine_logprobs, m, **args.correction)
+                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy,
-                            GAP: (old - micro.engine_logprobs).abs()}
+                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs()}
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
-                policy.backward((w * torch.where(m, loss, 0)).sum())
-                policy_meter.add(micro, w, details)
+                policy.backward((w * loss).sum())
+                policy_meter.add(w, details)
             policy_meter.norms.append(policy.step(lr))
 
     if args.needs_reference:
-        kl = losses.kl_estimate(old_logprobs, ref_logprobs, mask, kind="k1")
-        metrics |= {"policy/kl": float(losses.masked_mean(kl, mask)), "policy/kl_coef": kl_coef}
+        kl = losses.kl_estimate(old_logprobs, ref_logprobs, kind="k1")[in_loss]
+        metrics |= {"policy/kl": mean(kl), "policy/kl_coef": kl_coef}
     return (metrics | critic_meter.metrics("critic/", "critic/grad_norm") | policy_meter.metrics()
-            | policy.metrics | critic_quality(values, returns, mask)
+            | policy.metrics | critic_quality(values[in_loss], returns[in_loss])
             | {"lr": lr, "critic/lr": critic_lr})
 
 
-def critic_quality(values, returns, mask) -> dict[str, float]:
+def critic_quality(values, returns) -> dict[str, float]:
     """The mean value, and the share of the returns' variance that the values explain."""
-    error = losses.masked_mean((returns - values).square(), mask)
-    variance = losses.masked_mean((returns - losses.masked_mean(returns, mask)).square(), mask)
-    return {"critic/value_mean": float(losses.masked_mean(values.double(), mask)),
-            "critic/explained_var": float(1 - error / variance) if variance > 0 else 0.0}
+    error, variance = mean((returns - values).square()), mean((returns - mean(returns)).square())
+    return {"critic/value_mean": mean(values),
+            "critic/explained_var": 1 - error / variance if variance > 0 else 0.0}
+
+
+def mean(x) -> float:
+    """Of a vector; 0 if it is empty."""
+    return float(x.double().mean()) if len(x) else 0.0
 
 
 def main() -> None:

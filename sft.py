@@ -109,11 +109,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
-                m, w = micro.sampled, micro.slice(weights)  # (b, t), (b, 1)
-                logprobs, entropy = policy.logprobs(micro, args.temperature, "value")
-                loss = -logprobs  # (b, t)
-                policy.backward((w * torch.where(m, loss, 0)).sum())
-                meter.add(micro, w, {"loss/policy": loss, "entropy": entropy})
+                logp, entropy = policy.logprobs(micro, args.temperature, "value")  # (n,)
+                loss, w = -logp, micro.of_rows(weights)
+                policy.backward((w * loss).sum())
+                meter.add(w, {"loss/policy": loss, "entropy": entropy})
             meter.norms.append(policy.step(lr))
     metrics |= meter.metrics() | policy.metrics | {"lr": lr}
     metrics["policy/perplexity"] = exp(min(metrics.get("loss/policy", 0.0), 700.0))

@@ -109,8 +109,7 @@ def held_out_metrics(run) -> dict[str, float]:
     with torch.no_grad():
         for micro in batch.micros(world, rows, args.score_tokens, "held out"):
             logprobs, entropy = run.policy.logprobs(micro, args.temperature, "value")
-            meter.add(micro, micro.slice(weights),
-                      {"eval/loss": -logprobs, "eval/entropy": entropy})
+            meter.add(micro.of_rows(weights), {"eval/loss": -logprobs, "eval/entropy": entropy})
     found = meter.metrics()
     return {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
             "eval/perplexity": exp(min(found["eval/loss"], 700.0)),

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -22,7 +22,7 @@ from errors import Count, Number, Positive, Range
 from keeping import checkpoint, log, summary
 from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
-from keeping.samples import look, write_samples
+from keeping.samples import write_samples
 from preflight import loss_flags, plan
 from preflight.inputs import eos_ids, is_tiny, read_inputs
 from preflight.plan import PlanArgs
@@ -349,19 +349,12 @@ class Run:
                 export_model(self.policy, self.inputs.source, self.log.folder / "best",
                              {"best.json": json.dumps(self.best | metrics, indent=1)})
 
-    @contextmanager
-    def recorded(self, step: int, samples: list, learned: list):
-        """Around an update. Each --samples_every steps `samples` go to samples/; those that it
-        learned from with their tokens' log-probs before and after it. A collective."""
-        every, last = self.args.run_args.samples_every, self.args.steps - 1
-        shown = step % every == 0 or step == last
-        if shown:
-            look(self, learned)
-        yield
-        if shown:
-            look(self, learned)
-            name, decode = f"step_{step + 1:05d}", self.engine.tokenizer.decode
-            write_samples(self.log, name, samples, show=3, decode=decode)
+    def record(self, step: int, samples: list):
+        """Each --samples_every steps the samples go to samples/, those that an update has learned
+        from with their tokens."""
+        if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
+            write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
+                          decode=self.engine.tokenizer.decode)
 
     def save(self, step: int):
         """A checkpoint. A collective."""

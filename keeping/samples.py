@@ -2,36 +2,25 @@
 import reprlib
 
 import numpy as np
-import torch
 
 from keeping.files import as_lines, write_whole
 from keeping.log import Log
-from trainer.batch import Batch, Sample
+from trainer.batch import Sample
 
 SHORT = reprlib.Repr()
 SHORT.maxstring = 140  # characters
 
 
-def look(run, samples: list[Sample]):
-    """Adds the policy's log-probs and entropies of now to `looks`: (2, T). A collective."""
-    batch, args = Batch(samples), run.args
-    with run.log.time("look"):
-        found = batch.score(
-            run.world, args.update_tokens, "look",
-            lambda m: torch.stack(run.policy.logprobs(m, args.temperature, "value")))  # (2, M)
-    for s, span in zip(samples, batch.spans, strict=True):
-        s.looks += (found[:, span],)
-
-
 def token_row(s: Sample, decode) -> dict:
-    """Lists with an item a token, in nats. decode: the tokenizer's."""
-    ids, (before, entropies), (after, _) = s.completion.ids.tolist(), *s.looks
-    numbers = {"engine_logprobs": s.completion.logprobs, "logprobs": before,
-               "logprobs_after": after, "entropies": entropies,
-               "advantages": np.broadcast_to(s.advantages, len(ids))}
+    """Lists with an item a token. Its numbers are 0 if a reply put it in. decode: the tokenizer's.
+    """
+    ids, sampled = s.completion.ids.tolist(), s.completion.sampled
+    advantages = np.zeros(len(ids))
+    advantages[sampled] = s.advantages
+    numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
     # Some tokenizers drop a space at the start: a token's text is the second of two.
     texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
-    row = {"token_texts": [texts[i] for i in ids], "sampled": s.completion.sampled.tolist()} | {
+    row = {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
         name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
     if s.completion.steps is not None:  # of --carry
         row["steps"] = s.completion.steps.tolist()
@@ -39,13 +28,13 @@ def token_row(s: Sample, decode) -> dict:
 
 
 def sample_row(s: Sample, decode=None) -> dict:
-    """An object of samples/. With its tokens, if the policy looked at them."""
+    """An object of samples/. With its tokens, if an update has learned from it."""
     turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
     row = {"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
            "turns": turns, "answer": s.prompt.row.answer, "reward": s.score.total,
            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
            "truncated": s.completion.truncated} | s.prompt.row.shown
-    if s.looks:
+    if decode and s.advantages is not None:
         row |= token_row(s, decode)
     return row
 

@@ -86,8 +86,7 @@ class LossArgs(ClipArgs):
 NAMES = {"loss": tuple(losses.LOSSES),
          "advantage": ("dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline")}
 TAKES = {  # positional arguments, and those by name
-    "loss": ("logprobs old_logprobs advantages mask",
-             "engine_logprobs clip_low clip_high dual_clip"),
+    "loss": ("logp old A row", "rows engine_logprobs clip_low clip_high dual_clip"),
     "advantage": ("rewards group", "scored eps parts trained")}
 
 

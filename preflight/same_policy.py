@@ -21,7 +21,7 @@ def compare_policies(run, samples: list[Sample]) -> bool:
     sample = max(mine, key=lambda s: int(sampled_in(world.step, s.completion).sum()))
     twice = Micro(Batch([sample, sample]), [0, 1], world.device)
     with torch.no_grad():
-        trainer = policy.logprobs(twice, run.args.temperature)[0][1][twice.sampled[1]]
+        trainer = policy.logprobs(twice, run.args.temperature)[0][twice.row == 1]
     trainer = trainer[-LAST:].cpu().double()
     done, now = sample.completion, sampled_in(world.step, sample.completion)[-LAST:]
     engine = torch.from_numpy(done.logprobs[done.sampled][-LAST:])

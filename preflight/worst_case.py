@@ -35,10 +35,12 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
         row.pictures.places) / len(row.prompt_ids))
 
     def update(micro):
-        with beside(reference, micro, a.temperature, a.divergence) as formula:
-            found = policy.logprobs(
-                micro, a.temperature, "grad" if a.entropy_coef else "value", formula)
-            policy.backward(sum(found).sum())
+        teacher = beside(reference, micro, a.temperature, a.divergence)
+        entropy = "grad" if a.entropy_coef else "value"
+        found = policy.logprobs(micro, a.temperature, entropy, teacher)
+        policy.backward(sum(found).sum())
+        if teacher:
+            reference.module.reshard()
 
     def score(micro):
         if reference:

@@ -6,7 +6,7 @@ import torch
 
 from data import Prompt, Row
 from rewards import Score
-from trainer.batch import Completion, Sample
+from trainer.batch import Batch, Completion, Sample
 
 torch.set_printoptions(precision=4, sci_mode=False, linewidth=96)
 
@@ -44,3 +44,10 @@ def samples_of(prompt_ids: list[int], position: int, completions: list) -> list[
 
 def show(name: str, x: torch.Tensor) -> None:
     print(f"{name} {tuple(x.shape)}\n{x}")
+
+
+def show_rows(name: str, x: torch.Tensor, batch: Batch) -> None:
+    """A vector of all tokens (M,), with a line for each completion."""
+    print(f"{name} {tuple(x.shape)}")
+    for i, own in enumerate(batch.split(x.detach())):
+        print(f"  {i}:", *(f"{value:7.4f}" for value in own.tolist()))

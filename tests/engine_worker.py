@@ -64,7 +64,7 @@ def main(folder: str, out: str) -> None:
         batch = sampled(temperature)
         trainer = batch.score(world, 256, "score",
                               lambda micro: policy.logprobs(micro, temperature)[0])
-        return float((trainer - families.engine_logprobs(batch)).abs()[batch.sampled].max())
+        return float((trainer - families.engine_logprobs(batch)).abs().max())
 
     def learn() -> None:
         """One step that moves the weights: towards the tokens that one greedy pass likes least."""

@@ -140,8 +140,9 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
 
 
 def engine_logprobs(batch: Batch) -> torch.Tensor:
-    """Of all tokens, 0 where not sampled: (M,)."""
-    return torch.cat([torch.from_numpy(s.completion.logprobs) for s in batch.samples])
+    """Of the sampled tokens: (M,)."""
+    done = [s.completion for s in batch.samples]
+    return torch.cat([torch.from_numpy(c.logprobs[c.sampled]) for c in done])
 
 
 def single_rows(lm, batch: Batch) -> torch.Tensor:
@@ -167,7 +168,7 @@ def gaps(folder: str, found) -> tuple[float, float]:
     each = []
     for where, (batch, ours) in zip((folder, f"{folder}-1"), found, strict=True):
         there = plain(where, batch), engine_logprobs(batch)
-        each.append([float((ours - theirs).abs()[batch.sampled].max()) for theirs in there])
+        each.append([float((ours - theirs).abs().max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
 
 

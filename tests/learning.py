@@ -13,6 +13,7 @@ import data
 import grpo
 import rewards
 from preflight import plan
+from tools import float64
 from trainer import experts, lora, model
 from trainer.batch import Batch, Completion, Sample
 
@@ -181,8 +182,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             key = kind, case.source, case.dtype, case.shard_size, (
                 args.lora_args.lora_rank, args.model_args.checkpointing)
             if key not in built:
-                built[key] = model.build(model.LogprobModel, source, world, args.model_args,
-                                         adapters=args.lora_args.lora_rank and args.lora_args)
+                built[key] = float64.build(model.LogprobModel, source, world, args.model_args,
+                                           adapters=args.lora_args.lora_rank and args.lora_args)
             reset(built[key], source, noise)
             return built[key]
 

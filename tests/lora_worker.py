@@ -39,7 +39,7 @@ def main(folder: str, out: str, tp: str) -> None:
         """The largest |engine - trainer| log-prob of what the engine samples now."""
         batch = sampled()
         found["gap"][when] = float(
-            (scored(batch) - families.engine_logprobs(batch)).abs()[batch.sampled].max())
+            (scored(batch) - families.engine_logprobs(batch)).abs().max())
 
     def adapt() -> None:
         engine.load(policy.weights(engine.dtype, merge=False), lora.tensors(lm, world.device))

@@ -99,13 +99,16 @@ def largest_update() -> int:
     return max(found)
 
 
-def batch_of(seed: int = 0, rows: int = 6, T: int = 7):
-    """logprobs with gradient, old, advantages (rows, 1), mask: off-policy, ragged."""
+ROWS = 6
+
+
+def tokens_of(seed: int = 0):
+    """logp with gradient, old, A, row of ROWS completions: (n,). Off-policy."""
     g = torch.Generator().manual_seed(seed)
-    mask = torch.arange(T) < torch.randint(1, T + 1, (rows, 1), generator=g)
-    logprobs, noise = -torch.rand(2, rows, T, dtype=F64, generator=g) * 2
-    advantages = torch.randn(rows, 1, dtype=F64, generator=g)
-    return logprobs.requires_grad_(), logprobs.detach() + 0.5 * (noise + 1), advantages, mask
+    row = torch.arange(ROWS).repeat_interleave(torch.randint(1, 8, (ROWS,), generator=g))
+    logp, noise = -torch.rand(2, len(row), dtype=F64, generator=g) * 2
+    A = torch.randn(ROWS, dtype=F64, generator=g)[row]
+    return logp.requires_grad_(), logp.detach() + 0.5 * (noise + 1), A, row
 
 
 def equal_rewards() -> list:
@@ -115,20 +118,11 @@ def equal_rewards() -> list:
     return [bool(losses.keep_groups(rewards, 3, scored)), round(float(advantages.abs().max()), 2)]
 
 
-def nan_losses() -> int:
-    """GSPO's token losses that are nan, where all padding is."""
-    logprobs, old, A, mask = batch_of()
-    logprobs, old = (torch.where(mask, x, torch.nan) for x in (logprobs, old))
-    loss, _ = losses.gspo_loss(logprobs, old, A, mask, clip_low=0.2, clip_high=0.2, dual_clip=None)
-    return int((loss.isnan() & mask).sum())
-
-
 def loss_gradient(loss, **bounds) -> torch.Tensor:
     """Of the mean token loss."""
-    logprobs, old, A, mask = batch_of()
+    logp, old, A, row = tokens_of()
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None} | bounds
-    token_loss = loss(logprobs, old, A, mask, **bounds)[0]
-    return torch.autograd.grad(torch.where(mask, token_loss, 0).sum() / mask.sum(), logprobs)[0]
+    return torch.autograd.grad(loss(logp, old, A, row, rows=ROWS, **bounds)[0].mean(), logp)[0]
 
 
 def expected_kl_gradient(kind: str) -> float:
@@ -136,22 +130,22 @@ def expected_kl_gradient(kind: str) -> float:
     """
     theta, ref = torch.tensor([0.3, -0.2, 0.5], dtype=F64), torch.zeros(3, dtype=F64)
     theta.requires_grad_()
-    logp, mask = theta.log_softmax(0).view(3, 1), torch.ones(3, 1, dtype=torch.bool)
-    estimate = losses.kl_estimate(logp, ref.log_softmax(0).view(3, 1), mask, kind=kind)
+    logp = theta.log_softmax(0)
+    estimate = losses.kl_estimate(logp, ref.log_softmax(0), kind=kind)
     loss = (logp.detach().exp() * estimate).sum()
     return round(float(torch.autograd.grad(loss, theta)[0].norm()), 3)
 
 
-def gae(mask) -> torch.Tensor:
+def gae(*lengths) -> torch.Tensor:
     """Advantages of random rewards and values."""
-    mask, g = torch.tensor(mask, dtype=torch.bool), torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, *mask.shape, dtype=F64, generator=g)
-    return losses.gae(rewards, values, mask, gamma=0.99, lam=0.95)[0]
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, sum(lengths), dtype=F64, generator=g)
+    return losses.gae(rewards, values, torch.tensor(lengths), gamma=0.99, lam=0.95)[0]
 
 
 def value_gradient() -> torch.Tensor:
-    values, old, _, mask = batch_of()
-    loss = losses.value_loss(values, old, torch.zeros_like(old), mask, clip=0.2)[0]
+    values, old, *_ = tokens_of()
+    loss = losses.value_loss(values, old, torch.zeros_like(old), clip=0.2)[0]
     return torch.autograd.grad(loss.sum(), values)[0]
 
 
@@ -211,7 +205,7 @@ def critic_targets() -> float:
     """The size of what ppo.py's critic is to learn where every reward is 1 and its values are 0."""
 
     def values(micro):
-        return torch.zeros(micro.sampled.shape, dtype=F64, requires_grad=True)
+        return torch.zeros(len(micro.targets), dtype=F64, requires_grad=True)
 
     critic = SimpleNamespace(values=values, backward=lambda loss: None, step=lambda lr: 0.0)
     policy = SimpleNamespace(logprobs=lambda micro, *_: (values(micro).detach(), None),
@@ -265,7 +259,7 @@ def tokens_with_loss() -> int:
     """Of eight sampled tokens, two of which are the end token 0."""
     completions = [3, 0], [4, 4, 0], [5, 5, 5]
     batch = Batch([worst_case.sample([1, 2], np.array(ids)) for ids in completions])
-    return int(Micro(batch, [0, 1, 2], torch.device("cpu")).sampled.sum())
+    return len(Micro(batch, [0, 1, 2], torch.device("cpu")).targets)
 
 
 def bos() -> int:

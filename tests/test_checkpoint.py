@@ -15,6 +15,7 @@ import learning
 from dist import SettingsError
 from keeping import checkpoint, files
 from ranks import results
+from tools import float64
 from trainer import lora, model
 
 
@@ -33,7 +34,7 @@ def make(world, folder):
     args = model.ModelArgs(dtype="float32"), model.OptimizerArgs(weight_decay=0.01)
 
     def build(kind, adapters):
-        return model.build(kind, folder, world, args[0], adapters=adapters)
+        return float64.build(kind, folder, world, args[0], adapters=adapters)
 
     return {"policy": model.Policy(build(model.LogprobModel, None), world, *args),
             "critic": model.Critic(build(model.ValueModel, lora.LoraArgs(2)), world, *args)}

@@ -68,7 +68,9 @@ def test_every_mutation_is_caught_and_has_the_effect_of_the_page(options):
 def test_an_update_is_the_formula():
     """test_same_update.py in small: no ranks, one model, no files."""
     lm, samples = test_packing.small("qwen2"), learning.fabricate("mixed", 7)
-    logprobs, tokens, loss = test_packing.one_by_one(lm, samples), 0, 0.0
+    lengths = [len(s.completion.ids) for s in samples]
+    logprobs = test_packing.one_by_one(lm, samples).split(lengths)
+    tokens, loss = 0, 0.0
     for start in range(0, len(samples), learning.GROUP):
         rewards = {i: samples[i].score.total for i in range(start, start + learning.GROUP)
                    if samples[i].score.total is not None}
@@ -77,7 +79,7 @@ def test_an_update_is_the_formula():
             tokens += sum(samples[i].completion.tokens for i in rewards)
             for i, reward in rewards.items():
                 sampled = samples[i].completion.sampled
-                loss -= (reward - mean) * logprobs[i][:len(sampled)][sampled].sum()
+                loss -= (reward - mean) * logprobs[i][sampled].sum()
     (loss / tokens).backward()
     true = torch.cat([p.grad.flatten() for p in lm.parameters()])
     assert learning.difference(probes.gradient(update_tokens=77), true) < 1e-12
@@ -140,7 +142,8 @@ def test_a_truncated_completion_without_loss_counts_in_its_group():
     advantages = grpo.compute_advantages(args, batch, loss_tokens, None, None)
     assert batch.truncated.sum() == counts["batch/dropped_overlong"] == 1
     assert not loss_tokens[batch.truncated].any() and loss_tokens[~batch.truncated].all()
-    assert torch.allclose(advantages, batch.rewards - batch.rewards.mean(), atol=1e-15)
+    right = batch.of_rows(batch.rewards - batch.rewards.mean())
+    assert torch.allclose(advantages, right, atol=1e-15)
 
 
 def test_the_critics_targets_are_returns_from_before_the_whitening():

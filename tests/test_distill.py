@@ -1,6 +1,5 @@
 """distill.py: what is minimized, by enumeration; a teacher's prompt; its memory; a killed run."""
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,12 +35,10 @@ def tables(seed: int) -> torch.Tensor:
 def test_the_sampled_token_has_the_expected_gradient_of_the_exact_divergence():
     """The expectation is over all tokens, each with its probability."""
     policy, teacher = tables(0)[:1].requires_grad_(), tables(100)[:1]
-    logp, of_teacher = policy.log_softmax(-1).T, teacher.log_softmax(-1).T  # (V, 1)
-    mask = torch.ones(V, 1, dtype=torch.bool)
+    logp, of_teacher = policy.log_softmax(-1)[0], teacher.log_softmax(-1)[0]  # (V,)
     advantages = distill.compute_advantages(
-        distill.Args(teacher="x"), SimpleNamespace(sampled=mask.flatten()),
-        logp.detach().flatten(), of_teacher.flatten())
-    loss, _ = losses.clip_loss(logp, logp.detach(), advantages[:, None], mask, clip_low=0.2,
+        distill.Args(teacher="x"), None, logp.detach(), of_teacher)
+    loss, _ = losses.clip_loss(logp, logp.detach(), advantages, torch.arange(V), clip_low=0.2,
                                clip_high=0.2, dual_clip=None)
     found = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (
         logp.detach().exp() * loss, beside.divergence(policy, teacher, "reverse_kl"))]

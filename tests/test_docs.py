@@ -152,10 +152,10 @@ def test_the_forks_of_the_readme_run(tmp_path):
 
 def check_loss(function) -> None:
     """It has the shape and the metrics of clip's."""
-    logprobs, old, advantages = torch.randn(3, 2, 5)
-    args = logprobs.requires_grad_(), old, advantages, torch.ones(2, 5, dtype=torch.bool)
+    logp, old, A = torch.randn(3, 10)
+    args = logp.requires_grad_(), old, A, torch.arange(2).repeat_interleave(5)
     bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-    loss, metrics = function(*args, engine_logprobs=old, **bounds)
+    loss, metrics = function(*args, rows=2, engine_logprobs=old, **bounds)
     theirs, expected = losses.clip_loss(*args, **bounds)
     assert loss.shape == theirs.shape and loss.requires_grad and metrics.keys() == expected.keys()
 

@@ -20,6 +20,7 @@ from keeping.checkpoint import export_model
 from preflight import inputs, plan
 from preflight.shape import shape_from, shape_of
 from ranks import results
+from tools import float64
 from trainer import experts, model
 from trainer.batch import Batch
 
@@ -52,7 +53,7 @@ def test_a_mixture_is_its_equation(folder, name):
 def built(world, folder: str, **options):
     args = learning.arguments(**options)
     adapters = args.lora_args if args.lora_args.lora_rank else None
-    module = model.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
+    module = float64.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
     return model.policy_of(args, module, world, args.model_args, args.optimizer_args)
 
 
@@ -110,7 +111,7 @@ def replayed(world, folder: str) -> tuple:
     changed = copy.deepcopy(batch)
     last = changed.samples[-1].completion
     last.routes[-1] = (last.routes[-1] + 1) % 5  # of its last token that is an input
-    return own, again, scores(policy, changed), batch.spans[-1]
+    return own, again, scores(policy, changed), slice(batch.starts[-1], None)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import data
 import families
 from learning import difference
 from ranks import results
+from tools import float64
 from trainer import model
 from trainer.batch import Batch
 
@@ -28,7 +29,7 @@ def packed(world, folder: str) -> dict[str, tuple]:
     found = {}
     for name in families.CASES:
         args = model.ModelArgs(dtype="float64")
-        policy = model.Policy(model.build(model.LogprobModel, f"{folder}/{name}", world, args),
+        policy = model.Policy(float64.build(model.LogprobModel, f"{folder}/{name}", world, args),
                               world, args, model.OptimizerArgs())
         batch = samples_of()
         micro, = batch.micros(world, [0, 1, 2, 3], 10_000, "update")
@@ -36,8 +37,8 @@ def packed(world, folder: str) -> dict[str, tuple]:
         logprobs.sum().backward()
         gradient = {n.removeprefix("lm."): model.whole(p.grad) for n, p in
                     policy.parameters.items()}
-        in_order = torch.zeros(len(batch.sampled), dtype=torch.float64)
-        batch.put(in_order, micro.rows, logprobs.detach())
+        in_order = torch.zeros(int(batch.tokens.sum()), dtype=torch.float64)
+        in_order[micro.places] = logprobs.detach()
         found[name] = in_order, gradient
     return found
 
@@ -47,7 +48,7 @@ def alone(folder: str, name: str) -> tuple:
     lm = AutoModelForCausalLM.from_pretrained(
         f"{folder}/{name}", dtype=torch.float64, attn_implementation="eager",
         experts_implementation="eager")
-    model.widen(lm)
+    float64.widen(lm)
     logprobs = families.single_rows(lm, samples_of())
     logprobs.sum().backward()
     return logprobs.detach(), {n: p.grad for n, p in lm.named_parameters()}

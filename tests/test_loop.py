@@ -27,7 +27,7 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
     for name, fake in dict(set_up=lambda args: run, learn=learn, compare_policies=run.compare,
-                           score_samples=run.score, write_samples=run.written).items():
+                           score_samples=run.score).items():
         monkeypatch.setattr(script, name, fake, raising=False)  # sft.py has not all of them
     status = script.train(args)
     return given, run, status
@@ -58,13 +58,8 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
     rollouts = [options["samples"] for options in given]
     assert run.score.call_args_list == [call(run, samples, 3) for samples in rollouts]
     assert run.compare.call_args_list == [call(run, samples) for samples in rollouts[:2]]
-    if script == "distill":
-        assert run.written.call_args_list == [
-            call(run.log, "step_00003", rollouts[1], show=3),
-            call(run.log, "step_00004", rollouts[2], show=3)]
-    else:
-        assert run.recorded.call_args_list == [
-            call(step, samples, samples) for step, samples in enumerate(rollouts, 1)]
+    assert run.record.call_args_list == [
+        call(step, samples) for step, samples in enumerate(rollouts, 1)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

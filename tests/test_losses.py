@@ -14,7 +14,8 @@ import losses
 import reference_losses
 from preflight import loss_flags
 
-F64, nan, inf = torch.float64, math.nan, math.inf
+F64, nan = torch.float64, math.nan
+ROWS, LENGTHS = 6, (7, 1, 3, 5, 4, 0)  # completions of `ragged`, and their tokens
 WIDE = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
 TIGHT = {"clip_low": 0.05, "clip_high": 0.08, "dual_clip": None}
 BOUNDS = {
@@ -35,18 +36,14 @@ def gradient(y, x):
     return torch.autograd.grad(y, x, retain_graph=True)[0]
 
 
-def row_mask(lengths, T):
-    return torch.arange(T)[None, :] < torch.as_tensor(lengths)[:, None]
-
-
 def variant(name: str) -> str:
     return f"variants/{name}.py:{name}"
 
 
-def loss(name: str, logprobs, old, A, mask, engine=None, **bounds):
+def loss(name: str, logp, old, A, row, engine=None, **bounds):
     """Of a name, with the bounds above."""
     function = loss_flags.loss_of(name if name in losses.LOSSES else variant(name))
-    return function(logprobs, old, A, mask, engine_logprobs=old if engine is None else engine,
+    return function(logp, old, A, row, rows=ROWS, engine_logprobs=old if engine is None else engine,
                     **BOUNDS[name] | bounds)
 
 
@@ -63,7 +60,7 @@ def advantages(name: str, rewards, group, scored=None, eps=1e-6):
 # All nine outcomes are listed, so an expectation is a sum.
 
 OUTCOMES = torch.tensor(list(itertools.product(range(3), repeat=2)))  # (9, 2)
-FULL = torch.ones(9, 2, dtype=torch.bool)
+TWO = torch.full((9,), 2)  # their lengths
 REWARDS = tensor(1.0, 0.0, -0.5, 2.0, 0.0, 0.3, 1.0, 1.0, -2.0)  # with ties: (9,)
 
 
@@ -81,8 +78,8 @@ def probs(logprobs):
     return logprobs.sum(1).exp()  # (9,)
 
 
-def reinforce(logprobs, advantages, mask):
-    return losses.reinforce_loss(logprobs, logprobs.detach(), advantages, mask, **WIDE)[0]
+def reinforce(logprobs, advantages):
+    return losses.reinforce_loss(logprobs, logprobs.detach(), advantages, None)[0]
 
 
 def true_gradient(theta, outcome_values):
@@ -97,7 +94,7 @@ def expected_group_gradient(theta, rewards, G, kind):
     chance = probs(logprobs).detach()[index].prod(1)  # (9^G,)
     A = advantages(kind, rewards[index.flatten()], G)
     rows = logprobs[index.flatten()]  # (9^G * G, 2)
-    loss = reinforce(rows, A[:, None], torch.ones_like(rows, dtype=torch.bool))
+    loss = reinforce(rows, A[:, None])
     return gradient(-(loss.sum(1) * chance.repeat_interleave(G)).sum() / G, theta)
 
 
@@ -125,7 +122,7 @@ def test_kl_loss_gradients(kind):
     theta, ref = policy(6), policy(7)
     logprobs, ref_logprobs = all_logprobs(theta), all_logprobs(ref).detach()
     weights = probs(logprobs).detach()  # "KL as a loss" does not differentiate the sampling
-    estimate = losses.kl_estimate(logprobs, ref_logprobs, FULL, kind=kind).sum(1)
+    estimate = losses.kl_estimate(logprobs, ref_logprobs, kind=kind).sum(1)
     hold = theta.detach()
     true = {"k1": 0 * theta.sum(), "k2": kl(theta, ref, hold), "k3": kl(ref, theta, hold)}[kind]
     assert close(gradient(weights @ estimate, theta), gradient(true, theta))
@@ -138,8 +135,7 @@ def test_k3_times_the_ratio_has_the_gradient_of_kl_with_samples_of_another_polic
     logprobs, old_logprobs, ref_logprobs = map(all_logprobs, (theta, old, ref))
 
     def estimate(kind):
-        each = losses.kl_estimate(logprobs, ref_logprobs, FULL, kind=kind,
-                                  old_logprobs=old_logprobs)
+        each = losses.kl_estimate(logprobs, ref_logprobs, kind=kind, old=old_logprobs)
         return probs(old_logprobs) @ each.sum(1)
 
     true = kl(theta, ref, hold=old)
@@ -147,9 +143,9 @@ def test_k3_times_the_ratio_has_the_gradient_of_kl_with_samples_of_another_polic
     assert close(gradient(estimate("k3_ratio"), theta), gradient(true, theta), 1e-13)
     assert not close(gradient(estimate("k3"), theta), gradient(true, theta), 0.01)
     for new, was, of_ref in itertools.product([-1.0, -501.0], repeat=3):
-        logp = torch.tensor([[new]], requires_grad=True)
-        got = losses.kl_estimate(logp, torch.tensor([[of_ref]]), FULL[:1, :1], kind="k3_ratio",
-                                 old_logprobs=torch.tensor([[was]]))
+        logp = torch.tensor([new], requires_grad=True)
+        got = losses.kl_estimate(logp, torch.tensor([of_ref]), kind="k3_ratio",
+                                 old=torch.tensor([was]))
         assert got.isfinite().all() and gradient(got.sum(), logp).isfinite().all()
 
 
@@ -157,8 +153,9 @@ def test_k1_in_the_reward_is_exact():
     """With token_rewards and rewards_to_go the gradient is that of E[R] - coef * KL(pi || ref)."""
     theta, ref, coef = policy(8), policy(9), 0.3
     logprobs, ref_logprobs = all_logprobs(theta), all_logprobs(ref).detach()
-    rewards = losses.token_rewards(REWARDS, logprobs.detach(), ref_logprobs, FULL, kl_coef=coef)
-    loss = reinforce(logprobs, losses.rewards_to_go(rewards, FULL), FULL)
+    rewards = losses.token_rewards(REWARDS, logprobs.detach().flatten(), ref_logprobs.flatten(),
+                                   TWO, kl_coef=coef)  # (18,)
+    loss = reinforce(logprobs, losses.rewards_to_go(rewards, TWO).view(9, 2))
     got = -gradient(probs(logprobs).detach() @ loss.sum(1), theta)
     assert close(got, gradient(probs(logprobs) @ REWARDS - coef * kl(theta, ref), theta))
 
@@ -168,40 +165,29 @@ def test_k1_in_the_reward_is_exact():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.integers(0, 7), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1),
+    st.lists(st.integers(0, 7), max_size=5), st.floats(0, 1), st.floats(0, 1),
     st.integers(0, 999))
 def test_gae_is_the_double_sum(lengths, gamma, lam, seed):
-    """Over ragged rows. A state's value is where its token is."""
-    rng, mask = np.random.default_rng(seed), row_mask(lengths, 7)
-    rewards, values = rng.normal(size=(2, len(lengths), 7))
-    rewards[~mask.numpy()] = values[~mask.numpy()] = nan
-    got, returns = losses.gae(
-        torch.tensor(rewards), torch.tensor(values), mask, gamma=gamma, lam=lam)
-    expected, args = np.zeros_like(rewards), SimpleNamespace(gamma=gamma, lam=lam)
-    for i, n in enumerate(lengths):
-        expected[i, :n] = reference_losses.gae(
-            args, rewards[i, :n].tolist(), values[i, :n].tolist())
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), rtol=0, atol=1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.booleans(), min_size=1, max_size=8).filter(any), st.integers(0, 999))
-def test_gae_and_the_score_carry_across_holes(sampled, seed):
-    """A reply inside a row changes no number of the tokens that were sampled."""
-    holed, rng = torch.tensor([sampled]), np.random.default_rng(seed)
-    v, logp, ref = torch.tensor(rng.normal(size=(3, 1, len(sampled))))
-    v[~holed] = ref[~holed] = nan
-
-    def numbers(v, logp, ref, mask):
-        return (
-            r := losses.token_rewards(tensor(2.5), logp, ref, mask, kl_coef=0.1),
-            *losses.gae(r, v, mask, gamma=0.9, lam=0.8), losses.rewards_to_go(r, mask))
-
-    there = numbers(v, logp, ref, holed)
-    for x, y in zip(there, numbers(*(z[holed][None] for z in (v, logp, ref, holed))), strict=True):
-        assert torch.equal(x[holed], y[0])
-    assert not any(x[~holed].any() for x in there[1:])
+    """Of completions one after another, some without a token. A state's value is where its token
+    is; the score is at the last token."""
+    rng, args = np.random.default_rng(seed), SimpleNamespace(gamma=gamma, lam=lam)
+    rewards, values, logp, ref = torch.tensor(rng.normal(size=(4, sum(lengths))))
+    scores, lengths = torch.tensor(rng.normal(size=len(lengths))), torch.tensor(lengths).long()
+    got, returns = losses.gae(rewards, values, lengths, gamma=gamma, lam=lam)
+    with_score = losses.token_rewards(scores, logp, ref, lengths, kl_coef=0.1)
+    ends = lengths.cumsum(0).tolist()
+    for end, n, score in zip(ends, lengths.tolist(), scores.tolist(), strict=True):
+        mine = slice(end - n, end)
+        R, V = rewards[mine].tolist(), values[mine].tolist()
+        assert got[mine].tolist() == pytest.approx(reference_losses.gae(args, R, V), abs=1e-12)
+        step = SimpleNamespace(ref=[ref[mine].tolist()], kl=lambda i, mine=mine: (
+            logp[mine] - ref[mine]).tolist())
+        right = reference_losses.token_rewards(step, 0, score, 0.1) if n else []
+        assert with_score[mine].tolist() == pytest.approx(right, abs=1e-12)
+    assert close(returns, got + values)
+    plain = losses.token_rewards(scores, logp, None, lengths, kl_coef=0.1)
+    assert close(plain.sum(), scores[lengths > 0].sum(), 1e-12)
+    assert int((plain != 0).sum()) == int((lengths > 0).sum())
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo",
@@ -228,44 +214,40 @@ def test_an_advantage_is_the_formula(name, dtype):
 
 
 def test_whitening_is_the_formula_and_zero_where_all_are_equal():
-    for lengths in ([3, 3], [1, 0], [0, 0]):
-        got = losses.whiten(torch.full((2, 3), 0.1), row_mask(lengths, 3))
-        assert got.tolist() == [[0] * 3] * 2 and got.dtype == F64
-    x, mask = tensor([1.0, 2.0, nan], [4.0, nan, nan]), row_mask([2, 1], 3)
+    for n in (6, 1, 0):
+        got = losses.whiten(torch.full((6,), 0.1), torch.arange(6) < n)
+        assert got.tolist() == [0] * 6 and got.dtype == F64
+    x, among = tensor(1.0, 2.0, nan, 4.0), torch.tensor([True, True, False, True])
     row, white = reference_losses.whiten([[1.0, 2.0], [4.0]])
-    assert losses.whiten(x, mask)[mask].tolist() == pytest.approx([*row, *white], abs=1e-14)
+    assert losses.whiten(x, among)[among].tolist() == pytest.approx([*row, *white], abs=1e-14)
+    assert losses.whiten(x, among)[2] == 0
 
 
 # ---- losses, corrections, weights: token by token
 
 
 def ragged(seed: int, per_token: bool = False):
-    """Rows with gaps inside, one without a token. Where there is no number, it is nan."""
-    rng, mask = np.random.default_rng(seed), np.zeros((6, 9), bool)
-    for row, length in enumerate((9, 1, 4, 7, 6)):
-        mask[row, :length] = rng.random(length) < 0.7
-        mask[row, 0] = True
-    old = -rng.exponential(size=mask.shape)
-    logprobs, engine = old + 0.4 * rng.normal(size=(2, *mask.shape))
-    A = rng.normal(size=mask.shape if per_token else (6, 1))
-    A[3] = 0.0
-    for x in (logprobs, old, engine, A):
-        if x.shape == mask.shape:
-            x[~mask] = nan
-    found = [torch.tensor(x) for x in (logprobs, old, engine, A)]
-    return found[0].requires_grad_(), *found[1:], torch.tensor(mask)
+    """Six completions, one without a token: logp with gradient, old, engine, A, row: (n,)."""
+    rng, row = np.random.default_rng(seed), torch.arange(ROWS).repeat_interleave(
+        torch.tensor(LENGTHS))
+    old = -rng.exponential(size=len(row))
+    logp, engine = old + 0.4 * rng.normal(size=(2, len(row)))
+    A = torch.tensor(rng.normal(size=len(row) if per_token else ROWS))
+    A = A if per_token else A[row]
+    logp, old, engine = map(torch.tensor, (logp, old, engine))
+    return logp.requires_grad_(), old, engine, torch.where(row == 3, 0, A), row
 
 
-def one_by_one(name: str, logprobs, old, engine, A, mask):
+def one_by_one(name: str, logp, old, engine, A, row):
     """By reference.py: the sum of the token losses, the ratios, what is cut, what is dropped."""
     total, ratios, cuts, dropped = 0.0, [], [], []
     args = SimpleNamespace(**BOUNDS[name])
-    for i, row in enumerate(mask):
-        each, olds, engines = (x.expand(mask.shape)[i][row].tolist() for x in (A, old, engine))
-        logps = list(logprobs[i][row])
+    for i in range(ROWS):
+        each, olds, engines = (x[row == i].tolist() for x in (A, old, engine))
+        logps = list(logp[row == i])
         log_ratios = [(new - was, a) for new, was, a in zip(logps, olds, each, strict=True)]
-        for logp, was, a in zip(logps, olds, each, strict=True):
-            one, ratio, cut = reference_losses.token_loss(args, name, logp, was, a, log_ratios)
+        for new, was, a in zip(logps, olds, each, strict=True):
+            one, ratio, cut = reference_losses.token_loss(args, name, new, was, a, log_ratios)
             dropped.append(reference_losses.dropped(
                 name, a, [x.detach() for x in logps], olds, engines))
             total = total + (1 + 0.1 * i) * (0.0 * one if dropped[-1] else one)  # a row's weight
@@ -288,21 +270,21 @@ def test_a_loss_is_the_formula_and_its_gradient(name, monkeypatch):
     monkeypatch.setattr(reference_losses, "GEOMETRIC", (0.8, 1.001))
     monkeypatch.setattr(reference_losses, "OPSM_DELTA", 0.02)
     for seed, per_token in itertools.product(range(3), (False, True)):
-        logprobs, old, engine, A, mask = ragged(seed, per_token)
-        found, metrics = loss(name, logprobs, old, A, mask, engine)
-        weights = (1 + 0.1 * torch.arange(6, dtype=F64))[:, None]
-        total, ratios, cuts, dropped = one_by_one(name, logprobs, old, engine, A, mask)
+        logp, old, engine, A, row = ragged(seed, per_token)
+        found, metrics = loss(name, logp, old, A, row, engine)
+        weights = 1 + 0.1 * row.double()
+        total, ratios, cuts, dropped = one_by_one(name, logp, old, engine, A, row)
         assert abs(float(((weights * found).sum() - total).detach())) < 1e-12
-        assert close(gradient((weights * found).sum(), logprobs), gradient(total, logprobs), 1e-12)
-        assert metrics["ratio"][mask].tolist() == pytest.approx(ratios, abs=1e-12)
-        assert metrics["clip_frac"][mask].tolist() == cuts
+        assert close(gradient((weights * found).sum(), logp), gradient(total, logp), 1e-12)
+        assert metrics["ratio"].tolist() == pytest.approx(ratios, abs=1e-12)
+        assert metrics["clip_frac"].tolist() == cuts
         assert any(cuts) != (name in ("sapo", "reinforce"))
-        log_r = (logprobs - old).detach()[mask]
-        assert close(metrics["approx_kl"][mask], log_r.exp() - 1 - log_r)
+        log_r = (logp - old).detach()
+        assert close(metrics["approx_kl"], log_r.exp() - 1 - log_r)
         if name in ("opsm", "geometric"):
             metric = metrics["opsm_cut" if name == "opsm" else "engine_cut"]
-            assert metric[mask].tolist() == dropped and 0 < sum(dropped) < len(dropped)
-        assert not found[~mask].any() and not any(x.requires_grad for x in metrics.values())
+            assert metric.tolist() == dropped and 0 < sum(dropped) < len(dropped)
+        assert not any(x.requires_grad for x in metrics.values())
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo"])
@@ -310,10 +292,10 @@ def test_a_loss_is_the_formula_and_its_gradient(name, monkeypatch):
 def test_a_ratio_that_overflows(name, log_ratio):
     """exp(89) is inf in float32: a clipped token's gradient was 0 * inf = nan."""
     def far(log_ratio, advantage, **options):
-        logprobs = torch.tensor([[log_ratio - 1.0]], requires_grad=True)
-        loss, metrics = losses.LOSSES[name](
-            logprobs, torch.tensor([[-1.0]]), tensor([advantage]), FULL[:1, :1], **WIDE | options)
-        return float(loss.detach()), float(gradient(loss, logprobs)), float(metrics["clip_frac"])
+        logp = torch.tensor([log_ratio - 1.0], requires_grad=True)
+        loss, metrics = losses.LOSSES[name](logp, torch.tensor([-1.0]), torch.tensor([advantage]),
+                                            torch.tensor([0]), rows=1, **WIDE | options)
+        return float(loss.detach()), float(gradient(loss, logp)), float(metrics["clip_frac"])
 
     assert far(log_ratio, -2.0, dual_clip=3.0) == pytest.approx((6, 0, 1))
     large = 2 * math.exp(min(log_ratio, 80))  # no bound acts: it must not become a silent 0
@@ -326,35 +308,45 @@ def test_a_ratio_that_overflows(name, log_ratio):
 
 @pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask"])
 def test_a_correction_is_the_formula_and_finite(kind):
-    args = SimpleNamespace(engine_correction=kind, correction_low=0.9, correction_high=1.1)
-    _, old, engine, _, mask = ragged(0)
-    got, found = losses.engine_correction(old, engine, mask, kind=kind, low=0.9, high=1.1)
-    for i, row in enumerate(mask[:5]):
+    args = SimpleNamespace(engine_correction=kind, correction_low=0.6, correction_high=1.4)
+    _, old, engine, _, row = ragged(0)
+    options = dict(kind=kind, low=0.6, high=1.4)
+    got, found = losses.engine_correction(old, engine, row, rows=ROWS, **options)
+    for i in range(ROWS):
         weights, ratios = reference_losses.engine_correction(
-            args, old[i][row].tolist(), engine[i][row].tolist())
-        assert got[i][row].tolist() == pytest.approx(weights, abs=1e-12)
-        assert found["engine_ratio"][i][row].tolist() == pytest.approx(ratios, abs=1e-12)
-    assert not got[~mask].any() and not found["engine_cut"][~mask].any()
-    assert 0 < found["engine_cut"].sum() < mask.sum()
-    engine = torch.tensor([[-501.0, -501.0]])
+            args, old[row == i].tolist(), engine[row == i].tolist())
+        assert got[row == i].tolist() == pytest.approx(weights, abs=1e-12)
+        assert found["engine_ratio"][row == i].tolist() == pytest.approx(ratios, abs=1e-12)
+    assert 0 < found["engine_cut"].sum() < len(row)
+    engine, options = torch.tensor([-501.0, -501.0]), dict(kind=kind, low=0.5, high=2.0)
     for far in (500.0, -500.0):
         got, _ = losses.engine_correction(
-            engine + far, engine, FULL[:1], kind=kind, low=0.5, high=2.0)
+            engine + far, engine, torch.zeros(2, dtype=torch.long), rows=1, **options)
         top = 2.0 if kind.endswith("truncate") and far > 0 else 0.0
-        assert got.dtype == torch.float32 and got.tolist() == [[top, top]]
+        assert got.dtype == torch.float32 and got.tolist() == [top, top]
+
+
+def test_a_mean_of_a_row_is_of_its_own_tokens():
+    row = torch.tensor([0, 0, 2, 2, 2, 3])
+    x = tensor(1, 3, 2, 5, 8, 7).requires_grad_()
+    assert losses.row_sum(x, row, 5).tolist() == [4, 4, 15, 15, 15, 7]
+    assert losses.row_mean(x, row, 5).tolist() == [2, 2, 5, 5, 5, 7]
+    slope = gradient((losses.row_mean(x, row, 5) * tensor(1, 0, 0, 3, 0, 0)).sum(), x)
+    assert slope.tolist() == [0.5, 0.5, 1, 1, 1, 0]
+    assert losses.row_mean(x[:0], row[:0], 0).tolist() == []  # a rank without a row
 
 
 def test_value_loss_is_pessimistic():
-    values, old = tensor([1.0, 1.0, 0.1, 1.0]).requires_grad_(), tensor([0.0] * 4)
-    returns, mask = tensor([2.0, 0.2, 2.0, -1.0]), row_mask([4], 4)
+    values, old = tensor(1.0, 1.0, 0.1, 1.0).requires_grad_(), tensor(*[0.0] * 4)
+    returns = tensor(2.0, 0.2, 2.0, -1.0)
     for clip, first, slope in ((0.2, 1.8, 0), (None, 1, -1)):
-        loss, cut = losses.value_loss(values, old, returns, mask, clip=clip)
-        assert (2 * loss[0]).tolist() == pytest.approx([first**2, 0.8**2, 1.9**2, 2**2])
-        assert cut.tolist() == [[clip is not None, 0, 0, 0]]
-        assert gradient(loss.sum(), values)[0].tolist() == pytest.approx([slope, 0.8, -1.9, 2])
+        loss, cut = losses.value_loss(values, old, returns, clip=clip)
+        assert (2 * loss).tolist() == pytest.approx([first**2, 0.8**2, 1.9**2, 2**2])
+        assert cut.tolist() == [clip is not None, 0, 0, 0]
+        assert gradient(loss.sum(), values).tolist() == pytest.approx([slope, 0.8, -1.9, 2])
     # V_old + (V - V_old) is not V in floating point.
-    one = (torch.full((1, 1), x) for x in (-1.9, -0.7, 0.0))
-    assert losses.value_loss(*one, FULL[:1, :1], clip=100.0)[1] == 0
+    one = (torch.full((1,), x) for x in (-1.9, -0.7, 0.0))
+    assert losses.value_loss(*one, clip=100.0)[1] == 0
 
 
 def test_token_weights():
@@ -370,35 +362,3 @@ def test_token_weights():
         assert not losses.token_weights(0 * lengths, aggregation, **options).any()
     alone = losses.token_weights(lengths, "prompt", max_tokens=9)
     assert torch.equal(alone, losses.token_weights(lengths, "sequence", max_tokens=9))
-
-
-@pytest.mark.parametrize("garbage", [nan, inf, -inf, 1e30])
-def test_padding_never_leaks(garbage):
-    """Values, metrics and gradients are 0 in the padding and do not depend on it."""
-    logprobs, old, ref, A, mask = ragged(11, per_token=True)
-
-    def everything(pad):
-        leaf, of_old, of_ref, each = (
-            torch.where(mask, x.detach(), pad).float() for x in (logprobs, old, ref, A))
-        leaf.requires_grad_()
-        out = []
-        for loss in losses.LOSSES.values():
-            token_loss, metrics = loss(leaf, of_old, each, mask, **WIDE | {"dual_clip": 3.0})
-            metrics["ratio"] = torch.where(mask, metrics["ratio"], 0)
-            out += [token_loss, *metrics.values()]
-            assert token_loss.dtype == torch.float32
-        out += [losses.kl_estimate(leaf, of_ref, mask, kind=kind) for kind in ("k1", "k2", "k3")]
-        out += losses.value_loss(leaf, of_old, of_ref.double(), mask, clip=0.2)
-        for kind in ("truncate", "mask"):
-            w, metrics = losses.engine_correction(
-                of_old, of_ref, mask, kind=kind, low=0.5, high=2.0)
-            out += [w, metrics["engine_cut"]]
-        out += [losses.token_rewards(tensor(*range(6)), of_old, of_ref, mask, kl_coef=0.1),
-                *losses.gae(of_old, of_ref, mask, gamma=0.9, lam=0.9),
-                losses.rewards_to_go(of_old, mask), losses.whiten(of_old, mask)]
-        out += torch.autograd.grad(sum(x.sum() for x in out if x.requires_grad), leaf)
-        assert not any(x[~mask].any() for x in out)
-        return [*out, losses.masked_mean(of_old, mask)]
-
-    for clean, dirty in zip(everything(0.0), everything(garbage), strict=True):
-        assert torch.equal(clean, dirty) and dirty.isfinite().all()

@@ -22,6 +22,7 @@ from transformers import (
 
 from learning import difference
 from preflight import worst_case
+from tools import float64
 from trainer import model, packing
 from trainer.batch import Batch, Micro
 
@@ -40,7 +41,7 @@ def small(kind: str):
     torch.manual_seed(3)
     made, config = MODELS[kind]
     lm = made(config(**SIZES, head_dim=8, attn_implementation="sdpa")).double().eval()
-    model.widen(lm)
+    float64.widen(lm)
     return lm
 
 
@@ -57,13 +58,13 @@ def samples_of(groups, seed: int = 0) -> list:
 
 
 def packed_logprobs(lm, samples: list) -> torch.Tensor:
-    """(N, T) from one packed micro-batch, with gradient."""
+    """(M,) from one packed micro-batch, with gradient."""
     lm.set_attn_implementation("packed")
     micro = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu"))
     prompts = [prompt for prompt, _ in groupby(s.prompt.row.prompt_ids for s in samples)]
     assert micro.tokens == sum(map(len, prompts)) + sum(len(s.completion.ids) - 1 for s in samples)
     module = model.LogprobModel(lm, 0)
-    return micro.spread(module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0])
+    return module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0]
 
 
 def one_by_one(lm, samples: list, attention: str = "sdpa") -> torch.Tensor:
@@ -74,13 +75,13 @@ def one_by_one(lm, samples: list, attention: str = "sdpa") -> torch.Tensor:
         prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
         logps = lm(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
         rows.append(torch.stack([logps[len(prompt) - 1 + t, i] for t, i in enumerate(ids)]))
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_packed_input_is_its_rows(kind):
     lm, samples = small(kind), samples_of(GROUPS)
-    weights = torch.randn(len(samples), 20, dtype=torch.float64)
+    weights = torch.randn(sum(len(s.completion.ids) for s in samples), dtype=torch.float64)
     found = {}
     for way in packed_logprobs, one_by_one:
         lm.zero_grad()
@@ -94,12 +95,13 @@ def test_a_packed_input_is_its_rows(kind):
 def test_a_completion_sees_no_other():
     lm = small("qwen2").float()
     with torch.no_grad():
-        before = packed_logprobs(lm, samples_of(GROUPS))
-        for row in range(len(before)):
+        batch = Batch(samples_of(GROUPS))
+        before = packed_logprobs(lm, batch.samples)
+        for row in range(len(batch.samples)):
             samples = samples_of(GROUPS)
             ids = samples[row].completion.ids
             ids[:] = (ids + 1) % 64
-            changed = (packed_logprobs(lm, samples) != before).any(1)
+            changed = batch.of_tokens(packed_logprobs(lm, samples) != before) > 0  # (N,)
             assert changed[row] and changed.sum() == 1, row
 
 
@@ -142,7 +144,7 @@ def test_windows_and_soft_caps_are_packed(kind):
     made, config, more = WINDOWS[kind]
     torch.manual_seed(3)
     lm = made(config(**SIZES, head_dim=8, **more)).double().eval()
-    model.widen(lm)
+    float64.widen(lm)
     samples = samples_of([(14, (12, 2, 20)), (3, (1, 5, 9, 2)), (9, (7, 6))])
     with torch.no_grad():
         ours = packed_logprobs(lm, samples)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import losses
 from preflight import loss_flags
-from test_losses import F64, act_more, advantages, close, gradient, ragged, variant
+from test_losses import F64, LENGTHS, act_more, advantages, close, gradient, ragged, variant
 from test_losses import loss as ours_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -74,11 +74,16 @@ def statement(path: str, inside: str, text: str) -> ast.stmt:
 
 
 def batch():
-    """Numbers everywhere: theirs multiply by the mask. The row without a token is left out."""
-    logprobs, old, engine, A, mask = ragged(0)
-    logprobs, old, engine, A = (
-        torch.where(x.isnan(), -0.5, x)[:5].detach() for x in (logprobs, old, engine, A))
-    return logprobs.requires_grad_(), old, engine, A, mask[:5]
+    """Ours, (n,) each, and theirs: (5, 7), and the mask. The completion without a token is left
+    out. Theirs multiply by the mask, so there are numbers everywhere."""
+    logp, old, engine, A, row = ragged(17)
+    mask = torch.arange(7) < torch.tensor(LENGTHS[:5]).unsqueeze(1)
+    logp = logp.detach().requires_grad_()
+
+    def padded(x):
+        return torch.full(mask.shape, -0.5).masked_scatter(mask, x)
+
+    return (logp, old, engine, A, row), (*map(padded, (logp, old, engine, A)), mask)
 
 
 # ---- TRL
@@ -112,17 +117,16 @@ def trl_loss(path: str, logprobs, old, A, mask, inputs=None, **given):
            "accelerator": Anything(gather=same, reduce=same),
            "get_off_policy_mask": function(GRPO_TRAINER, "get_off_policy_mask")} | given)
     nothing = torch.zeros(5, 1)
-    inputs = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": torch.zeros(5, 9),
-              "completion_mask": mask.long(), "advantages": A.squeeze(1),
+    inputs = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": torch.zeros(5, 7),
+              "completion_mask": mask.long(), "advantages": A[:, 0],
               "old_per_token_logps": old} | (inputs or {})
     nan = {"nanmin": torch.min, "nanmax": torch.max}
     return function(path, "_compute_loss", **nan)(trainer, None, inputs)
 
 
-def ours(loss, mask, kind: str = "sequence"):
+def ours(loss, row, kind: str = "sequence"):
     """The sum with the weights of an aggregation."""
-    weights = losses.token_weights(mask.sum(1), kind, max_tokens=99)[:, None]
-    return torch.where(mask, weights * loss, 0).sum()
+    return (losses.token_weights(row.bincount(), kind, max_tokens=99)[row] * loss).sum()
 
 
 def check(mine, theirs, logprobs):
@@ -135,7 +139,7 @@ def check(mine, theirs, logprobs):
 @pytest.mark.parametrize("name", ["sapo", "gmpo", "opsm"])
 def test_trls_losses(name, monkeypatch):
     act_more(monkeypatch, "opsm", DELTA=0.02)
-    logprobs, old, engine, A, mask = batch()
+    mine, (logprobs, old, engine, A, mask) = batch()
     path, inputs, given = {
         "sapo": (GRPO_TRAINER, None, {"loss_type": "sapo"}),
         "gmpo": ("trl/experimental/gmpo/gmpo_trainer.py", None,
@@ -144,36 +148,40 @@ def test_trls_losses(name, monkeypatch):
                  {"loss_type": "grpo", "off_policy_mask_threshold": 0.02})}[name]
     theirs = trl_loss(path, logprobs, old, A, mask, inputs, **given)
     bounds = {} if name == "gmpo" else PPO
-    mine, _ = ours_of(name, logprobs, old, A, mask, engine, **bounds)
-    check(ours(mine, mask), theirs, logprobs)
+    logp, old, engine, A, row = mine
+    loss, _ = ours_of(name, logp, old, A, row, engine, **bounds)
+    check(ours(loss, row), theirs, logp)
 
 
 def test_trls_kl_times_the_ratio():
-    logprobs, old, ref, A, mask = batch()
-    theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, {"ref_per_token_logps": ref}, beta=0.3,
-                      loss_type="grpo", args={"use_bias_correction_kl": True})
-    mine, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)
-    kl = losses.kl_estimate(logprobs, ref, mask, kind="k3_ratio", old_logprobs=old)
-    check(ours(mine + 0.3 * kl, mask), theirs, logprobs)
+    (logp, old, ref, A, row), (logprobs, their_old, their_ref, their_A, mask) = batch()
+    theirs = trl_loss(GRPO_TRAINER, logprobs, their_old, their_A, mask,
+                      {"ref_per_token_logps": their_ref}, beta=0.3, loss_type="grpo",
+                      args={"use_bias_correction_kl": True})
+    mine, _ = losses.clip_loss(logp, old, A, row, **PPO)
+    kl = losses.kl_estimate(logp, ref, kind="k3_ratio", old=old)
+    check(ours(mine + 0.3 * kl, row), theirs, logp)
 
 
 @pytest.mark.parametrize("kind, mode, low", [
     ("truncate", "token_truncate", None), ("mask", "token_mask", 0.9),
     ("sequence_truncate", "sequence_truncate", None), ("sequence_mask", "sequence_mask", 0.4)])
 def test_trls_corrections(kind, mode, low):
-    logprobs, old, engine, A, mask = batch()
+    mine, (logprobs, old, engine, A, mask) = batch()
     node = statement(GRPO_TRAINER, "_generate_and_score_completions", "per_token_logps_diff =")
     trainer = Anything(use_vllm=True, vllm_importance_sampling_correction=True,
                        vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.3,
                        vllm_importance_sampling_clip_min=low)
     found = run([node], {"self": trainer, "old_per_token_logps": old, "tool_mask": None,
                          "sampling_per_token_logps": engine, "completion_mask": mask.long()})
-    weights = found["vllm_importance_sampling_ratio"]  # (5, 9) or (5, 1)
-    mine, _ = losses.engine_correction(old, engine, mask, kind=kind, low=low or 0.0, high=1.3)
-    loss, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)
+    weights = found["vllm_importance_sampling_ratio"]  # (5, 7) or (5, 1)
     theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, {"importance_sampling_ratio": weights},
                       loss_type="grpo", use_vllm=True, vllm_importance_sampling_correction=True)
-    check(ours(loss * mine, mask), theirs, logprobs)
+    logp, old, engine, A, row = mine
+    factors, _ = losses.engine_correction(old, engine, row, rows=5, kind=kind, low=low or 0.0,
+                                          high=1.3)
+    loss, _ = losses.clip_loss(logp, old, A, row, **PPO)
+    check(ours(loss * factors, row), theirs, logp)
 
 
 def trl_advantages(parts, weights, **given):
@@ -233,29 +241,31 @@ class Config(SimpleNamespace):
 
 
 def test_verls_dppo():
-    logprobs, old, _, A, mask = batch()
+    mine, (logprobs, old, _, A, mask) = batch()
     config = Config(clip_ratio=0.2, clip_ratio_low=0.05, clip_ratio_high=0.08, global_batch_info={})
     names = {"verl_F": verl_functions(), "ActorConfig": Config, "AlgoConfig": type(None)}
     names["agg_loss"] = function(CORE, "agg_loss", **names)
     theirs = function(CORE, "compute_policy_loss_dppo_tv", **names)(
-        old, logprobs, A.expand(mask.shape), mask.to(F64), "token-mean", config)[0]
-    mine, metrics = ours_of("dppo", logprobs, old, A, mask)
-    check(ours(mine, mask, "token"), theirs, logprobs)
+        old, logprobs, A, mask.to(F64), "token-mean", config)[0]
+    logp, old, _, A, row = mine
+    loss, metrics = ours_of("dppo", logp, old, A, row)
+    check(ours(loss, row, "token"), theirs, logp)
     assert metrics["clip_frac"].any()
 
 
 def test_verls_geometric_rejection(monkeypatch):
     """Theirs is about engine / trainer: their bounds are 1 / ours."""
-    logprobs, old, engine, A, mask = batch()
+    (logp, old, engine, A, row), (_, their_old, their_engine, _, mask) = batch()
     names = {"verl_F": verl_functions(), "SAFETY_BOUND": 20.0, "compute_rs_metrics":
              lambda **options: {}, "SUPPORTED_ROLLOUT_RS_OPTIONS": {"seq_mean_k1"},
              "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": set()}
     names["_parse_rollout_rs_thresholds"] = lambda *given: {
         "seq_mean_k1": {"lower": 1 / 1.05, "upper": 1 / 0.95}}
     theirs, _ = function(CORRECTION, "compute_rollout_rejection_mask", **names)(
-        old - engine, mask.to(F64), "seq_mean_k1", "given above")
+        their_old - their_engine, mask.to(F64), "seq_mean_k1", "given above")
     act_more(monkeypatch, "geometric", LOW=0.95, HIGH=1.05)
-    mine, metrics = ours_of("geometric", logprobs, old, A, mask, engine, **PPO)
-    assert torch.equal(metrics["engine_cut"], mask & (theirs == 0))
-    clipped, _ = losses.clip_loss(logprobs, old, A, mask, **PPO)
-    assert torch.equal(mine, torch.where(theirs > 0, clipped, 0))
+    mine, metrics = ours_of("geometric", logp, old, A, row, engine, **PPO)
+    kept = theirs[mask] > 0  # (n,)
+    assert torch.equal(metrics["engine_cut"], ~kept) and 0 < kept.sum() < len(kept)
+    clipped, _ = losses.clip_loss(logp, old, A, row, **PPO)
+    assert torch.equal(mine, torch.where(kept, clipped, 0))

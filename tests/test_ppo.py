@@ -8,6 +8,7 @@ import learning
 import ppo
 import ranks
 from learning import LONGEST, difference, fabricate, make_models, whole
+from tools import float64
 from trainer import lora, model
 
 BASE = dict(critic_lr=1e-3, minibatches=1, critic_update_tokens=4096, critic_score_tokens=4096)
@@ -45,7 +46,7 @@ def learn_all(world, folder: str, prompts: int, dtype: str, rank: int) -> list[d
     out, source = [], f"{folder}/tied"
     weights = model.ModelArgs(dtype=dtype)
     kinds = (model.LogprobModel, model.ValueModel, model.LogprobModel)
-    modules = [model.build(kind, source, world, weights, adapters=rank and lora.LoraArgs(rank))
+    modules = [float64.build(kind, source, world, weights, adapters=rank and lora.LoraArgs(rank))
                for kind in kinds]
     for case in CASES:
         args = learning.arguments(ppo, **BASE | case)

@@ -32,6 +32,7 @@ from reference_settings import (
     drawn,
     samples_of,
 )
+from tools import float64
 from trainer import experts, lora, model
 from trainer.batch import Sample
 
@@ -141,8 +142,8 @@ class Shipped:
         key = (kind, name, str(adapters), args.model_args.checkpointing,
                args.expert_args.freeze_router)
         if key not in self.built:
-            module = model.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
-                                 adapters=adapters)
+            module = float64.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
+                                   adapters=adapters)
             for parameter, p in module.named_parameters():
                 if lora.is_adapter(parameter) or parameter == "head.weight":
                     self.put(p, start_of(short(parameter), p.shape))

@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tools import report
@@ -43,10 +42,9 @@ def made_up(prompt: int, n: int, rng, text: str | None = None) -> dict:
     row = {"position": prompt, "prompt": f"prompt {prompt}", "completion": whole,
            "turns": [{"role": "assistant", "content": whole}], "answer": "a",
            "reward": rng.random(), "rewards": {"exact": 1.0}, "advantage": advantage,
-           "tokens": n, "truncated": False, "token_texts": texts, "sampled": [True] * n,
-           "advantages": [advantage] * n}
-    for name in "engine_logprobs", "logprobs", "logprobs_after", "entropies":
-        row[name] = [round(-rng.expovariate(1), 7) for _ in range(n)]
+           "tokens": n, "truncated": False, "token_texts": texts, "sampled": [True] * n}
+    row["engine_logprobs"] = [round(-rng.expovariate(1), 7) for _ in range(n)]
+    row["advantages"] = [round(rng.gauss(0, 1), 7) for _ in range(n)]  # as with a critic
     return row
 
 
@@ -255,22 +253,10 @@ def test_it_filters_sorts_searches_and_colors(browser, small):
         browser.locator(".top").all_text_contents()))]
     assert len(shown) > 20 and shown == sorted(shown, reverse=True)
     colors = {}
-    for mode in "push", "change", "entropy", "gap", "logprob", "put":
+    for mode in "advantage", "logprob", "put":
         put_in(browser, "color", mode)
         colors[mode] = tuple(browser.evaluate(
             "[...document.querySelectorAll('.t')].map(e => getComputedStyle(e).backgroundColor)"))
-    assert len({*colors.values()}) == 6 and all(len({*x}) > 5 for k, x in colors.items()
+    assert len({*colors.values()}) == 3 and all(len({*x}) > 5 for k, x in colors.items()
                                                 if k != "put")
     assert len({*colors["put"]}) == 2 and not browser.said
-
-
-def test_the_means_in_the_page_are_those_of_its_tokens(browser, small):
-    opened(browser, small)
-    put_in(browser, "step", "0")
-    text, tokens = browser.text_content("#means"), parts(small)[1][0]["tokens"]
-    bears = np.array(tokens["bears"], bool)
-    for name, theirs in ("entropy", 0.5), ("gap", 1e-6):
-        ours, shown = re.search(rf"{name} (\S+) \(metrics.jsonl: (\S+)\)", text).groups()
-        values = np.array(tokens["numbers"][name]["values"]) * tokens["numbers"][name]["unit"]
-        assert abs(float(ours) - values[bears].mean()) < 1e-8 and float(shown) == theirs
-    assert not browser.said

@@ -11,6 +11,7 @@ from data import Row, Stream
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
 from live import Live
 from preflight import plan
+from tools import float64
 from trainer import model
 
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
@@ -125,7 +126,7 @@ def an_epoch(world, folder: str) -> dict:
     """An epoch of 23 prompts in batches of 7, through `grpo.learn`; then 7 evaluation rows."""
     args = learning.arguments(batch=7, minibatches=2, epochs=2, update_tokens=77, score_tokens=50,
                               dtype="float64")
-    module = model.build(model.LogprobModel, f"{folder}/tied", world, args.model_args)
+    module = float64.build(model.LogprobModel, f"{folder}/tied", world, args.model_args)
     policy = learning.Spy(module, world, args.model_args, args.optimizer_args)
     policy.gradients, metrics, drawn = [], [], []
     stream = Stream([Row(i, "", [1], None, {}, "") for i in range(23)], seed=0)

@@ -272,11 +272,13 @@ def test_only_sampled_tokens_are_targets():
     micro = batch.Micro(there, list(range(len(samples))), torch.device("cpu"))
     expected = [x for s in samples for x in s.completion.ids[s.completion.sampled].tolist()]
     assert micro.targets.tolist() == expected and len(micro.source) == len(expected)
+    engine = [x for s in samples for x in s.completion.logprobs[s.completion.sampled].tolist()]
+    assert micro.engine_logprobs.tolist() == engine
     before = [(p + c)[len(p) + t - 1] for s in samples
               for p, c in [(s.prompt.row.prompt_ids, s.completion.ids.tolist())]
               for t in np.flatnonzero(s.completion.sampled)]
     assert micro.inputs["input_ids"].flatten()[micro.source].tolist() == before
-    assert there.sampled.sum() == len(expected) < there.lengths.sum()
+    assert there.tokens.sum() == len(expected) < there.lengths.sum()
 
 
 # ---- examples, and what is refused

@@ -13,7 +13,6 @@ from keeping import checkpoint
 from preflight import loss_flags, plan
 from test_losses import (
     BOUNDS,
-    FULL,
     advantages,
     all_logprobs,
     close,
@@ -28,8 +27,8 @@ from test_losses import (
 
 ROOT = Path(__file__).parent.parent
 MINE = """
-def good(logprobs, old_logprobs, advantages, mask, **others):
-    return -advantages * logprobs, {}
+def good(logp, old, A, row, **others):
+    return -A * logp, {}
 
 def refuses(args):
     if args.epochs > 1:
@@ -69,7 +68,7 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
     ("there is no such loss. Would work: --loss variants/sapo.py:sapo.", {"loss": "sapo"}),
     ("there is no file nowhere.py, here or in", {"loss": "nowhere.py:f"}),
     ("does not say which function. Would work: --loss mine.py:NAME", {"loss": "mine.py"}),
-    ("needs a function bad(logprobs, old_logprobs, advantages, mask, *, engine", {
+    ("needs a function bad(logp, old, A, row, *, rows, engine", {
         "loss": "mine.py:bad"}),
     ("needs a function good(rewards, group, *, scored, eps", {"advantage": "mine.py:good"}),
     ("mine.py:good is for one epoch. Would work: --loss clip", {"loss": "mine.py:good",
@@ -93,7 +92,7 @@ def files_of(world, folder: str) -> list[str]:
 
 def test_a_file_is_the_same_on_all_ranks_and_in_a_resumed_run(tmp_path):
     (tmp_path / "0.py").write_text(MINE)
-    (tmp_path / "1.py").write_text(MINE.replace("-adv", "-2 * adv"))
+    (tmp_path / "1.py").write_text(MINE.replace("-A", "-2 * A"))
     found, = ranks.results(3, files_of, str(tmp_path))[0]
     assert found.startswith("loss_file is ") and "rank 2; it must be the same" in found
     digests = [loss_flags.digests(plan.changed(grpo.Args(), loss=f"{tmp_path}/{name}.py:good"))
@@ -110,9 +109,10 @@ def test_far_from_pi_old_a_loss_and_its_gradient_are_finite(name):
     """In float32, where exp(500) is inf. Of π and of π_old one is tiny; also beside a near token.
     """
     for far, A in itertools.product((500.0, -500.0, 80.0), (1.5, -1.5)):
-        old = torch.tensor([[-501.0 if far > 0 else -1.0, -1.0]])
-        logprobs = (old + torch.tensor([[far, 0.1]])).requires_grad_()
-        found, _ = loss(name, logprobs, old, torch.tensor([[A]]), FULL[:1], dual_clip=None)
+        old = torch.tensor([-501.0 if far > 0 else -1.0, -1.0])
+        logprobs = (old + torch.tensor([far, 0.1])).requires_grad_()
+        found, _ = loss(name, logprobs, old, torch.tensor([A, A]), torch.tensor([0, 0]),
+                        dual_clip=None)
         assert found.dtype == torch.float32 and found.isfinite().all()
         assert gradient(found.sum(), logprobs).isfinite().all()
 

@@ -35,7 +35,7 @@ from preflight import inputs, memory, plan, worst_case
 from preflight.shape import shape_from, shape_of
 from ranks import results
 from rewards import Score
-from tools import report
+from tools import float64, report
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Sample
 
@@ -284,7 +284,7 @@ def naive(lm, sample: Sample):
 def in_float64(source: Path):
     from transformers import AutoModelForImageTextToText
     lm = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float64)
-    model.widen(seeing.text_of(lm))
+    float64.widen(seeing.text_of(lm))
     return lm
 
 
@@ -319,7 +319,7 @@ def updates(world, folder: Path, kind: str) -> list:
         args = plan.changed(grpo.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
                             update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
                             train_vision=trains)
-        module = model.build(model.LogprobModel, str(folder / kind), world, args.model_args)
+        module = float64.build(model.LogprobModel, str(folder / kind), world, args.model_args)
         policy = Spy(module, world, args.model_args, args.optimizer_args)
         grpo.learn(args, world, policy, samples, lr=1e-3)
         first = policy.gradient
@@ -352,9 +352,9 @@ def distilled(world, folder: Path) -> dict:
     """The gradient of one step from a teacher's whole distributions."""
     args = plan.changed(distill.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
                         teacher="x", divergence="reverse_kl", update_tokens=300)
-    module = model.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
+    module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = Spy(module, world, args.model_args, args.optimizer_args)
-    teacher = model.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
+    teacher = float64.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
     teacher = model.made(model.Policy, teacher, world, args.model_args, args.optimizer_args)
     distill.learn(args, world, policy, fabricate(folder, "split"), lr=1e-3, reference=teacher)
     return policy.gradient
@@ -378,7 +378,7 @@ def tried(world, folder: Path) -> list[int]:
     """Tiles that the tower saw in each forward of the worst case."""
     args = plan.changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
                         score_tokens=480, minibatches=2)
-    module = model.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
+    module = float64.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
     policy = model.made(model.Policy, module, world, args.model_args, args.optimizer_args)
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     seeing.tower_of(module.lm)[0].register_forward_pre_hook(
@@ -404,7 +404,7 @@ def sharded(world, folder: str) -> list[str]:
     critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
     critic = model.made(model.Critic, critic, world, model.ModelArgs(), model.OptimizerArgs())
     micro, = Batch(fabricate(Path(folder).parent)).micros(world, [*range(15)], 999, "values")
-    assert critic.values(micro).shape == micro.sampled.shape
+    assert critic.values(micro).shape == micro.targets.shape
     return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
 
 

@@ -54,7 +54,7 @@ def main(folder: str, reply: str, out: str) -> None:
         sample.score = Score(0.0, {}, None)
     there = Batch(samples)
     found = there.score(world, 2048, "score", lambda micro: policy.logprobs(micro, 0.9)[0])
-    gap = float((found - families.engine_logprobs(there)).abs().max())  # 0 where not sampled
+    gap = float((found - families.engine_logprobs(there)).abs().max())
     done = [s.completion for s in samples]
     if world.rank == 0:
         Path(out).write_text(json.dumps({

@@ -41,12 +41,12 @@ def engine_run(folder: str, out: str, tp: str) -> None:
         ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, 1.0)[0])
         found["gaps"].append(float((ours - families.engine_logprobs(batch)).abs().max()))
         found["sampled"] += sum(int((s.completion.ids == eyes.token).sum()) for s in samples)
-        for sample, span in zip(batch.samples, batch.spans, strict=True):
+        for sample, own in zip(batch.samples, batch.split(ours), strict=True):
             plain = same_policy.plain_logprobs(run, sample)
-            found["plain"].append(float((plain - ours[span]).abs().max()))
+            found["plain"].append(float((plain - own).abs().max()))
         for micro in batch.micros(world, [*range(len(samples))], 400, "update"):
             logprobs, _ = policy.logprobs(micro, 1.0)
-            policy.backward((logprobs * micro.sampled).sum() / 100)
+            policy.backward(logprobs.sum() / 100)
         assert policy.step(3e-3) > 0
     a, b = samples[0], samples[4]  # equal ids, other pictures
     swapped = families.scored([b.prompt, a.prompt], [a.completion, b.completion])

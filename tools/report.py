@@ -111,26 +111,17 @@ def about(run: Path, group: int) -> dict:
             "steps": args["steps"], "done": finished_steps(run) == args["steps"]}
 
 
-def quantized(values, counted, unit: float) -> list[int]:
-    """values / unit, as integers. Where `counted`, the rest of a rounding goes to the next value:
-    their mean is right to unit / n."""
-    whole = np.rint(values / unit)
-    sums = np.rint(np.cumsum(values[counted]) / unit)
-    whole[counted] = np.diff(sums, prepend=0)
-    return whole.astype(int).tolist()
-
-
-def unit_of(values, n: int) -> float:
-    """A power of ten: 1/1000 of the largest, and a mean of n values is right to 1e-7."""
-    largest = max(float(np.abs(values).max()), 1e-9)
-    return 10.0 ** min(np.floor(np.log10(largest)) - 3, np.floor(np.log10(1e-7 * max(n, 1))))
+def quantized(values) -> dict:
+    """As integers, and their unit: a power of ten, a thousandth of the largest or less."""
+    unit = 10.0 ** (np.floor(np.log10(max(float(np.abs(values).max()), 1e-9))) - 3)
+    return {"unit": unit, "values": np.rint(values / unit).astype(int).tolist()}
 
 
 def tokens(rows: list[dict], step: int) -> dict | None:
-    """The tokens of all rows, one after another, and their numbers in nats; None: there are none.
+    """The tokens of all rows, one after another, and their numbers; None: there are none.
 
-    step: the number of steps done after this one. change: of the log-prob over the step. gap:
-    |trainer - engine|. bears: whether it bears loss.
+    step: the number of steps done after this one. logprob: the engine's, in nats. bears: whether a
+    token bears loss.
     """
     seen = [row for row in rows if row.get("token_texts")]
     if not seen:
@@ -144,18 +135,12 @@ def tokens(rows: list[dict], step: int) -> dict | None:
     lengths = [len(row.get("token_texts", ())) for row in rows]
     learns = np.repeat([row["advantage"] is not None for row in seen],
                        [n for n in lengths if n])
-    sampled, before = flat("sampled") > 0, flat("logprobs")
+    sampled = flat("sampled") > 0
     bears = sampled & learns
-    numbers = {"logprob": before, "change": flat("logprobs_after") - before,
-               "entropy": flat("entropies"), "gap": np.abs(before - flat("engine_logprobs")),
-               "advantage": flat("advantages")}
+    numbers = {"logprob": flat("engine_logprobs"), "advantage": flat("advantages")}
     if "steps" in seen[0]:  # whose policy sampled it, with --carry
         numbers["age"] = step - 1 - flat("steps")
-    found = {}
-    for name, values in numbers.items():
-        values = np.where(sampled, values, 0)
-        unit = unit_of(values, int(bears.sum()))
-        found[name] = {"unit": unit, "values": quantized(values, bears, unit)}
+    found = {name: quantized(np.where(sampled, values, 0)) for name, values in numbers.items()}
     return {"vocab": [*vocab], "ids": [vocab[text] for text in texts], "lengths": lengths,
             "sampled": sampled.astype(int).tolist(), "bears": bears.astype(int).tolist(),
             "numbers": found}

@@ -1,5 +1,4 @@
 """tools/trial.py: a file's `learn` under the conditions of a trial, on real ranks (gloo)."""
-import math
 import os
 import pickle
 import socket
@@ -19,6 +18,7 @@ import dist
 import losses
 from keeping import checkpoint
 from preflight import plan
+from tools import float64
 from trainer import lora, model
 from trainer.batch import Batch, Micro, Sample
 
@@ -30,7 +30,6 @@ class Trial:
     steps: list[list[Sample]]  # the samples of each call
     ranks: int = 1
     shared: bool = True  # prompts, by their completions in a micro-batch
-    nan: bool = False  # where there is no number
     plain: bool = False  # one sequence at a time, by transformers
     only: range | None = None  # these rows alone have a gradient; losses.whiten, batch_std are off
     save: bool = False  # a checkpoint after it
@@ -61,13 +60,11 @@ class Watched:
         return super().step(lr)
 
     def shown(self, micro: Micro, values):
-        """(b, t) → (b, t)"""
-        if self.trial.only is not None:
-            inside = torch.tensor([row in self.trial.only for row in micro.rows])
-            values = torch.where(inside.view(-1, 1), values, values.detach())
-        if self.trial.nan:
-            values = torch.where(micro.sampled, values, math.nan)
-        return values
+        """(n,) → (n,): with a gradient where the trial wants one."""
+        if self.trial.only is None:
+            return values
+        inside = torch.tensor([row in self.trial.only for row in micro.rows], dtype=torch.bool)
+        return torch.where(inside[micro.row], values, values.detach())
 
 
 class Policy(Watched, model.Policy):
@@ -102,8 +99,8 @@ class Models:
 
     def build(self, name: str, args):
         place = "reference" if name == "reference" else "model"
-        return model.build(CLASSES[name][0], f"{self.folder}/{place}", self.world, args.model_args,
-                           adapters=self.adapters)
+        return float64.build(CLASSES[name][0], f"{self.folder}/{place}", self.world,
+                             args.model_args, adapters=self.adapters)
 
     def fresh(self, trial: Trial) -> dict[str, Watched]:
         """All of them with their starting weights and with new optimizers."""
@@ -162,42 +159,23 @@ def single_rows(self, world, rows, budget, phase, learns=None) -> list[Micro]:
 @contextmanager
 def conditions(trial: Trial, file, outcome: Outcome):
     """Inside, batches are as the trial wants them. file: the module whose `learn` is called."""
-    real_init, real_score = Batch.__init__, Batch.score
-    real_micro, real_slice = Micro.__init__, Micro.slice
+    real_init = Batch.__init__
 
     def init(self, samples):
         real_init(self, samples)
         if not trial.shared:
             self.sizes = [(row, p, c) for row, (_, p, c) in enumerate(self.sizes)]
-        if trial.nan:
-            self.rewards = torch.where(self.scored, self.rewards, math.nan)
 
-    def score(self, *inputs):
-        scores = real_score(self, *inputs)
-        return torch.where(self.sampled, scores, math.nan) if trial.nan else scores
-
-    def micro(self, *inputs):
-        real_micro(self, *inputs)
-        if trial.nan:
-            self.engine_logprobs = torch.where(self.sampled, self.engine_logprobs, math.nan)
-
-    def sliced(self, values):
-        found = real_slice(self, values)
-        if trial.nan and len(values) > len(self.batch.samples) and self.rows:
-            found = torch.where(self.sampled, found, math.nan)
-        return found
-
-    def whiten(values, mask):
+    def whiten(values, among):
         outcome.whitened = True
-        return torch.where(mask, values.double(), 0)
+        return torch.where(among, values.double(), 0)
 
     def batch_std(rewards, scored):
         outcome.whitened = True
         return 1.0
 
     with ExitStack() as stack:
-        stack.enter_context(patch.multiple(Batch, __init__=init, score=score))
-        stack.enter_context(patch.multiple(Micro, __init__=micro, slice=sliced))
+        stack.enter_context(patch.object(Batch, "__init__", init))
         if trial.plain:
             stack.enter_context(patch.object(Batch, "micros", single_rows))
             stack.enter_context(patch.object(model.LogprobModel, "forward", plain_forward))

@@ -3,9 +3,9 @@
     batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
     minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
 
-N completions have M tokens together. What is one number a completion is (N,). What is one number a
-token is (M,): the tokens of all completions, one after another. Only the rows of a micro-batch are
-padded, to (b, t): no cost grows with N × the longest completion.
+N completions have M sampled tokens together. What is one number a completion is (N,). What is one
+number a token is (M,): one completion after another. What a reply put in is in the input, and is no
+token of the batch. A micro-batch has n of the tokens: (n,). Nothing is padded.
 """
 import math
 from collections import defaultdict
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from data import Prompt
 from dist import World, balance, share
@@ -51,8 +50,7 @@ class Sample:
     text: str = ""  # decoded when it is scored
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: not in the loss
-    advantages: torch.Tensor | None = None  # (T,), or () if its tokens have the same
-    looks: tuple = ()  # samples.look's, before and after the update
+    advantages: torch.Tensor | None = None  # of each sampled token
 
 
 def given(prompt: Prompt) -> Sample:
@@ -63,42 +61,42 @@ def given(prompt: Prompt) -> Sample:
     return Sample(prompt, completion, "", Score(0.0, {}, None))
 
 
-def pad(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Vectors → one matrix, zeros to the right."""
-    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
-
-
 class Batch:
-    """N samples in request order. `spans` says which of the M tokens are a completion's."""
+    """N samples in request order."""
 
     def __init__(self, samples: list[Sample]):
         self.samples, done = samples, [s.completion for s in samples]
         self.lengths = torch.tensor([len(c.ids) for c in done], dtype=torch.long)  # (N,)
         self.tokens = torch.tensor([c.tokens for c in done], dtype=torch.long)  # (N,) sampled ones
+        self.starts = (self.tokens.cumsum(0) - self.tokens).tolist()  # N places among the M tokens
         self.truncated = torch.tensor([c.truncated for c in done], dtype=torch.bool)  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
-        masks = [c.sampled for c in done]  # never `ids != pad`: pad may end a sequence
-        self.sampled = torch.from_numpy(np.concatenate(masks or [np.zeros(0, bool)]))  # (M,)
-        self.spans, self.sizes = [], []  # of each row; sizes: see dist.Size
-        start, last = 0, None
+        self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
-            row, end = sample.prompt.row, start + len(sample.completion.ids)
+            row = sample.prompt.row
             if last != (row.prompt_ids, row.pictures):  # equal neighbours share a prompt
                 owner, last = i, (row.prompt_ids, row.pictures)
-            self.sizes.append((owner, len(row.prompt_ids), end - start))
-            self.spans.append(slice(start, end))
-            start = end
+            self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """(N,) → (M,): each token gets its completion's number."""
+        return x.repeat_interleave(self.tokens)
+
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """(M,) → (N,) float64: the sum over each completion's tokens."""
+        sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
+        return torch.tensor(sums, dtype=torch.float64)
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(M,) → N views, each of one completion's tokens."""
+        return x.split(self.tokens.tolist())
 
     def part(self, name: str) -> torch.Tensor:
         """(N,) float64: one of the rewards that --reward adds up, without its weight."""
         parts = [s.score.parts[name] for s in self.samples]
         return torch.tensor([x or 0.0 for x in parts], dtype=torch.float64)
-
-    def mask(self, loss_tokens) -> torch.Tensor:
-        """(M,) bool: which tokens are in the loss: those of a completion with loss_tokens > 0."""
-        return self.sampled & (loss_tokens > 0).repeat_interleave(self.lengths)
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
@@ -122,58 +120,20 @@ class Batch:
         return micros
 
     def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
-        """forward(micro) → (b, t), without gradient, over all rows → (M,) on every rank. Or a stack
-        (k, b, t) → (k, M)."""
+        """forward(micro) → (n,), without gradient, over all rows → (M,) on every rank."""
         micros = self.micros(world, range(len(self.sizes)), budget, phase)
         with torch.no_grad():
             found = [forward(micro).cpu() for micro in micros]
-        scores = found[0].new_zeros(*found[0].shape[:-2], len(self.sampled))
+        scores = found[0].new_zeros(int(self.tokens.sum()))
         for micro, values in zip(micros, found, strict=True):
-            self.put(scores, micro.rows, values)
+            scores[micro.places] = values
         return world.sum(scores)  # one rank computed each row, the others add zero
 
-    def put(self, scores, rows: list[int], values) -> None:
-        """(…, b, t) into scores (…, M)."""
-        for row, one in zip(rows, values.unbind(-2), strict=True):
-            scores[..., self.spans[row]] = one[..., :self.sizes[row][2]]
-
-    def slice(self, values, rows: list[int]):
-        """(N,) → (b, 1), or (M,) → (b, t) with zeros to the right. None stays None."""
-        if values is None:
-            return None
-        if len(values) == len(self.samples):
-            return values[rows].unsqueeze(1)
-        return pad([values[self.spans[row]] for row in rows])
-
-    def sums(self, values) -> torch.Tensor:
-        """(M,) → (N,): of each completion's tokens. (N,) stays as it is."""
-        if len(values) == len(self.samples):
-            return values
-        sums = [float(values[span].sum(dtype=torch.float64)) for span in self.spans]
-        return torch.tensor(sums, dtype=torch.float64)
-
-    def by_row(self, function, *values) -> list[torch.Tensor]:
-        """function(*matrices (b, t)) → matrices, over all rows → (M,) float64 each.
-
-        values: (N,), (M,) or None. Rows of similar lengths come together: at most half is padding.
-        """
-        blocks, found = defaultdict(list), []
-        for row, (_, _, length) in enumerate(self.sizes):
-            blocks[length.bit_length()].append(row)
-        for rows in list(blocks.values()) or [[]]:
-            made = function(*(self.slice(x, rows) for x in values))
-            found = found or [torch.zeros(len(self.sampled), dtype=torch.float64) for _ in made]
-            for whole, matrix in zip(found, made, strict=True):
-                self.put(whole, rows, matrix)
-        return found
-
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """For samples/: each sample gets its own, and the mean over its loss_tokens."""
-        by_token = len(advantages) > len(self.samples)
-        means = self.sums(advantages) / loss_tokens if by_token else advantages
-        for i, sample in enumerate(self.samples):
-            sample.advantages = advantages[self.spans[i] if by_token else i]
-            sample.advantage = float(means[i]) if loss_tokens[i] else None
+        """(M,), for samples/: each sample gets its own, and their mean if it is in the loss."""
+        for sample, own, bears in zip(self.samples, self.split(advantages), loss_tokens > 0,
+                                      strict=True):
+            sample.advantages, sample.advantage = own, float(own.mean()) if bears else None
 
 
 # The input without rows: its only token was not sampled.
@@ -181,8 +141,8 @@ NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.z
 
 
 class Micro:
-    """b rows of the batch as one packed input. With b = 0 the model computes one dummy token, and
-    all matrices are empty: their gradient is 0.
+    """Rows of the batch as one packed input, and their n sampled tokens. Without rows the model
+    computes one dummy token, and n is 0: a sum over its tokens has the gradient 0.
 
     Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
     shift by one is made in packing.pack, and nowhere else.
@@ -195,25 +155,28 @@ class Micro:
         owners = [batch.sizes[row][0] for row in rows] or [0]
         completions = [torch.from_numpy(c.ids).long() for c in done]
         ids, positions, packed, sources = pack(owners, prompts, completions, device)
+        self.tokens = ids.numel()  # of the input
         self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
                        "position_ids": to_device(positions, device)}
-        sampled = [torch.from_numpy(c.sampled) for c in done]
-        self.source = to_device(torch.cat(sources)[torch.cat(sampled)], device)  # (n,)
-        self.targets = to_device(torch.cat(completions)[torch.cat(sampled)], device)  # (n,)
-        engine_logprobs = pad([torch.from_numpy(c.logprobs) for c in done])[:len(rows)]
-        self.engine_logprobs = to_device(engine_logprobs, device)  # (b, t)
-        sampled = pad(sampled)[:len(rows)]  # (b, t)
-        self.place = to_device(sampled.flatten().nonzero().flatten(), device)  # (n,)
-        self.tokens, self.sampled = ids.numel(), to_device(sampled, device)
+        sampled = torch.cat([torch.from_numpy(c.sampled) for c in done])
+        self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
+        self.targets = to_device(torch.cat(completions)[sampled], device)  # (n,)
+        engine_logprobs = torch.cat([torch.from_numpy(c.logprobs) for c in done])[sampled]
+        self.engine_logprobs = to_device(engine_logprobs, device)  # (n,)
+        counts = [c.tokens for c in done]
+        row = torch.arange(len(done)).repeat_interleave(torch.tensor(counts))
+        self.row = to_device(row, device)  # (n,): whose each token is, counted in `rows`
+        starts = [batch.starts[row] for row in rows] or [0]
+        self.places = torch.cat([torch.arange(start, start + count) for start, count in zip(
+            starts, counts, strict=True)])  # (n,): where each token is among the batch's M
 
-    def slice(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) of the batch → (b, 1), or (M,) → (b, t)."""
-        return to_device(self.batch.slice(values, self.rows), self.device)
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """(N,) of the batch → (n,): each token gets its completion's number."""
+        return to_device(x[self.rows], self.device)[self.row]
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """(n,) of the predicted tokens → (b, t), zeros elsewhere. Differentiable."""
-        flat = values.new_zeros(self.sampled.numel()).index_copy(0, self.place, values)
-        return flat.view(self.sampled.shape)
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """(M,) of the batch → (n,): of the tokens that are here."""
+        return to_device(x[self.places], self.device)
 
 
 GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
@@ -228,15 +191,14 @@ class Meter:
         self.norms: list[float] = []  # gradient norm of each optimizer step
         self.skipped = 0  # minibatches without a token to learn from
 
-    def add(self, micro: Micro, weights, metrics):
-        """One micro-batch: metrics {name: (b, t)}, to average with weights (b, 1)."""
-        weights = weights * micro.sampled  # (b, t)
+    def add(self, weights, metrics):
+        """One micro-batch: metrics {name: (n,)}, to average with weights (n,)."""
         self.weight = self.weight + weights.sum()
         for name, values in metrics.items():
-            values = torch.where(micro.sampled, values.detach().double(), 0)
+            values = values.detach().double()
             self.sums[name] = self.sums[name] + (weights * values).sum()
             if name == GAP:
-                self.gap_max = torch.cat([self.gap_max, values.flatten()]).max().view(1)
+                self.gap_max = torch.cat([self.gap_max, values]).max().view(1)
 
     def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
         """Over all ranks and optimizer steps; a name without "/" gets the prefix."""

@@ -84,7 +84,7 @@ class Base:
     """The policy without its adapters: the model that training started from."""
 
     def __init__(self, policy):
-        self.policy = policy
+        self.policy, self.module = policy, policy.module
         self.layers = [m for m in policy.module.modules() if isinstance(m, Lora)]
 
     def logprobs(self, *args):
@@ -94,9 +94,6 @@ class Base:
     def hidden(self, micro):
         with self.without():
             return self.policy.hidden(micro)
-
-    def whole_head(self):
-        return self.policy.whole_head()
 
     @contextmanager
     def without(self):

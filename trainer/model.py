@@ -1,7 +1,7 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from dist import SettingsError, World
 from pictures import seeing
@@ -23,6 +22,7 @@ from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.logprobs import hidden_alone, recomputed, token_logprobs
 from trainer.lora import LoraArgs
+from trainer.teacher import Teacher, token_divergences
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
@@ -177,8 +177,6 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     lm = skeleton(folder, compute if adapters else master)
     if adapters:
         lora.put_in(lm, adapters, master)
-    if master == torch.float64:
-        widen(seeing.text_of(lm))
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
@@ -220,32 +218,6 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
     for module in (*layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-class Float64(TorchFunctionMode):
-    """Inside, float64 stays float64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if function is torch.Tensor.float:
-                return args[0]
-            args = [torch.float64 if x is torch.float32 else x for x in args]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = kwargs | {"dtype": torch.float64}
-        return function(*args, **kwargs)
-
-
-def widen(lm):
-    """transformers rounds to float32 in norms, some rotations and softmax, also in a float64 model:
-    a shared prompt would change the gradient by 1e-7."""
-    def wide(forward, *args, **kwargs):
-        with Float64():
-            return forward(*args, **kwargs)
-
-    for part in lm.base_model.children():  # embeddings, layers, rotary frequencies, last norm
-        for module in part if isinstance(part, nn.ModuleList) else [part]:
-            module.forward = partial(wide, module.forward)
 
 
 def whole(tensor):
@@ -370,22 +342,17 @@ class Policy(Trained):
         if experts.blocks(lm):
             self.weights = partial(experts.one_by_one, lm, self.weights)
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
-        """log π and entropy of each completion token: (b, t) each. formula: see teacher.py."""
-        found = self.run(micro, micro.targets, temperature, entropy, formula)
-        return tuple(micro.spread(values) for values in found)
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
+                 teacher: Teacher | None = None):
+        """log π and entropy of each sampled token: (n,) each. With a teacher (teacher.beside) the
+        divergence from it too."""
+        formula = teacher and partial(token_divergences, teacher=teacher)
+        return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def hidden(self, micro: Micro):
         """What the head gets for each predicted token: (n, H), without gradient."""
         with torch.no_grad():
             return self.run(micro, micro.targets, 1.0, "none", hidden_alone)
-
-    @contextmanager
-    def whole_head(self):
-        """Gives the module. Inside, its head can be called outside of its forward."""
-        self.module.unshard()
-        yield self.module
-        self.module.reshard()
 
     def weights(self, dtype=None, merge: bool = True):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.
@@ -418,8 +385,8 @@ class Critic(Trained):
         nn.init.zeros_(module.head.weight)
 
     def values(self, micro: Micro):
-        """V(s_t) of the state in which token t was chosen: (b, t)."""
-        return micro.spread(self.run(micro))
+        """V(s_t) of the state in which token t was chosen: (n,)."""
+        return self.run(micro)
 
 
 class SeeingPolicy(seeing.Seeing, Policy):

@@ -1,6 +1,5 @@
 """teacher.py: for distill.py: the whole distributions of a policy and its teacher, side by side,
 and the prompts of --teacher_prompt."""
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -14,24 +13,21 @@ from trainer.logprobs import of_logits, recomputed
 
 
 class Teacher(NamedTuple):
-    """Another model, at the same tokens."""
+    """Another model, at the tokens of a micro-batch."""
     hidden: torch.Tensor  # (n, H) of its own
     head: object  # (n, H) → logits (n, V)
     temperature: float
     kind: str  # of `divergence`
 
 
-@contextmanager
-def beside(teacher, micro, temperature: float, kind: str):
-    """Gives token_divergences beside a teacher, a model.Policy or lora.Base, on this micro-batch.
-    Inside, the teacher's head can be called. kind "none": None."""
+def beside(teacher, micro, temperature: float, kind: str) -> Teacher | None:
+    """A teacher, a model.Policy or lora.Base, on this micro-batch. kind "none": None. Its head is
+    whole from now on, until teacher.module.reshard(): the policy's backward calls it too."""
     if kind == "none":
-        yield None
-        return
-    hidden = teacher.hidden(micro)  # (n, H)
-    with teacher.whole_head() as model:
-        yield partial(token_divergences, teacher=Teacher(
-            hidden, model.head, temperature / model.scale, kind))
+        return None
+    hidden, model = teacher.hidden(micro), teacher.module  # (n, H)
+    model.unshard()
+    return Teacher(hidden, model.head, temperature / model.scale, kind)
 
 
 def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: str,

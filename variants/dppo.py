@@ -12,8 +12,7 @@ import losses
 LARGEST_RATIO = 20.0
 
 
-def dppo(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, **others):
-    logp, old, A = losses.select(mask, logprobs, old_logprobs, advantages)
+def dppo(logp, old, A, row, *, clip_low, clip_high, **others):
     moved, r = logp.exp() - old.exp(), losses.capped_ratio(logp, old).detach()
     drop = ((A > 0) & (moved > clip_high)) | ((A < 0) & (moved < -clip_low))
     loss = torch.where(drop, 0, -r.clamp(max=LARGEST_RATIO) * A * logp)

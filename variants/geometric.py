@@ -10,12 +10,11 @@ import losses
 LOW, HIGH = 0.999, 1.001
 
 
-def geometric(logprobs, old_logprobs, advantages, mask, *, engine_logprobs, **bounds):
-    loss, metrics = losses.clip_loss(logprobs, old_logprobs, advantages, mask, **bounds)
-    old, engine = losses.select(mask, old_logprobs, engine_logprobs)
-    ratio = losses.row_mean(old - engine, mask).exp().expand(mask.shape)
+def geometric(logp, old, A, row, *, rows, engine_logprobs, **bounds):
+    loss, metrics = losses.clip_loss(logp, old, A, row, **bounds)
+    ratio = losses.row_mean(old - engine_logprobs, row, rows).exp()
     keep = (ratio >= LOW) & (ratio <= HIGH)
-    return loss * keep, metrics | {"engine_ratio": ratio, "engine_cut": mask & ~keep}
+    return loss * keep, metrics | {"engine_ratio": ratio, "engine_cut": ~keep}
 
 
 def refuses(args) -> str | None:

@@ -13,8 +13,7 @@ import losses
 COEF = 0.001
 
 
-def ipo(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, **others):
-    logp, old, A = losses.select(mask, logprobs, old_logprobs, advantages)
+def ipo(logp, old, A, row, *, clip_low, clip_high, **others):
     moved, r = logp.exp() - old.exp(), losses.capped_ratio(logp, old)
     drop = (moved > clip_high) | (moved < -clip_low)
     loss = torch.where(drop, 0, -r * A) + COEF * (logp - old).square()

@@ -11,8 +11,8 @@ import losses
 DELTA = 0.1  # nats a token
 
 
-def opsm(logprobs, old_logprobs, advantages, mask, *, engine_logprobs, **bounds):
-    loss, metrics = losses.clip_loss(logprobs, old_logprobs, advantages, mask, **bounds)
-    logp, engine, A = losses.select(mask, logprobs.detach(), engine_logprobs, advantages)
-    keep = (A >= 0) | (losses.row_mean(engine - logp, mask) <= DELTA)
-    return loss * keep, metrics | {"opsm_cut": mask & ~keep}
+def opsm(logp, old, A, row, *, rows, engine_logprobs, **bounds):
+    loss, metrics = losses.clip_loss(logp, old, A, row, **bounds)
+    moved = losses.row_mean(engine_logprobs - logp.detach(), row, rows)
+    keep = (A >= 0) | (moved <= DELTA)
+    return loss * keep, metrics | {"opsm_cut": ~keep}

@@ -12,12 +12,11 @@ import losses
 TAU_POSITIVE, TAU_OTHER = 1.0, 1.05
 
 
-def sapo(logprobs, old_logprobs, advantages, mask, **others):
-    logp, old, A = losses.select(mask, logprobs, old_logprobs, advantages)
+def sapo(logp, old, A, row, **others):
     r = losses.capped_ratio(logp, old)
     tau = torch.full_like(A, TAU_OTHER).masked_fill(A > 0, TAU_POSITIVE)
     gate = 4 / tau * torch.sigmoid(tau * (r - 1))
-    return -A * gate, losses.ratio_metrics(logp - old, r, torch.zeros_like(mask))
+    return -A * gate, losses.ratio_metrics(logp - old, r, torch.zeros_like(r))
 
 
 def refuses(args) -> str | None:

@@ -53,9 +53,9 @@ def page(height: float, *parts: str) -> str:
 
 
 def shift() -> str:
-    """Completion 1 of docs/learn/one_step.md: ids, outputs, log-probs, mask."""
+    """Completion 1 of docs/learn/one_step.md: ids, outputs, targets, log-probs."""
     found = (ROOT / "docs/learn/one_step.md").read_text()
-    numbers = re.search(r"^logprobs \(6, 3\)\n.*\n +\[(.*?)\]", found, re.M)[1].split(", ")
+    numbers = re.search(r"^logp \(14,\)\n.*\n +1: +(.*)", found, re.M)[1].split()
     ids = [1, 3, 2, 4, 4, 0]
     names = ["&lt;user&gt;", "a", "&lt;assistant&gt;", "b", "b", "&lt;end&gt;"]
     x, w, out = 150, 96, []
@@ -66,7 +66,7 @@ def shift() -> str:
     out += [text(at(0) + 1.5 * w, 24, "prompt", 13, GREY, "middle"),
             text(at(3) + 1.5 * w, 24, "completion", 13, GREY, "middle")]
     for y, label in ((52, "position"), (84, "ids"), (170, "output"), (256, "targets"),
-                     (288, "log-probs"), (320, "mask")):
+                     (288, "log-probs")):
         out.append(text(20, y, label, 13))
     for i, (token, name) in enumerate(zip(ids, names, strict=True)):
         fill = PALE if i < 3 else GREEN
@@ -81,13 +81,11 @@ def shift() -> str:
             out.append(arrow(at(i) + w / 2, 182, at(i + 1) + w / 2 - 8, 234))
     for i in range(3, 6):
         out += [box(at(i), 236, w - 6, 30, GREEN, ids[i]),
-                box(at(i), 268, w - 6, 30, "white", numbers[i - 3]),
-                box(at(i), 300, w - 6, 30, "white", "True")]
+                box(at(i), 268, w - 6, 30, "white", numbers[i - 3])]
     out += [text(at(0), 256, "the output at a token predicts", 12, GREY),
-            text(at(0), 273, "the next one. The first column of", 12, GREY),
-            text(at(0), 290, "a (b, t) matrix is the first token", 12, GREY),
-            text(at(0), 307, "of the completion.", 12, GREY)]
-    return page(346, *out)
+            text(at(0), 273, "the next one. A vector of tokens", 12, GREY),
+            text(at(0), 290, "begins with the first target.", 12, GREY)]
+    return page(314, *out)
 
 
 def denominator() -> str:
