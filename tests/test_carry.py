@@ -232,7 +232,8 @@ class Branches:
 
     def __init__(self, script: list[int]):
         self.script, self.taken, self.p = script, [], 1.0
-        self.log = SimpleNamespace(time=lambda name: nullcontext(), times=defaultdict(float))
+        times = defaultdict(lambda: 1.0)
+        self.log = SimpleNamespace(time=lambda name: nullcontext(), times=times)
         self.world = SimpleNamespace(same_phase=lambda *told: None, step=0)
 
     def complete(self, requests, temperature):
