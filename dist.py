@@ -28,7 +28,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
          "MASTER_PORT": "0", "MASTER_ADDR": "127.0.0.1"}  # one rank; 0: any free port
 TASKS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"  # of srun, of mpirun
 WORKS = ("Would work: torchrun --nproc_per_node N (with --local_addr 127.0.0.1 where a machine "
-         f"does not find its own name), or for one rank: unset {' '.join(ALONE)}.")
+         "does not find its own name), or for one rank: unset")
 
 
 # ---- mistakes in the settings: collected, so that one message names all of them ----
@@ -244,7 +244,7 @@ def place() -> list[int]:
             or not together):
         raise SettingsError(
             f"the environment has {' '.join(map('='.join, given.items()))}: this is no rank. "
-            f"{', '.join(ALONE)} belong together. {WORKS}")
+            f"{', '.join(ALONE)} belong together. {WORKS} {' '.join(given)}.")
     if size == 1 and not td.is_torchelastic_launched():  # there is nobody to find
         found |= {name: ALONE[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     os.environ.update(found)
@@ -255,7 +255,8 @@ def meet(rank: int, size: int, limit: datetime.timedelta) -> td.Store:
     """Where the ranks find each other. SettingsError names the first that does not come."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     alone = f"rank {rank} of {size} does not find the others at {host}:{port}"
-    note = threading.Timer(LATE, print, [f"{alone} yet. {WORKS}"], {"file": sys.stderr})
+    works = f"{WORKS} {' '.join(ALONE)}."
+    note = threading.Timer(LATE, print, [f"{alone} yet. {works}"], {"file": sys.stderr})
     note.start()
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -265,7 +266,7 @@ def meet(rank: int, size: int, limit: datetime.timedelta) -> td.Store:
             store.wait([f"rank {other}"], limit)
         return store
     except td.DistError as error:
-        raise SettingsError(f"{alone} ({str(error).splitlines()[0]}). {WORKS}") from None
+        raise SettingsError(f"{alone} ({str(error).splitlines()[0]}). {works}") from None
     finally:
         note.cancel()
 

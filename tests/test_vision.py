@@ -212,7 +212,7 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
     read(folder, {"prompt": "q", "image": "a.png"})
     args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64)
     with pytest.raises(SettingsError, match="has pictures, and --model tiny sees none"):
-        inputs.read_files(args, 1, 1)
+        inputs.read_inputs(args, 1, 1)  # it makes the model, if there is none
 
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
