@@ -203,7 +203,7 @@ class World:
         """A sentence for each fact that differs. A collective."""
         everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
         for name in facts:
-            values = [theirs[name] for theirs in everyone]
+            values = [theirs.get(name) for theirs in everyone]
             if others := [rank for rank, value in enumerate(values) if value != values[0]]:
                 found.append(f"{name} is {values[0]} on rank 0 and {values[others[0]]} on rank "
                              f"{others[0]}; it must be the same on all ranks.")
