@@ -115,11 +115,13 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
             raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
                                 f"to go on from; choose another --name.")
         return None
-    saved, step = check(saved, settings, plan.flags(args)), saved.state["step"]
-    if step > args.steps and not args.eval_args.eval_only:
+    goes_on, step = check(saved, settings, plan.flags(args)), saved.state["step"]
+    if args.eval_args.eval_only:
+        return saved
+    if step > args.steps:
         raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
                             f" Would work: --steps {step}, or more.")
-    return saved
+    return goes_on
 
 
 def find(folder: Path, world: World) -> Saved | None:
@@ -183,10 +185,10 @@ def digest_of_files(folder: str | None) -> str:
 
 
 def sampled(path: str | Path) -> str:
-    """Of a file: its size, and 4 kB at 64 places."""
+    """Of a file: its size, and 64 kB at 64 places."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        return digest([size, *(os.pread(file.fileno(), 4096, start)
+        return digest([size, *(os.pread(file.fileno(), 2**16, start)
                                for start in range(0, size, size // 64 + 1))])
 
 
