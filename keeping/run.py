@@ -290,9 +290,10 @@ class Run:
         if self.carry:
             self.carry.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
-        if self.args.critic_args and self.args.kl_target is not None:
-            if state["settings"]["kl_reward_coef"] == self.args.kl_reward_coef:
-                self.kl_coef = state["kl_coef"]
+        before = state["settings"].get("kl_reward_coef")  # another one begins anew
+        if self.args.critic_args and self.args.kl_target is not None and (
+                self.settings.get("kl_reward_coef") == before):
+            self.kl_coef = state["kl_coef"]
         self.best = state["best"]
 
     # ---- between the steps ----

@@ -223,7 +223,7 @@ def test_all_that_a_run_renders_has_its_date(with_date):
     """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
     args = plan.changed(
         distill.Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
-        max_prompt_tokens=64, teacher_prompt="{question} {answer}",
+        max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
         reply=str(ROOT / "examples/again.py:reply"))
     found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
     date = "<|im_start|>system\n20190304<|im_end|>"
@@ -280,7 +280,7 @@ def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
     kept = json.loads((tmp_path / "runs/x/args.json").read_text())
     assert kept["changes"] == said and kept["temperature"] == 0.7
     # A second resume keeps what the first one said.
-    status, text = go(tmp_path, *flags, "--steps", "3", "--lr", "0", TZ=EAST)
+    status, text = go(tmp_path, *flags, "--steps", "3", "--lr", "2e-3", TZ=EAST)
     kept = json.loads((tmp_path / "runs/x/args.json").read_text())["changes"]
     assert kept[:3] == said and kept[3].startswith("resumed with --temperature 1.0 (was 0.7)")
     assert "was 0.7" in text and "was 1.0" not in text

@@ -248,8 +248,8 @@ def test_a_new_kl_reward_coef_is_taken_and_an_adapted_one_goes_on(tmp_path, monk
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
     state = {"position": 3, "bad_steps": 0, "best": None, "kl_coef": 0.07,
              "settings": {"kl_reward_coef": 0.1}}
-    it = made(tmp_path, saved=MagicMock(), kl_coef=now,
-              args=SimpleNamespace(critic_args=True, kl_target=0.1, kl_reward_coef=now))
+    it = made(tmp_path, saved=MagicMock(), kl_coef=now, settings={"kl_reward_coef": now},
+              args=SimpleNamespace(critic_args=True, kl_target=0.1))
     it.restore(state)
     assert it.kl_coef == coef
 
