@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -213,6 +214,7 @@ def become(request: dict, files: list[int]) -> None:
         os.close(copy)
     os.environ.clear()
     os.environ.update(request["environ"])
+    time.tzset()
     os.chdir(request["cwd"])
     os.getppid = partial(int, request["parent"])  # the client's, as where nothing is forked
     import torch

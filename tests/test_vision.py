@@ -22,7 +22,7 @@ import data
 import distill
 import grpo
 from dist import SettingsError
-from examples import squares
+from examples import squares, tiny
 from forked import PYTHON
 from keeping import samples
 from keeping.checkpoint import export_model
@@ -210,9 +210,13 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
     found = [str(rule) for rule in rules.problems(args, 1, shape=memory.shape_of("tiny"))]
     assert len(found) == 1 and "needs a model that sees pictures" in found[0]
     read(folder, {"prompt": "q", "image": "a.png"})
-    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64)
-    with pytest.raises(SettingsError, match="has pictures, and --model tiny sees none"):
-        inputs.read_inputs(args, 1, 1)  # it makes the model, if there is none
+    tokenizer = tiny.make_tokenizer()  # a fresh clone has no runs/tiny
+    for part in tokenizer, tiny.make_model(tokenizer):
+        part.save_pretrained(folder / "plain")
+    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
+                        model=f"{folder}/plain")
+    with pytest.raises(SettingsError, match="has pictures, and --model .*/plain sees none"):
+        inputs.read_files(args, 1, 1)
 
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
