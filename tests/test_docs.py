@@ -37,8 +37,9 @@ SOURCES = [path for path in FILES if path.suffix in {".py", ".sh", ".html"}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
-OTHERS = {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id",  # torchrun's
-          "shutdown-timeout", "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
+OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
+          "rdzv_id", "shutdown-timeout",  # torchrun's
+          "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "wirings", "fix", "write", "solution", "help"}
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
