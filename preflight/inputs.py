@@ -3,6 +3,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
 from trainer import experts, model
 from trainer.teacher import add_teacher_prompts
+
+TIMES = """-d -e -m -H -I -y -j a A b B c C d D e F G h H I j k l m M p S T u U V w W x X y Y Z
+    z""".split()  # of strftime
 
 
 @dataclass
@@ -66,24 +70,26 @@ def show_plan(args) -> int:
     return int(found.shape.fused and not planned.fits)
 
 
-def read_inputs(args, ranks: int, local_size: int) -> Inputs:
-    """All that a run needs, but no weights. local_size: ranks of this machine."""
-    found = read_files(args, ranks, local_size)
+def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> Inputs:
+    """All that a run needs, but no weights. local_size: ranks of this machine. began: the time for
+    chat templates that ask for it; None: now."""
+    found = read_files(args, ranks, local_size, began=began)
     if found.source is None or (args.teacher and found.teacher is None):
         # To make or fetch a model takes time: all else was looked at first.
-        found = read_files(args, ranks, local_size, make=True)
+        found = read_files(args, ranks, local_size, make=True, began=began)
     check_memory(found, gpu_bytes(), local_size)
     return found
 
 
-def read_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Inputs:
+def read_files(args, ranks: int, local_size: int | None = None, make: bool = False,
+               began: str | None = None) -> Inputs:
     """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
 
     local_size: ranks of this machine; None: not known. make: see find_model.
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
-    source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
+    source, lm, tokenizer, ends = load_model(args.model, make, mistakes, began)
     needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
@@ -92,7 +98,6 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
-
     if lm and tokenizer and sees(lm.config):
         eyes = mistakes.attempt(find_eyes, args, lm, source, notes, teacher)
 
@@ -120,12 +125,14 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
 
 # ---- the model ----
 
-def load_model(name: str, make: bool, mistakes: Mistakes):
+def load_model(name: str, make: bool, mistakes: Mistakes, began: str | None = None):
     """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
     source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
     if source:
         lm = mistakes.attempt(model.skeleton, source)
         tokenizer = mistakes.attempt(load_tokenizer, name, source)
+    if tokenizer:
+        tokenizer.chat_template = dated(tokenizer.chat_template, began)
     return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
 
 
@@ -185,6 +192,15 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
         why = " ".join(str(error).split())[:300]
         raise SettingsError(f"--{flag} {name} has no tokenizer that transformers can load "
                             f"({why}).") from None
+
+
+def dated(template: str | None, began: str | None):
+    """A chat template whose strftime_now says when the run began: on all ranks, after a resume."""
+    if not began or "strftime_now" not in (template or ""):
+        return template
+    began = datetime.fromisoformat(began)
+    parts = "".join(f"|replace('%{part}', '{began.strftime('%' + part)}')" for part in TIMES)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n{template}"
 
 
 def eos_ids(source: str, tokenizer) -> list[int]:

@@ -3,7 +3,6 @@
 Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in variants/. The file is
 found from the current folder or from the project's, and loaded before weights are.
 """
-import hashlib
 import importlib.util
 import inspect
 import sys
@@ -94,7 +93,6 @@ class Own(NamedTuple):
     """A function of a file."""
     function: Callable
     refuses: Callable  # args -> why these settings do not fit it, or None
-    digest: str  # of the file's text
 
 
 def loss_of(name: str) -> Callable:
@@ -124,8 +122,7 @@ def own(flag: str, spec: str) -> Own:
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last.") from error
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return Own(function, getattr(module, "refuses", fits), digest)
+    return Own(function, getattr(module, "refuses", fits))
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -173,10 +170,3 @@ def rules(args):
             continue
         if refused:
             yield f"--{flag} {spec} {refused}"
-
-
-def digests(args) -> dict[str, str]:
-    """{"loss_file": digest}: of each FILE.py:NAME, the same on all ranks and in a resumed run."""
-    given = {flag: getattr(args, flag, names[0]) for flag, names in NAMES.items()}
-    return {f"{flag}_file": own(flag, spec).digest
-            for flag, spec in given.items() if spec not in NAMES[flag]}

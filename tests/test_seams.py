@@ -245,7 +245,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
 
 def test_the_ranks_wait_as_long_as_the_flag_says(monkeypatch):
     waits = []
-    monkeypatch.setattr(dist.td, "init_process_group", lambda backend, timeout=None: (
+    monkeypatch.setattr(dist.td, "init_process_group", lambda backend, timeout=None, **o: (
         waits.append(timeout)))
     monkeypatch.setattr(dist.td, "new_group", lambda backend, timeout=None: waits.append(timeout))
     monkeypatch.setattr(dist.World, "joined", None)
