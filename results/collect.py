@@ -27,11 +27,15 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {model[1] if model else 'unknown'}, {gigabytes:.0f} GiB"
 
 
+def short(value):
+    """6 digits."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def columns(rows: list[dict]) -> dict[str, list]:
-    """Of each metric one number a row, with 6 digits; null where the row has none."""
+    """Of each metric one number a row; null where the row has none."""
     names = dict.fromkeys(name for row in rows for name in row if re.fullmatch(KEPT, name))
-    return {name: [row[name] if isinstance(row.get(name), int | None)
-                   else float(f"{row[name]:.6g}") for row in rows] for name in names}
+    return {name: [short(row.get(name)) for row in rows] for name in names}
 
 
 def job_of(folders: list[Path], command: str, note: str) -> dict:
