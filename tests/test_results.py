@@ -163,10 +163,14 @@ def test_mistakes_are_one_sentence(tmp_path):
     for words, sentence in [
             ([a, "--"], r"set B has the seeds \[\]"), ([a, "--", "x"], "x is not a run"),
             ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
+            ([ROOT / "results/roads.json", "--", b], "roads.json is no job's file"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
-            compare.main(words)
+            compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
+    for tool in plot.find, report.page:   # beside a run that is there
+        with pytest.raises(SettingsError, match="x is not a run and has none"):
+            tool([Path(a), Path("x")])
 
 
 # ---- tools/plot.py, tools/samples.py
