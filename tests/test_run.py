@@ -311,7 +311,7 @@ def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, tool, fi
     monkeypatch.setattr("sys.argv", ["tool.py", *flags])
     with pytest.raises(SystemExit, match=f"^error: .*{words}") as error:
         if tool is compare:
-            compare.main([*flags, "--", str(ROOT / "results/kk/seed_0")])
+            compare.main([*flags, "--", str(ROOT / "results/kk.json")])
         else:
             tool.main()
     assert "\n" not in str(error.value)
