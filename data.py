@@ -159,9 +159,9 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
 def parts_of(spec: str) -> tuple[str, str, str]:
     """NAME[:config][@split]. The name of a file, or of a folder that is here, may hold : and @."""
     spec = os.path.expanduser(spec)
-    ends = [*(mark.start() for mark in re.finditer("[:@]", spec)), len(spec)]
-    here = [end for end in ends if os.path.exists(spec[:end])]
-    end = max(here, default=len(spec) if spec.endswith(FILES) else ends[0])
+    marks = [] if spec.endswith(FILES) else re.finditer("[:@]", spec)
+    ends = [*(mark.start() for mark in marks), len(spec)]
+    end = max((end for end in ends if os.path.exists(spec[:end])), default=ends[0])
     return spec[:end], *re.fullmatch(":?([^@]*)@?(.*)", spec[end:], re.DOTALL).groups()
 
 
@@ -254,10 +254,9 @@ def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") 
         raise SettingsError(f"{column} ends with what the assistant says. Would work: a chat that "
                             "ends before it, or sft.py, which learns it.")
     elif not column:
-        names = [name for name in ("instruction", "input") if name in columns] or ["COLUMN"]
-        works = " ".join(f"{{{name}}}" for name in names)
         raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
-                            f"{', '.join(PROMPTS)}, or --prompt_template, such as '{works}'.")
+                            f"{', '.join(PROMPTS)}, or --prompt_template, such as "
+                            "'{instruction} {input}' for Alpaca's.")
     asked = last["content"]
     if asked.strip() and template is not None:
         asked = fill_template(template, {"question": asked, **columns, "prompt": asked}, flag)
@@ -326,12 +325,12 @@ def options_of(columns: dict, messages: list[dict], tokenizer,
     the schemas of --tools. SettingsError: it has no place for them, or for a key of a message."""
     there, template = not_null(columns), tokenizer.chat_template
     own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
-    if own and (tools or not isinstance(own, list) or not all(isinstance(t, dict) for t in own)):
-        raise SettingsError(f"tools must be a list of schemas, or its JSON text, without --tools, "
-                            f"not {own!r:.300}.")
-    if more and not isinstance(more, dict):
-        raise SettingsError(f"chat_template_kwargs must be an object, not {more!r:.300}.")
-    options = (more or {}) | ({"tools": own} if own else {})
+    own, more = own or [], more or {}
+    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])) or (
+            own and tools):
+        raise SettingsError("tools must be a list of schemas, without --tools, and "
+                            f"chat_template_kwargs an object, not {own!r:.300} and {more!r:.300}.")
+    options = more | ({"tools": own} if own else {})
     meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
     meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
     for key in [*options, *meant]:

@@ -267,10 +267,9 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
     vocab = lm.config.get_text_config().vocab_size if lm and tokenizer else 0
     if not vocab:
         tokenizer = None
-    turned = args.turn_args.reply or tools
-    if turned and any(row.columns.get("chat_template_kwargs") for row in rows):
-        mistakes.append("rows with chat_template_kwargs take neither --reply nor --tools: later "
-                        "turns would be made without them.")
+    if any(row.columns.get("chat_template_kwargs") for row in rows) and (
+            args.turn_args.reply or tools):
+        mistakes.append("rows with chat_template_kwargs take neither --reply nor --tools.")
     if args.turn_args.reply:  # without a model the function alone is tried
         return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
     if tools and tokenizer:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import data
+import rewards
 import sft
 from chats import targets
 from data import DataArgs
 from dist import SettingsError
 from examples import tiny
-from preflight import inputs, plan
+from preflight import inputs, loss_flags, plan
+from scoring.signatures import Part
 from trainer.teacher import add_teacher_prompts
 
 TEMPLATE = (
@@ -188,7 +190,7 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     row |= {"chat_template_kwargs": {"effort": "low"}}
     made, whole = of(learned, row, tmp_path), template([user(), said("a")], False, effort="low")
     assert made.prompt + texts(made)[1] == whole.rstrip()
-    for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "must be an object"),
+    for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "an object"),
                           ({"add_generation_prompt": False}, "multiple values")):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
     args = plan.changed(sft.Args(), reply="x.py:f")
@@ -321,6 +323,18 @@ def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
     for end in "@train", ":main", "x.jsonl":
         with pytest.raises(SettingsError):
             data.read(spec + end)
+
+
+def test_flags_of_files_may_hold_them_too(tmp_path):
+    (tmp_path / "a@b:1 c").mkdir()
+    path = tmp_path / "a@b:1 c/my@re:w.py"
+    path.write_text("def tidy(): pass\n")
+    for weight in "", ":0.5":
+        assert rewards.parse([f"{path}:tidy{weight}"]) == [
+            Part("tidy", float(weight[1:] or 1), str(path))]
+    assert loss_flags.find("loss", f"{path}:tidy") == (path, "tidy")
+    (path.parent / "config.json").write_text("{}")
+    assert inputs.find_model(str(path.parent), flag="teacher") == str(path.parent)
 
 
 # ---- the sweep: the formats of the field, each in each store
