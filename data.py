@@ -14,11 +14,13 @@ from jinja2 import TemplateError
 
 from dist import SettingsError
 from errors import Count
-from scoring.replies import is_message
+from scoring.messages import MEANT, chat_of, from_json, not_null
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
+CHATS = ("messages", "conversations")
+UNREAD = ("history", "videos", "audios")  # lists that would change the prompt
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
 
@@ -96,10 +98,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     for index, columns in enumerate(raw):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
-        except (SettingsError, ValueError, TemplateError) as error:
-            who = "the chat template: " if isinstance(error, TemplateError) else ""
+        except (SettingsError, ValueError) as error:
             raise SettingsError(
-                f"{spec}, row {index} (counted from 0): {who}{one_line(error)}") from error
+                f"{spec}, row {index} (counted from 0): {one_line(error)}") from error
         if row:
             rows.append(row)
     if not rows:
@@ -126,7 +127,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
         return None
     markers = ("<|im_start|>", *controls)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, finished, tools)
+    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer, tools))
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -135,39 +136,41 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     return Row(index, text, ids, answer, columns, source, finished)
 
 
-def not_null(columns: dict) -> dict:
-    return {column: value for column, value in columns.items()
-            if value is not None and value == value}  # NaN differs from itself
-
-
 def one_line(error) -> str:
     return " ".join(str(error).split())
 
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
-    spec = os.path.expanduser(spec)
-    name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", spec, re.DOTALL).groups()
+    name, config, split = parts_of(spec)
     if name in ("tiny", "reasoning_gym"):
         from examples import reasoning_gym_tasks, tiny
         make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
         rows = make(GENERATED_ROWS, seed, config, split or "train")
         return rows, f"{name}/{config}" if config else name
-    is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
-    path = spec if is_file else name
-    if is_file != os.path.isfile(path):
-        raise SettingsError(f"{path} is no file on this machine, or does not end in "
+    is_file = name.endswith(FILES) and not os.path.isdir(name)
+    if is_file != os.path.isfile(name) or is_file and config + split:
+        raise SettingsError(f"{spec} is no file on this machine, or does not end in "
                             f"{', '.join(FILES)}.")
     try:
-        rows = read_file(path) if is_file else read_datasets(path, config or None, split)
+        rows = read_file(name) if is_file else read_datasets(name, config or None, split)
     except Exception as error:
         reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
                             f"{one_line(reason)[:300]}") from error
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
-    parts = Path(os.path.splitext(path)[0] if is_file else path).parts[-2:]
+    parts = Path(os.path.splitext(name)[0] if is_file else name).parts[-2:]
     return rows, "/".join(parts).lstrip("./")
+
+
+def parts_of(spec: str) -> tuple[str, str, str]:
+    """NAME[:config][@split]. The name of a file, or of a folder that is here, may hold : and @."""
+    spec = os.path.expanduser(spec)
+    marks = [] if spec.endswith(FILES) else re.finditer("[:@]", spec)
+    ends = [*(mark.start() for mark in marks), len(spec)]
+    end = max((end for end in ends if os.path.exists(spec[:end])), default=ends[0])
+    return spec[:end], *re.fullmatch(":?([^@]*)@?(.*)", spec[end:], re.DOTALL).groups()
 
 
 # Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date, and "1" as 1 where
@@ -176,14 +179,38 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
 def read_file(path: str) -> list[dict]:
     if path.endswith(".parquet"):
         import pyarrow.parquet
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return from_arrow(pyarrow.parquet.read_table(path))
     parse = read_csv if path.endswith(".csv") else read_json
     return parse(Path(path).read_bytes().decode("utf-8-sig"))
 
 
+def from_arrow(table) -> list[dict]:
+    """The rows of a table. Its structs have the keys of all rows: those that are null go."""
+    import pyarrow as pa
+
+    def plain(value, kind):
+        if pa.types.is_struct(kind) and value is not None:
+            return {field.name: plain(value[field.name], field.type) for field in kind
+                    if value[field.name] is not None}
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [plain(item, kind.value_type) for item in value]
+        return from_json(value) if isinstance(kind, pa.JsonType) else value
+
+    return [{field.name: plain(row[field.name], field.type) for field in table.schema}
+            for row in table.to_pylist()]
+
+
+def keys_once(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of {', '.join(found)} is there twice")
+    return found
+
+
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another."""
-    rows, decoder, space = [], json.JSONDecoder(), re.compile(r"\s*")
+    rows, space = [], re.compile(r"\s*")
+    decoder = json.JSONDecoder(object_pairs_hook=keys_once)
     at = space.match(text).end()
     while at < len(text):
         found, at = decoder.raw_decode(text, at)  # an error names line and column
@@ -199,6 +226,7 @@ def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
+    keys_once([(name, None) for name in reader.fieldnames or ()])
     for row in reader:
         if len(row) != len(reader.fieldnames) or None in row.values():
             raise ValueError(f"line {reader.line_num} does not fit the first line")
@@ -213,32 +241,42 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
         path, files = "arrow", f"{path}/*.arrow"
     with tempfile.TemporaryDirectory() as cache:
-        return datasets.load_dataset(path, config, data_files=files, split=split or "train",
-                                     cache_dir=cache if here else None).to_list()
+        found = datasets.load_dataset(path, config, data_files=files, split=split or "train",
+                                      cache_dir=cache if here else None)
+        return from_arrow(found.with_format("arrow")[:])
 
 
 def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
     """The chat of a row; []: it asks nothing. flag: which one gave args.prompt_template."""
     there, template = not_null(columns), args.prompt_template
-    if columns.keys() & {*PROMPTS}:
-        prompt = next((there[name] for name in PROMPTS if name in there), "")
-    elif template is not None:
-        prompt, template = fill_template(template, there, flag), None
-    else:
+    column = next((name for name in (*PROMPTS, *CHATS) if name in there), None)
+    if not column and columns.keys() & {*PROMPTS}:
+        return []
+    messages = chat_of(column, there[column], "user") if column else []
+    last = messages[-1] if messages else {"role": "user", "content": ""}
+    answered = last["role"] == "assistant" and (column in CHATS or "tool_calls" in last)
+    if template is not None and (answered or not column):
+        last = {"role": "user", "content": fill_template(template, columns, flag)}
+        messages, template = [last], None
+    elif answered:
+        raise SettingsError(f"{column} ends with what the assistant says. Would work: a chat that "
+                            "ends before it, or sft.py, which learns it.")
+    elif not column:
         raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
-                            f"{', '.join(PROMPTS)}, or --prompt_template.")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise SettingsError('the prompt must be text or a list of {"role": text, "content": text}, '
-                            f"not {repr(prompt)[:80]}.")
-    asked = messages[-1]["content"] if messages else ""
+                            f"{', '.join(PROMPTS)}, or --prompt_template, such as "
+                            "'{instruction} {input}' for Alpaca's.")
+    asked = last["content"]
     if asked.strip() and template is not None:
-        asked = fill_template(template, {"question": asked, **there, "prompt": asked}, flag)
-        messages = [*messages[:-1], messages[-1] | {"content": asked}]
-    if asked.strip() and args.system is not None:
-        others = [m for m in messages if m["role"] != "system"]
-        messages = [{"role": "system", "content": args.system}, *others]
-    return messages if asked.strip() else []
+        asked = fill_template(template, {"question": asked, **columns, "prompt": asked}, flag)
+        messages = [*messages[:-1], last | {"content": asked}]
+    if not asked.strip() and last["role"] != "tool":
+        return []
+    system = there.get("system") or there.get("system_prompt") or None
+    if args.system is not None:
+        system, messages = args.system, [m for m in messages if m["role"] != "system"]
+    if system is not None and messages[0]["role"] != "system":
+        messages = [*chat_of("system", system, "system"), *messages]
+    return messages
 
 
 def answer_of(columns: dict):
@@ -260,19 +298,51 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
     if not names or names - columns.keys():
         raise SettingsError(f"{flag} {template!r} must name one or more columns of the "
                             f"row ({', '.join(columns)}); plain braces are {{ word }}.")
-    return re.sub(pattern, lambda match: str(columns[match[1]]) if match[1] else match[0], template)
+    there = {"": None} | not_null(columns)  # an empty cell is an empty text
+    return re.sub(
+        pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, finished: bool,
-           tools: list[dict] | None = None) -> str:
+def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
     if finished:
-        if len(messages) > 1 or tools:
+        if len(messages) > 1 or options:
             raise SettingsError("a finished chat text takes no --system, no --tools and no other "
                                 "messages.")
         return messages[0]["content"]
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=not goes_on,
-        continue_final_message=goes_on)
+    text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
+                     continue_final_message=goes_on)
+    for m in messages:
+        if m["role"] in ("system", "developer") and text and m["content"].strip() not in text:
+            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
+    return text
+
+
+def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+    except (TemplateError, TypeError) as error:
+        raise SettingsError(f"the chat template: {error}") from error
+
+
+def options_of(columns: dict, messages: list[dict], tokenizer,
+               tools: list[dict] | None = None) -> dict:
+    """What the chat template gets beside the messages: a row's tools and chat_template_kwargs, or
+    the schemas of --tools. SettingsError: it has no place for them, or for a key of a message."""
+    there, template = not_null(columns), tokenizer.chat_template
+    own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
+    own, more = own or [], more or {}
+    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])) or (
+            own and tools):
+        raise SettingsError("tools must be a list of schemas, without --tools, and "
+                            f"chat_template_kwargs an object, not {own!r:.300} and {more!r:.300}.")
+    options = more | ({"tools": own} if own else {})
+    meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
+    meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
+    for key in [*options, *meant]:
+        if template != "" and not re.search(rf"\b{re.escape(key)}\b", str(template)):
+            raise SettingsError(f"the chat template of the model has no place for {key}. Would "
+                                "work: rows without it, or another model.")
+    return options | ({"tools": tools} if tools else {})

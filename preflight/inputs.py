@@ -55,10 +55,13 @@ class Inputs:
 
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template, eos_token = {}, None, ""
+    added_tokens_decoder, chat_template, eos_token = {}, "", ""
 
     def __call__(self, text, **options):
         return {"input_ids": []}
+
+    def apply_chat_template(self, messages, **options):
+        return ""
 
 
 def show_plan(args) -> int:
@@ -283,6 +286,9 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
     vocab = lm.config.get_text_config().vocab_size if lm and tokenizer else 0
     if not vocab:
         tokenizer = None
+    if any(row.columns.get("chat_template_kwargs") for row in rows) and (
+            args.turn_args.reply or tools):
+        mistakes.append("rows with chat_template_kwargs take neither --reply nor --tools.")
     if args.turn_args.reply:  # without a model the function alone is tried
         return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
     if tools and tokenizer:
@@ -292,7 +298,7 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
 
 def folder_of(spec: str) -> Path:
     """Of the data: paths of pictures begin there."""
-    path = Path(os.path.expanduser(spec))
+    path = Path(data.parts_of(spec)[0])
     return path if path.is_dir() else path.parent
 
 

@@ -272,7 +272,7 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
 @pytest.mark.parametrize("row, what", [
     ({"text": "q", "label": "a"},
      "no prompt column in (text, label); it needs prompt, question, problem, or --prompt"),
-    ({"prompt": [user([{"type": "image"}])]}, "the prompt must be text or a list of"),
+    ({"prompt": [user([{"type": "image"}])]}, "message 0 of prompt: its content cannot be used"),
     ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
     ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
 ])
