@@ -15,6 +15,7 @@ import torch
 
 import dist
 import losses
+from chats.teacher import behind_teacher_prompts, beside
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
@@ -23,7 +24,6 @@ from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
-from trainer.teacher import behind_teacher_prompts, beside
 
 
 @dataclass

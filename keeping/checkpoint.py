@@ -26,7 +26,8 @@ from keeping import log
 from keeping.files import NotWritten, read, whole_folder, writing
 from preflight import loss_flags, plan
 from trainer import lora
-from trainer.model import FILES, Policy, Trained, compute_dtype, config_of, names_in_files
+from trainer.model import Policy, Trained, compute_dtype
+from trainer.weights import FILES, config_of, names_in_files, weight_files
 
 # What another value means for a resumed run. Any setting that is in neither is taken over and said.
 FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets
@@ -180,8 +181,7 @@ def row_digests(rows: list) -> list:
 
 def digest_of_files(folder: str | None) -> str:
     """Of a model's weights."""
-    paths = sorted(Path(folder).glob("*.safetensors")) if folder else []  # weight_files(folder)
-    return digest([*map(sampled, paths)])
+    return digest([*map(sampled, weight_files(folder) if folder else [])])
 
 
 def sampled(path: str | Path) -> str:
@@ -246,7 +246,7 @@ def export_model(policy: Policy, source: str, folder: str, notes: dict | None = 
         return
     with whole_folder(folder) as unfinished:
         for path in Path(source).iterdir():
-            if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
+            if f"*{path.suffix}" in FILES and ".index." not in path.name:
                 shutil.copy(path, unfinished)
         save_torch_state_dict(weights, unfinished)
         for name, text in (notes or {}).items():

@@ -11,12 +11,12 @@ import data
 import rewards
 import sft
 from chats import targets
+from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from dist import SettingsError
 from examples import tiny
 from preflight import inputs, loss_flags, plan
 from scoring.signatures import Part
-from trainer.teacher import add_teacher_prompts
 
 TEMPLATE = (
     "{% if effort %}Effort: {{ effort }}{% endif %}"
