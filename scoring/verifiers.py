@@ -8,6 +8,8 @@ import functools
 import logging
 import re
 
+from scoring.numbers import number_of, plain
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
@@ -27,15 +29,22 @@ NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.
          ast.Load, ast.Call)
 
 
+# math-verify reads the first part of "36\pi \approx 113", and adds "3 4" up.
+NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
+
+
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last \boxed{...}, or None. Its braces must be balanced."""
-    _, box, rest = text.rpartition(r"\boxed{")
-    depth = 1
-    for brace in re.finditer("[{}]", rest if box else ""):
-        depth += 1 if brace[0] == "{" else -1
+    r"""What is in the last \boxed{...} or \fbox{...}, or after \boxed up to a $ or the end of the
+    line. None: there is none. "": it is not closed."""
+    *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?:\s*(\{)|[ \t]([^$\n]*))", text)]
+    if not box or not box[1]:
+        return box and box[2].strip()
+    depth, rest = 1, text[box.end():]
+    for brace in re.finditer(r"\\.|[{}]", rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return rest[:brace.start()]
-    return None
+    return ""
 
 
 def last_answer(text: str) -> str | None:
@@ -53,12 +62,19 @@ def environment(turns) -> float | None:
 def math_reward(completion, answer, **row):
     r"""1 if math-verify finds the two answers equal, else 0.
 
-    The answer is LaTeX, or has a \boxed{}, or ends in GSM8K's "#### 72". math-verify's timers are
-    off: they give 0, and the worker has its own.
+    The answer is LaTeX, or has a box, or ends in GSM8K's "#### 72". The last box of the completion
+    counts; if it has none, what math-verify finds in its text. math-verify's timers are off: they
+    give 0, and the worker has its own.
     """
     from math_verify import parse, verify
-    given = parse(completion, parsing_timeout=None)
-    return float(verify(math_gold(str(answer)), given, timeout_seconds=None))
+    gold, box = math_gold(str(answer)), last_boxed(completion)
+    if box is None:
+        given = parse(plain(completion), parsing_timeout=None)
+    elif NOT_ONE.search(box := plain(box).rstrip(". ")) and not NOT_ONE.search(str(answer)):
+        return 0.0
+    else:
+        given = parse(rf"\boxed{{{box}}}", parsing_timeout=None)
+    return float(verify(gold, given, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=256)  # a group shares it
@@ -66,7 +82,8 @@ def math_gold(answer: str) -> list:
     """The row's answer as math-verify parses it."""
     from math_verify import parse
     text = answer.rpartition("####")[2].strip()
-    gold = parse(text if r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
+    text = plain(last_boxed(text) or text).rstrip(". ")
+    gold = parse(rf"\boxed{{{text}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify finds no answer in {answer[:200]!r}")
     return gold
@@ -105,8 +122,13 @@ def format_tags(completion, prompt="", **row):
 
 
 def exact(completion, answer, **row):
-    """1 if the completion is the answer, else 0."""
-    return float(completion.strip() == str(answer).strip())
+    """1 if the completion is the answer, else 0. If the row has a number, any form of it is right;
+    if it has the text "18.0", as pandas writes, 18 is right too."""
+    text = str(answer).strip()
+    if completion.strip() in (text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)):
+        return 1.0
+    value = None if isinstance(answer, str) else number_of(text)
+    return float(value is not None and number_of(completion) == value)
 
 
 def short(completion, tokens, **row):
