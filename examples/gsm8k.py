@@ -22,21 +22,21 @@ GOES_ON = re.compile(
 
 
 def gsm8k(completion, answer, **row):
-    r"""1 if the number after the last ####, else in the last \boxed{}, else the last, is right.
-    A number that can only be read in part is wrong; so is a box with several."""
-    gold = numbers_in(after_equals(str(answer).rpartition("####")[2]))[-1:]
-    if not gold or gold == [None]:
+    r"""1 if the number after the last ####, else in the last box, else the last, is right. A number
+    that can be read only in part is wrong, and so is a box with several."""
+    gold = [read(one) for one in found_in(after_equals(str(answer).rpartition("####")[2]))[-1:]]
+    if gold in ([], [None]):
         raise ValueError(f"gsm8k needs a number in the answer (got {answer!r:.200})")
     _, mark, after = completion.rpartition("####")
     boxed = last_boxed(completion)
     if mark:
-        given = numbers_in(after_equals(after.lstrip().partition("\n")[0]))[:1]
+        given = found_in(after_equals(after.lstrip().partition("\n")[0]))[:1]
     elif boxed is not None:
-        given = [*{*numbers_in(after_equals(boxed))}]
+        given = found_in(after_equals(boxed)) if len(boxed) < 300 else []
     else:
         lines = [line for line in completion.splitlines() if re.search("[0-9０-９¼-¾⅐-⅞]", line)]
-        given = numbers_in(lines[-1])[-1:] if lines else []
-    return float(given == gold)
+        given = found_in(lines[-1])[-1:] if lines else []
+    return float({read(one) for one in given} == {*gold})
 
 
 def after_equals(text: str) -> str:
@@ -44,15 +44,14 @@ def after_equals(text: str) -> str:
     return re.sub(r"^([-+])\s+", r"\1", plain(text).rpartition("=")[2].strip())
 
 
-def numbers_in(text: str) -> list[Fraction | None]:
-    """'$1,234.50' -> 1234.5, '10-5' -> None and 5, 'x = -5' -> -5. None: not read as a whole."""
-    text = re.sub(r"(?<!\d)\\?[$€£¥₹]\s*", "", plain(text))
-    return [read(match) for match in FOUND.finditer(text)]
+def found_in(text: str) -> list[re.Match]:
+    return [*FOUND.finditer(re.sub(r"(?<!\d)\\?[$€£¥₹]\s*", "", plain(text)))]
 
 
 def read(match: re.Match) -> Fraction | None:
+    """'$1,234.50' -> 1234.5. None: not read as a whole, as the 10 of '10-5' and '10x'."""
     sign, *parts, scale = match.groups()
     if len(match[0]) > 300 or GOES_ON.match(match.string, match.end()):
         return None
-    found = value("-" if (sign or "").strip() not in ("", "+") else "", *parts)
+    found = value("-" if (sign or "+").strip() != "+" else "", *parts)
     return None if found is None else found * SCALES[scale or ""]

@@ -23,7 +23,6 @@ from scoring.verifiers import GUARDS, REWARDS
 # A parameter of a reward shows its kind. The first that fits counts.
 KINDS = {"completions": "trl", "reward_inputs": "easyr1s", "solution_strs": "verls",
          "reward_input": "easyr1", "solution_str": "verl", "completion": "ours", "turns": "ours"}
-SCORES = ("score", "overall")
 GROUPS = ("trl", "easyr1s", "verls")  # of a prompt's completions in one call
 ROOT = Path(__file__).absolute().parent.parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
@@ -88,9 +87,10 @@ class Reward(NamedTuple):
         """verl's {"score": 1, …}, EasyR1's {"overall": 1, …}, or itself."""
         if not isinstance(result, dict):
             return result
-        name = next((name for name in SCORES if name in result), None)
+        names = ("score", "overall")[::-1 if self.kind.startswith("easyr1") else 1]
+        name = next((name for name in names if name in result), None)
         if not name:
-            raise TypeError(f"a dict needs {' or '.join(SCORES)} (got {list(result)})")
+            raise TypeError(f"a dict needs {' or '.join(names)} (got {list(result)})")
         return result[name]
 
     def one_of_many(self, result) -> float | None | TypeError:
@@ -163,8 +163,9 @@ def read_signature(part: Part, function, wanted: str) -> Reward:
     """What `find` found, and how to call it. wanted: "reward" or "reply"."""
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
+    folder = part.path and str(Path(part.path).absolute().parent)
     if wanted == "reply" and inspect.isclass(function):
-        return Reward("environment", Environments(function), None, [], False)
+        return Reward("environment", Environments(function), None, [], False, folder)
     parameters = inspect.signature(function).parameters if callable(function) else {}
     named = {name: p for name, p in parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -183,7 +184,6 @@ def read_signature(part: Part, function, wanted: str) -> Reward:
              if p.default is p.empty and word not in given]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    folder = part.path and str(Path(part.path).absolute().parent)
     return Reward(kind, function, None if any_name else list(named), needs, waits, folder)
 
 

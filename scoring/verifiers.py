@@ -15,7 +15,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 REWARDS = {
     "environment": "scoring.verifiers:environment",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
-    "format": "scoring.verifiers:format_tags", "short": "scoring.verifiers:short",
+    "format": "scoring.verifiers:format_tags", "format_boxed": "scoring.verifiers:format_boxed",
+    "short": "scoring.verifiers:short",
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
     "reasoning_gym": "examples.reasoning_gym_tasks:score"}
@@ -114,11 +115,28 @@ def shut_sympy() -> None:
 
 def format_tags(completion, prompt="", **row):
     """1 if TAGS are there, each once, in this order. A <think> that ends the prompt counts."""
-    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
-        completion = "<think>" + completion
+    completion = with_think(completion, prompt)
     once = all(completion.count(tag) == 1 for tag in TAGS)
     places = [completion.find(tag) for tag in TAGS]
     return float(once and places == sorted(places))
+
+
+def format_boxed(completion, prompt="", **row):
+    r"""1 if it is <think>…</think>…\boxed{…}…, as EasyR1 asks for; white space beside < / > does
+    not count. A <think> that ends the prompt counts."""
+    text = re.sub(r"([<>/])\s+", r"\1", with_think(completion, prompt))
+    text = re.sub(r"(?<!\s)\s+([<>/])", r"\1", text)
+    # What re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*") finds, in linear time.
+    _, _, rest = text.removeprefix("<think>").partition("</think>")
+    _, _, rest = rest.partition(r"\boxed{")
+    return float(bool(text.startswith("<think>") and "}" in rest))
+
+
+def with_think(completion: str, prompt: str) -> str:
+    """With the <think> that ends the prompt."""
+    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
+        return "<think>" + completion
+    return completion
 
 
 def exact(completion, answer, **row):
