@@ -85,8 +85,8 @@ def report(scorer, log, scores: list[Score], calls: int) -> None:
         scorer.unscored = 0
     failure = next((score.error for score in scores if score.error), None)
     if scorer.unscored and not failure:
-        every = all(value is None for score in scores for value in score.parts.values())
-        failure = f"{'every' if every else 'a'} reward returned None"
+        found = any(value is not None for score in scores for value in score.parts.values())
+        failure = f"{'a' if found else 'every'} reward returned None"
     if scorer.unscored >= FAILED_CALLS:
         raise SettingsError(
             f"None of this batch's {len(scores)} completions has a reward, because of "
@@ -319,6 +319,6 @@ class Scorer:
         parts = {part.name: None if value != value else value  # NaN: TRL's "not applicable"
                  for part, value in zip(self.parts, values, strict=True)}
         known = [p.weight * parts[p.name] for p in self.parts if parts[p.name] is not None]
-        if None in values or not known:
-            return Score(None, parts, error or (None if None in values else NONE_APPLIES))
-        return Score(sum(known), parts, None)
+        if None in values:
+            return Score(None, parts, error)
+        return Score(sum(known), parts, None) if known else Score(None, parts, NONE_APPLIES)

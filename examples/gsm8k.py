@@ -17,8 +17,8 @@ FOUND = re.compile(
     rf"{FORM}(?:[ -]({'|'.join(filter(None, SCALES))})\b)?")
 # Then it is only a part of something: of another number, an expression, 2\pi, 2x. 18 m is fine.
 GOES_ON = re.compile(
-    r"[.,:/_]?\d|[ \t]*(?:[-+*×·÷/x]|\*\*|\\times|\\cdot|\\div)[ \t]*[\d.\\]|\s*\^(?!\s*\{?\s*\\circ)"
-    r"|\s*(?:\\pi|\\sqrt|\\frac|π|√)|[a-cefi-kn-rt-zKMB](?![A-Za-z])|[eE][-+]?\d")
+    r"[.,:/_]?\d|[ \t]*(?:[-+*×·÷/x]|\*\*|\\times|\\cdot|\\div)[ \t]*[\d.\\]"
+    r"|\s*\^(?!\s*\{?\s*\\circ)|\s*(?:\\pi|\\sqrt|\\frac|π|√)|[a-cefi-kn-rt-zKMB](?![A-Za-z])|[eE][-+]?\d")
 
 
 def gsm8k(completion, answer, **row):

@@ -4,14 +4,14 @@ The names of its parameters show whose it is. See docs/use/data_and_rewards.md.
 """
 import contextlib
 import functools
-import importlib.machinery
 import importlib.util
 import inspect
 import math
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from importlib.machinery import PathFinder
 from numbers import Number
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,9 +21,9 @@ from scoring.replies import Environments, Move, messages
 from scoring.verifiers import GUARDS, REWARDS
 
 # A parameter of a reward shows its kind. The first that fits counts.
-KINDS = {"completions": "trl", "reward_inputs": "easyr1s", "solution_strs": "verls",
-         "reward_input": "easyr1", "solution_str": "verl", "completion": "ours", "turns": "ours"}
-GROUPS = ("trl", "easyr1s", "verls")  # of a prompt's completions in one call
+KINDS = {"completions": "trl", "reward_inputs": "easyr1s", "reward_input": "easyr1",
+         "solution_str": "verl", "completion": "ours", "turns": "ours"}
+GROUPS = ("trl", "easyr1s")  # of a prompt's completions in one call
 ROOT = Path(__file__).absolute().parent.parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
 
@@ -53,67 +53,44 @@ class Reward(NamedTuple):
     takes: list[str] | None  # its parameters; None: any
     needs: list[tuple[str, str]]  # (its name, column of the row)
     waits: bool  # `async def`: calls of it run together
-    folder: str | None = None  # of its file
+    folder: str = str(ROOT)  # of its file
 
     def start(self, items: list[Item]):
         """What the function returns for one completion, or for all of TRL's group."""
-        if self.kind == "environment":
-            with at_home(self.folder):
-                return self.function.play(*items)
-        given = arguments(self.kind, items)
-        if self.takes is not None:
-            given = {name: value for name, value in given.items() if name in self.takes}
         with at_home(self.folder):
+            if self.kind == "environment":
+                return self.function.play(*items)
+            given = arguments(self.kind, items)
+            if self.takes is not None:
+                given = {name: value for name, value in given.items() if name in self.takes}
             return self.function(**given)
 
     def values(self, result, items: list[Item | Move]) -> list:
         """A number for each item, or the messages of a reply. None: it has none. NaN: TRL's None,
-        "not applicable". TypeError, ValueError: a mistake; of one in a group, it is the value."""
+        "not applicable". TypeError, ValueError: a mistake; a str: that of one item of a group."""
         if self.kind == "environment":
             return [number(result) if items[0].over else result]
         if self.kind == "reply":
             return [messages(result)]
         if self.kind not in GROUPS:
-            return [number(self.score_of(result))]
-        if isinstance(result, str | dict) or not isinstance(result, Iterable):
-            raise TypeError(f"a reward of {len(items)} completions must return a list of as many "
-                            f"values (got {str(result)[:100]!r}, a {type(result).__name__})")
+            return [number(result)]
         results = list(result)
         if len(results) != len(items):
             raise ValueError(f"{len(results)} values for {len(items)} completions")
-        return [self.one_of_many(value) for value in results]
-
-    def score_of(self, result):
-        """verl's {"score": 1, …}, EasyR1's {"overall": 1, …}, or itself."""
-        if not isinstance(result, dict):
-            return result
-        names = ("score", "overall")[::-1 if self.kind.startswith("easyr1") else 1]
-        name = next((name for name in names if name in result), None)
-        if not name:
-            raise TypeError(f"a dict needs {' or '.join(names)} (got {list(result)})")
-        return result[name]
-
-    def one_of_many(self, result) -> float | None | TypeError:
-        if result is None and self.kind == "trl":
-            return math.nan
-        try:
-            return number(self.score_of(result))
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            return TypeError(f"{type(error).__name__}: {error}")
+        none = math.nan if self.kind == "trl" else None
+        return [none if value is None else tried(value) for value in results]
 
 
 HOMES: dict[str, dict[str, ModuleType]] = {}  # folder: what was imported from it
 
 
 @contextlib.contextmanager
-def at_home(folder: str | None):
-    """In it, imports look into `folder` first, as in `python FILE`. What they find there hides
-    nothing elsewhere: folders may have an examples/, a data.py, or the same names."""
-    if not folder:
-        yield
-        return
-    names, others = beside(folder), taken(beside(folder))
-    sys.modules |= HOMES.get(folder, {})
+def at_home(folder: str):
+    """In it, imports look into `folder` first, as in `python FILE`. Elsewhere what lies there hides
+    nothing: it may have an examples/ or a data.py, and two folders the same names."""
+    names, mine = beside(folder), HOMES.get(folder, {})
+    others = taken(names)
+    sys.modules |= mine
     sys.path.insert(0, folder)
     try:
         yield
@@ -125,19 +102,18 @@ def at_home(folder: str | None):
 
 @functools.cache
 def beside(folder: str) -> set[str]:
-    """The modules of a folder, unless it is the project's own."""
-    if os.path.samefile(folder, ROOT):
-        return set()
+    """The modules of a folder, unless it is the project's."""
     names = {name.partition(".")[0] for name in os.listdir(folder)} - sys.stdlib_module_names
-    specs = {name: importlib.machinery.PathFinder.find_spec(name, [folder]) for name in names}
-    return {name for name, spec in specs.items() if spec and spec.origin}
+    found = [PathFinder.find_spec(name, [folder]) for name in names]
+    return {spec.name for spec in found if spec and spec.origin and Path(folder) != ROOT}
 
 
 def taken(names: set[str]) -> dict[str, ModuleType]:
     """These modules, out of sys.modules."""
-    there = {name for name in names if name in sys.modules}
-    found = [name for name in sys.modules if there and name.partition(".")[0] in there]
-    return {name: sys.modules.pop(name) for name in found}
+    if names.isdisjoint(sys.modules):
+        return {}
+    return {known: sys.modules.pop(known) for known in [*sys.modules]
+            if known.partition(".")[0] in names}
 
 
 def load(path: Path) -> ModuleType:
@@ -163,7 +139,7 @@ def read_signature(part: Part, function, wanted: str) -> Reward:
     """What `find` found, and how to call it. wanted: "reward" or "reply"."""
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
-    folder = part.path and str(Path(part.path).absolute().parent)
+    folder = str((ROOT / "x" if not part.path else Path(part.path)).absolute().parent)
     if wanted == "reply" and inspect.isclass(function):
         return Reward("environment", Environments(function), None, [], False, folder)
     parameters = inspect.signature(function).parameters if callable(function) else {}
@@ -201,13 +177,10 @@ def arguments(kind: str, items: list[Item | Move]) -> dict:
         return {"reward_inputs": inputs, "reward_input": inputs[0]}
     fields = items[0]._asdict()
     row = fields.pop("row")
-    if kind in ("verl", "verls"):
+    if kind == "verl":
         truth = (row.get("reward_model") or {}).get("ground_truth", fields["answer"])
-        source, extra = row.get("data_source"), row.get("extra_info")
-        given = {"data_source": source, "extra_info": extra, "ground_truth": truth}
-        return {**row, **given, "turns": fields["turns"], "solution_str": fields["completion"],
-                "solution_strs": [item.completion for item in items]} | {
-                    f"{name}s": [value] * len(items) for name, value in given.items()}
+        return {"data_source": None, "extra_info": None, **row, "turns": fields["turns"],
+                "solution_str": fields["completion"], "ground_truth": truth}
     return row | fields
 
 
@@ -221,16 +194,14 @@ def as_lists(items: list[Item]) -> dict:
     if isinstance(row.get("prompt"), list):  # TRL's conversational form
         prompts, completions = given["prompt"], given["turns"]
     return given | {"prompts": prompts, "completions": completions, "trainer_state": TRAINER,
-                    "log_extra": nothing, "log_metric": nothing}
-
-
-def nothing(*_):
-    """For TRL's log_extra and log_metric: they are not logged here."""
+                    "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 
 
 def number(value) -> float | None:
-    """A finite number (also of numpy, torch, decimal or fractions) as a float, or None. Else a
-    TypeError."""
+    """A finite number (of numpy, torch, decimal, fractions; verl's "score" or EasyR1's "overall" of
+    a dict) as a float, or None. Else a TypeError."""
+    if isinstance(value, dict):
+        value = value["overall" if "overall" in value else "score"]
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -238,3 +209,11 @@ def number(value) -> float | None:
         raise TypeError(f"a reward must return a finite number or None (got {str(value)[:100]!r}, "
                         f"a {type(value).__name__})")
     return float(value)
+
+
+def tried(value) -> float | None | str:
+    """A number, or what is wrong with it."""
+    try:
+        return number(value)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"

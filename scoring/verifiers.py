@@ -63,19 +63,18 @@ def environment(turns) -> float | None:
 def math_reward(completion, answer, **row):
     r"""1 if math-verify finds the two answers equal, else 0.
 
-    The answer is LaTeX, or has a box, or ends in GSM8K's "#### 72". The last box of the completion
-    counts; if it has none, what math-verify finds in its text. math-verify's timers are off: they
-    give 0, and the worker has its own.
+    The answer is LaTeX, or has a box, or ends in GSM8K's "#### 72". The completion's last box
+    counts, or without one what math-verify finds. Its timers are off: they give 0, and the worker
+    has its own.
     """
     from math_verify import parse, verify
     gold, box = math_gold(str(answer)), last_boxed(completion)
-    if box is None:
-        given = parse(plain(completion), parsing_timeout=None)
-    elif NOT_ONE.search(box := plain(box).rstrip(". ")) and not NOT_ONE.search(str(answer)):
-        return 0.0
-    else:
-        given = parse(rf"\boxed{{{box}}}", parsing_timeout=None)
-    return float(verify(gold, given, timeout_seconds=None))
+    text = plain(completion if box is None else box)
+    if box is not None:
+        if NOT_ONE.search(text) and not NOT_ONE.search(str(answer)):
+            return 0.0
+        text = in_box(text)
+    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=256)  # a group shares it
@@ -83,11 +82,14 @@ def math_gold(answer: str) -> list:
     """The row's answer as math-verify parses it."""
     from math_verify import parse
     text = answer.rpartition("####")[2].strip()
-    text = plain(last_boxed(text) or text).rstrip(". ")
-    gold = parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+    gold = parse(in_box(plain(last_boxed(text) or text)), parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify finds no answer in {answer[:200]!r}")
     return gold
+
+
+def in_box(text: str) -> str:
+    return rf"\boxed{{{text.rstrip('. ')}}}"  # it cannot read "18."
 
 
 def guard_math() -> None:
@@ -122,14 +124,11 @@ def format_tags(completion, prompt="", **row):
 
 
 def format_boxed(completion, prompt="", **row):
-    r"""1 if it is <think>…</think>…\boxed{…}…, as EasyR1 asks for; white space beside < / > does
-    not count. A <think> that ends the prompt counts."""
-    text = re.sub(r"([<>/])\s+", r"\1", with_think(completion, prompt))
+    r"""1 if it is <think>.*</think>.*\boxed{.*}.*, as EasyR1 asks for; else 0."""
+    text = re.sub(r"([<>/])\s+", r"\1", with_think(completion, prompt))  # "< / think >" too
     text = re.sub(r"(?<!\s)\s+([<>/])", r"\1", text)
-    # What re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*") finds, in linear time.
-    _, _, rest = text.removeprefix("<think>").partition("</think>")
-    _, _, rest = rest.partition(r"\boxed{")
-    return float(bool(text.startswith("<think>") and "}" in rest))
+    box = text.partition("</think>")[2].partition(r"\boxed{")[2]
+    return float(text.startswith("<think>") and "}" in box)
 
 
 def with_think(completion: str, prompt: str) -> str:
@@ -140,13 +139,13 @@ def with_think(completion: str, prompt: str) -> str:
 
 
 def exact(completion, answer, **row):
-    """1 if the completion is the answer, else 0. If the row has a number, any form of it is right;
-    if it has the text "18.0", as pandas writes, 18 is right too."""
-    text = str(answer).strip()
-    if completion.strip() in (text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)):
-        return 1.0
-    value = None if isinstance(answer, str) else number_of(text)
-    return float(value is not None and number_of(completion) == value)
+    """1 if the completion is the answer, else 0. Of a number in the row any form is right; of the
+    text "18.0", as pandas writes, also 18."""
+    text, value = str(answer).strip(), None
+    if not isinstance(answer, str):
+        value = number_of(text)
+    right = [text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)]
+    return float(completion.strip() in right or (value is not None and number_of(completion) == value))
 
 
 def short(completion, tokens, **row):

@@ -46,13 +46,10 @@ class Call:
         return [[*zip(*self.values, strict=True)], self.errors, self.retries]
 
     def fill(self, values: list, part: slice, found: list) -> None:
-        """Notes what a reward returned: numbers, or the mistake of one completion."""
-        values[part] = [None if isinstance(one, TypeError) else one for one in found]
-        self.errors[part] = [str(one) if isinstance(one, TypeError) else error
-                             for one, error in zip(found, self.errors[part], strict=True)]
-
-    def fail(self, part: slice, error: str) -> None:
-        self.errors[part] = [error] * len(self.errors[part])
+        """Notes what a reward returned: numbers; a str is an error."""
+        values[part] = [None if isinstance(value, str) else value for value in found]
+        self.errors[part] = [value if isinstance(value, str) else error
+                             for value, error in zip(found, self.errors[part], strict=True)]
 
     def tasks(self, rewards: list[Reward], waits: bool) -> list[tuple[Reward, list, slice]]:
         """(reward, its values, the items of one call of its function), …"""
@@ -74,7 +71,7 @@ def score_plain(rewards: list[Reward], call: Call) -> None:
         except MemoryError:  # it ends this process: what holds the memory may stay
             raise
         except Exception:
-            call.fail(part, traceback.format_exc()[-2000:])
+            call.errors[part] = [traceback.format_exc()[-2000:]] * len(items)
 
 
 async def score_waiting(rewards: list[Reward], calls: list[Call], timeout: float,
@@ -109,7 +106,7 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
             raise task.exception()
         else:
             error = "".join(traceback.format_exception(task.exception()))[-2000:]
-    call.fail(part, error)
+    call.errors[part] = [error] * len(items)
 
 
 def received(pipe: socket.socket):

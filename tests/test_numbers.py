@@ -1,4 +1,4 @@
-"""A number as it is written: the same value for each reward that reads one, and never half of it."""
+"""A number as it is written: one value for each reward that reads it, and never half of it."""
 import random
 import re
 from fractions import Fraction
@@ -86,8 +86,63 @@ def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
             assert verifiers.math_reward(rf"\boxed{{{other}}}", text) == 0, (other, text)
         if value.denominator == 1:
             sign, size = "−" if value < 0 else "", abs(int(value))
-            row = {"nums": [str(size), 7.0], "target": text}
             for completion in (f"{sign}{size} × ７ ÷ 7", rf"{sign}{size} \times 7 \div 7"):
                 assert countdown(completion, target=text, nums=[str(size), 7.0, 7]) == 1
                 assert countdown(completion, target=float(value) + 1, nums=[size, 7, 7]) == 0
-            assert countdown(f"<answer>{sign}{size} ∗ 7</answer>", **row) == 0
+            assert countdown(f"<answer>{sign}{size} ∗ 7</answer>", text, [str(size), 7.0]) == 0
+
+
+@pytest.mark.parametrize("text, boxed", [
+    (r"\boxed{1} so \boxed{48}", "48"), (r"\fbox{7}", "7"), (r"\boxed{a} \fbox{b}", "b"),
+    (r"$\boxed 7$, so", "7"), (r"\boxed {\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1\}}", r"\{1\}"),
+    (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."), (r"\boxed{3} \boxed{12", ""), ("no", None)])
+def test_the_last_box_counts(text, boxed):
+    """An unclosed one is no answer: EasyR1 and verl pay nothing for it either."""
+    assert verifiers.last_boxed(text) == boxed
+
+
+def test_math_reads_a_box_as_easyr1_does():
+    verifiers.guard_math()
+    math = verifiers.math_reward
+    assert math(r"\boxed{36\pi \approx 113.1}", r"36\pi") == 0
+    assert math(r"\boxed{36\pi}", r"36\pi \approx 113.1") == 1
+    assert math("It is −5.", "-5") == 1 and math(r"\boxed{√2}", r"\sqrt{2}") == 1
+    for completion, gold in [(r"\boxed{3 4}", "7"), (r"\boxed{1} so \boxed{48}", "1"), (
+            r"\boxed{12", "12"), (r"\boxed{1_234}", "1"), (r"\boxed{1,23}", "1.23")]:
+        assert math(completion, gold) == 0, completion
+    for gold, box in {"√2": r"\sqrt2", "½": "0.5", "1e10": "10^{10}", "1e-05": "0.00001", "18.": "18",
+                      "2√3": r"2\sqrt{3}", "5²": "25", "90°": "90", r"\frac { 15 } { 2 }": "7.5"}.items():
+        assert math(rf"\boxed{{{box}}}", gold) == 1, gold
+
+
+@pytest.mark.parametrize("text, gold", [
+    ("#### 1.234.567", "567"), ("12:30", "30"), (r"\boxed{1\,23}", "23"), ("1_234", "234"),
+    ("1e9999", "9999"), ("5k", "5"), ("2x", "2"), (r"\boxed{2\pi}", "2"), ("2^3", "3"),
+    (r"\boxed{\sqrt{16}}", "16"), ("#### 10-5", "10"), (r"\boxed{5 or 6}", "6"), ("H2O", "2"),
+    ("5 million", "5"), ("negative 5", "5"), ("x = - 5", "5"), ("1/2/3", "3"), ("1.234,56", "56"),
+    (r"\boxed{12", "12"), (r"\boxed{1}, \boxed{2}", "1"), ("٢5", "5")])
+def test_a_part_of_something_is_not_paid(text, gold):
+    assert gsm8k(text, gold) == 0
+
+
+def test_exact_and_the_floats_of_pandas():
+    exact = verifiers.exact
+    for answer in 18, 18.0, "18.0":
+        assert [exact(text, answer) for text in ("18", " 18.0 ", "1", "8", "180")] == [1, 1, 0, 0, 0]
+    # A text is compared as text: tiny tasks sort digits.
+    assert exact("0123", "123") == exact("1,234", "1234") == exact("18.0", "18") == 0
+    assert exact("True", True) == 1 and exact("1", True) == 0
+
+
+@pytest.mark.parametrize("text, value", [
+    (r"<think>a</think> so \boxed{1}", 1), (r"< think >a< / think >\boxed{1} bye", 1),
+    (r"\boxed{1}<think>a</think>", 0), (r"<think>\boxed{1}</think> so 1", 0),
+    (r"so <think>a</think>\boxed{1}", 0), (r"<think>a</think>\boxed{1", 0), (
+        r"<think>a \boxed{1}", 0), (r" <think>a</think></think>\boxed{{}}", 1)])
+def test_the_format_of_easyr1(text, value):
+    """The value is that of its own regular expression."""
+    easyr1 = re.sub(r"\s*(<|>|/)\s*", r"\1", text)
+    assert bool(re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", easyr1, re.DOTALL)) == value
+    assert verifiers.format_boxed(text) == value
+    opened = text.removeprefix("<think>")
+    assert verifiers.format_boxed(opened, prompt="q <think>\n") == max(value, opened[:2] == "so")
