@@ -141,11 +141,11 @@ def with_think(completion: str, prompt: str) -> str:
 def exact(completion, answer, **row):
     """1 if the completion is the answer, else 0. Of a number in the row any form is right; of the
     text "18.0", as pandas writes, also 18."""
-    text, value = str(answer).strip(), None
-    if not isinstance(answer, str):
-        value = number_of(text)
-    right = [text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)]
-    return float(completion.strip() in right or (value is not None and number_of(completion) == value))
+    text = str(answer).strip()
+    if completion.strip() in (text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)):
+        return 1.0
+    value = None if isinstance(answer, str) else number_of(text)
+    return float(value is not None and number_of(completion) == value)
 
 
 def short(completion, tokens, **row):
