@@ -105,7 +105,8 @@ def beside(folder: str) -> set[str]:
     """The modules of a folder, unless it is the project's."""
     names = {name.partition(".")[0] for name in os.listdir(folder)} - sys.stdlib_module_names
     found = [PathFinder.find_spec(name, [folder]) for name in names]
-    return {spec.name for spec in found if spec and spec.origin and Path(folder) != ROOT}
+    own = os.path.samefile(folder, ROOT)
+    return {spec.name for spec in found if spec and spec.origin and not own}
 
 
 def taken(names: set[str]) -> dict[str, ModuleType]:
