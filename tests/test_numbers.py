@@ -10,7 +10,7 @@ from examples.gsm8k import gsm8k
 from scoring import verifiers
 from scoring.numbers import number_of
 
-APART = [",", "{,}", r"\,", r"\;", r"\!,"[::-1], " ", "\u00a0", "\u202f", "\u2009", "'", "’"]
+APART = [",", "{,}", r"\,", r"\;", r",\!", " ", "\u00a0", "\u202f", "\u2009", "'", "’"]
 MINUS = ["-", "−", "–", "‒", "﹣", "－"]
 TIMES = [r"\times", r" \cdot ", "×", " × ", "·", "x"]
 WIDE = str.maketrans("0123456789", "０１２３４５６７８９")
