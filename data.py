@@ -288,7 +288,7 @@ def answer_of(columns: dict):
     column = next((name for name in ANSWERS if name in there), None)
     answer = there.get(column)
     box = last_boxed(answer) if column == "solution" and isinstance(answer, str) else None
-    return answer if box is None else box
+    return box or answer
 
 
 def fill_template(template: str, columns: dict, flag: str) -> str:

@@ -3,9 +3,7 @@
 Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in variants/. The file is
 found from the current folder or from the project's, and loaded before weights are.
 """
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import losses
 from dist import SettingsError
 from errors import Number, Range
+from scoring.signatures import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,11 +105,8 @@ def loss_of(name: str) -> Callable:
 def own(flag: str, spec: str) -> Own:
     """FILE.py:NAME of --loss or --advantage. SettingsError if it cannot be loaded."""
     path, name = find(flag, spec)
-    sys.path.append(str(path.parent))  # for what the file imports
-    made = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    module = sys.modules[made.name] = importlib.util.module_from_spec(made)
     try:
-        made.loader.exec_module(module)
+        module = load(path)
     except Exception as error:
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
                             f"{error}. Would work: a file that `python {path}` runs.") from error
