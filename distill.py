@@ -86,7 +86,8 @@ def train(args: Args) -> int:
 
         run.log.step(step + 1, metrics)
         if step % args.run_args.samples_every == 0 or step == args.steps - 1:
-            write_samples(run.log, f"step_{step + 1:05d}", samples, show=3)
+            write_samples(run.log, f"step_{step + 1:05d}", samples, show=3,
+                          decode=run.engine.tokenizer.decode)
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import Prompt
+from data import Prompt, reader
 from dist import World, assert_divisible, share
 from pictures.eyes import opened
 from trainer import lora
@@ -79,6 +79,7 @@ class Engine:
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids, self.episodes = tokenizer, eos_ids, episodes
+        self.text = reader(tokenizer, eos_ids) if tokenizer else None  # ids → str
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0

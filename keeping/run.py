@@ -23,7 +23,7 @@ from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.samples import look, write_samples
 from preflight import loss_flags, plan
-from preflight.inputs import eos_ids, is_tiny, read_inputs
+from preflight.inputs import is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
 from rewards import RewardArgs
@@ -273,7 +273,7 @@ class Run:
         make = SeeingEngine if inputs.eyes else Engine
         self.engine = make(
             inputs.source, self.world, args.engine_args, tokenizer=inputs.tokenizer,
-            eos_ids=eos_ids(inputs.source, inputs.tokenizer), log=self.log,
+            eos_ids=inputs.ends, log=self.log,
             trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
             max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,

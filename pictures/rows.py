@@ -45,7 +45,6 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     sources = tuple(source_of(value, folder) for value in values_of(columns))
     columns = {column: marked(value, len(sources)) if column in ("messages", *PROMPTS) else value
                for column, value in columns.items() if column not in COLUMNS}
-    controls = [text for text in controls if text != MARK]  # a prompt may begin with it
     row = make(index, columns, name, apart(tokenizer), controls, args)
     if row:
         place(row, sources, eyes)

@@ -1,8 +1,7 @@
 """inputs.py: all that can be known from flags and files, before any weight is loaded."""
-import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import data
 import dist
 import rewards
 from chats import targets, toolcalls, turns
+from data import eos_ids
 from dist import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.eyes import Eyes
@@ -37,6 +37,7 @@ class Inputs:
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
     eyes: Eyes | None = None  # of a model that sees
+    ends: list[int] = field(default_factory=list)  # ids that end a completion
 
     @property
     def for_pictures(self) -> dict:
@@ -49,7 +50,8 @@ class Inputs:
 
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template, eos_token = {}, None, ""
+    added_tokens_decoder, chat_template = {}, None
+    bos_token = eos_token_id = None
 
     def __call__(self, text, **options):
         return {"input_ids": []}
@@ -81,6 +83,8 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
     source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
+    if lm and tokenizer:
+        ends = check_ends(args, ends, lm.config.get_text_config().vocab_size, mistakes, notes)
     needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
@@ -112,7 +116,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
         mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
     mistakes.stop()
     return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes)
+                  Plan(args, *counts), eyes=eyes, ends=ends)
 
 
 # ---- the model ----
@@ -184,12 +188,16 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
                             f"({why}).") from None
 
 
-def eos_ids(source: str, tokenizer) -> list[int]:
-    """What ends a completion, by the generation config and the tokenizer."""
-    path = Path(source) / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    ids = ids if isinstance(ids, list) else [ids]
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+def check_ends(args, ends: list[int], vocab: int, mistakes: Mistakes, notes: list[str]):
+    """Those of `ends` that the model can write. It says if there are none."""
+    found = [i for i in ends if 0 <= i < vocab]
+    said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
+            f"{vocab:,} ids.")
+    if not found and args.supervised:
+        mistakes.append(said)
+    elif not found and not args.engine_args.stop:
+        notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
+    return found
 
 
 def find_shape(name: str, lm, planning: bool, flag: str = "model") -> memory.Shape | None:

@@ -56,7 +56,8 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
     prompts, group, temperature, purpose = it.engine.sample.call_args.args
     assert [p.row for p in prompts] == ["a", "b"] and [p.position for p in prompts] == [0, 1]
     assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
-    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample())
+    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample(),
+                                       decode=it.engine.tokenizer.decode)
 
 
 @pytest.mark.parametrize("scores, flags, expected", [

@@ -206,7 +206,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
         score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
-        engine=SimpleNamespace(tokenizer=TOKENIZER)), samples, 1)
+        engine=SimpleNamespace(text=data.reader(TOKENIZER, [EOT, END]))), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = batch.sample_metrics(samples, 1.0)
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from data import DataArgs, Row, make_row
+from data import DataArgs, Row, make_row, marks
 from dist import SettingsError
 from trainer.batch import Batch
 from trainer.logprobs import of_logits, recomputed
@@ -83,10 +83,10 @@ def divergence(logits, teacher_logits, kind):
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
     """The prompt of each row for the teacher. It must not be shorter than the row's own:
     micro-batches are cut by it."""
-    args = replace(args, prompt_template=template)
+    args, (controls, _) = replace(args, prompt_template=template), marks(tokenizer)
     for row in rows:
         try:
-            made = make_row(row.index, row.columns, row.source, tokenizer, [], args,
+            made = make_row(row.index, row.columns, row.source, tokenizer, controls, args,
                             flag="--teacher_prompt")
         except ValueError as error:  # half a surrogate pair
             raise SettingsError(f"--teacher_prompt, row {row.index}: {error}") from None
