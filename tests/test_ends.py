@@ -1,6 +1,5 @@
 """What begins and what ends: prompts, completions, the texts of rewards, what sft.py learns. The
 tokenizers are made here; what is expected is what transformers and vLLM give."""
-import copy
 import json
 import random
 import shutil
@@ -23,7 +22,7 @@ from keeping.samples import sample_row
 from preflight import inputs
 from preflight.plan import changed
 from rewards import Score
-from scoring.verifiers import REWARDS
+from scoring.verifiers import format_tags
 from test_sft import CHAT, SAID, TEMPLATES, template, tokenizer_of
 from trainer.batch import Completion, Sample
 from trainer.teacher import add_teacher_prompts
@@ -170,7 +169,7 @@ def test_a_reward_an_environment_and_a_tool_see_the_tags_that_a_model_wrote():
     ids = tokenizer(f"{THOUGHT}<|im_end|>")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
     text = data.reader(tokenizer, [0, 2])(np.array(ids))
-    assert text == THOUGHT and REWARDS["format"](text) == 1.0
+    assert text == THOUGHT and format_tags(text) == 1.0
     episodes = object.__new__(turns.Episodes)
     episodes.world = SimpleNamespace(mine=list, gather=list)
     episodes.bridge = turns.Bridge(tokenizer, [0, 2], 999, None)
@@ -293,7 +292,7 @@ def drawn(seed: int):
         begin, user, assistant, header, _ = family
         made.chat_template = template(user, assistant, header, begin)
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
-    given = rng.choice(["absent", None, 5, [5, 6]])
+    given = rng.choice(["absent", None, "~", "~`"])
     return made, name, given, pick
 
 
@@ -320,11 +319,10 @@ def check(tmp_path, seed: int) -> None:
         assert finished.finished and finished.prompt_ids == row.prompt_ids
     assert not row_of({"prompt": "<think>1"}, tokenizer).finished
     # What ends.
-    if given == "absent":
-        (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    else:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-    files = {"absent": [7], "None": [], "5": [5], "[5, 6]": [5, 6]}[str(given)]
+    files = {"absent": [to_id("^")], None: []}.get(given, given and [*map(to_id, given)])
+    eos = {"absent": files[0] if files else None, None: None, "~": to_id("~")}.get(given, files)
+    file = "config" if given == "absent" else "generation_config"
+    (tmp_path / f"{file}.json").write_text(json.dumps({"eos_token_id": eos}))
     own = [to_id(t) for t in (pick["eos"], end) if t]
     ends = data.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({*files, *own})
@@ -356,7 +354,7 @@ def check(tmp_path, seed: int) -> None:
             assert {ids[i] for i in last} == {to_id(end)}
         said = reads([i for i, now in zip(ids, learned, strict=True) if now][:last[0] + 1])
         assert said.strip().removesuffix("\nEND") == "13"
-    if tokenizer.chat_template:
+    if end:
         bridge = turns.Bridge(tokenizer, ends, 10**6, None)
         ids = row.prompt_ids + ids[:last[0] + 1] if len(last) == 1 else made.prompt_ids + ids
         between = bridge.ids(to_id(end), asked)
