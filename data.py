@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -330,12 +331,12 @@ def marks(tokenizer) -> tuple[list[str], list[str]]:
 
     def written(*roles: str) -> list[list[str]]:
         """What comes first before, between and after messages: tokens, with a role among them."""
-        try:
-            chat = [{"role": role, "content": "QX7"} for role in roles]
-            parts = tokenizer.apply_chat_template(chat, tokenize=False).split("QX7")
-        except (TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
-            parts = []
-        runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0] for part in parts]
+        text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
+        if tokenizer.chat_template:
+            with suppress(TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
+                text = tokenizer.apply_chat_template(chat, tokenize=False)
+        runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
+                for part in text.split("QX7")]
         return [re.findall(token, run) for run in runs] + [[]] * 3
 
     before, header, closing, *_ = written("user", "assistant")

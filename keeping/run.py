@@ -313,7 +313,8 @@ class Run:
             self.best = {"step": step, "score": score}
             if self.args.run_args.export and step:  # before the first step it is --model
                 export_model(self.policy, self.inputs.source, self.log.folder / "best",
-                             {"best.json": json.dumps(self.best | metrics, indent=1)})
+                             {"best.json": json.dumps(self.best | metrics, indent=1)}
+                             | self.inputs.exported)
 
     @contextmanager
     def recorded(self, step: int, samples: list, learned: list):
@@ -371,7 +372,8 @@ class Run:
 
     def export(self):
         """The policy to model/, adapters alone to adapter/ too. A collective."""
-        export_model(self.policy, self.inputs.source, self.log.folder / "model")
+        export_model(self.policy, self.inputs.source, self.log.folder / "model",
+                     self.inputs.exported)
         if self.adapter:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 

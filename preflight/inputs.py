@@ -1,4 +1,5 @@
 """inputs.py: all that can be known from flags and files, before any weight is loaded."""
+import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,14 @@ class Inputs:
         return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
                 "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
 
+    @property
+    def exported(self) -> dict[str, str]:
+        """{file: text} of an exported model: transformers and vLLM end where this run did."""
+        path = Path(self.source) / "generation_config.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        found["eos_token_id"] = self.ends
+        return {path.name: json.dumps(found, indent=2)} if self.ends else {}
+
 
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
@@ -82,9 +91,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
-    source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
-    if lm and tokenizer:
-        ends = check_ends(args, ends, lm.config.get_text_config().vocab_size, mistakes, notes)
+    source, lm, tokenizer, ends = load_model(args, make, mistakes, notes)
     needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
@@ -121,13 +128,17 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
 
 # ---- the model ----
 
-def load_model(name: str, make: bool, mistakes: Mistakes):
+def load_model(args, make: bool, mistakes: Mistakes, notes: list[str]):
     """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
-    source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
+    source, lm, tokenizer = mistakes.attempt(find_model, args.model, make), None, None
     if source:
         lm = mistakes.attempt(model.skeleton, source)
-        tokenizer = mistakes.attempt(load_tokenizer, name, source)
-    return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
+        tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
+    if not (lm and tokenizer):
+        return source, lm, tokenizer, []
+    vocab = lm.config.get_text_config().vocab_size
+    ends = check_ends(args, eos_ids(source, tokenizer), vocab, mistakes, notes)
+    return source, lm, tokenizer, ends
 
 
 def is_tiny(name: str) -> bool:

@@ -258,7 +258,7 @@ def ending_in(eos_token_id: int | None):
     """A tokenizer of which only its end token is known."""
     return SimpleNamespace(
         eos_token_id=eos_token_id, added_tokens_decoder={}, bos_token=None,
-        apply_chat_template=lambda *chat, **options: "", convert_tokens_to_ids=list)
+        chat_template=None, convert_tokens_to_ids=list)
 
 
 def sampled() -> int:

@@ -3,13 +3,14 @@ tokenizers are made here; what is expected is what transformers and vLLM give.""
 import json
 import random
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import data
 import grpo
@@ -27,6 +28,7 @@ from test_sft import CHAT, SAID, TEMPLATES, template, tokenizer_of
 from trainer.batch import Completion, Sample
 from trainer.teacher import add_teacher_prompts
 
+ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 THOUGHT = "<think>1</think><answer>2</answer>"
@@ -153,13 +155,18 @@ def test_a_model_that_cannot_end_is_said(ends, left):
 
 def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
     """The engine stops at them (test_seams.py), and what they end is learned."""
-    folder = shutil.copytree(tiny.ensure("runs"), tmp_path / "base")
+    folder = shutil.copytree(tiny.ensure(str(ROOT / "runs")), tmp_path / "base")
     for name, text in ("tokenizer_config.json", '"eos_token"'), ("generation_config.json", ""):
         made = json.loads((folder / name).read_text())
         made["eos_token" if text else "eos_token_id"] = tiny.END_OF_TEXT if text else 0
         (folder / name).write_text(json.dumps(made))
     found = inputs.read_files(changed(grpo.Args(), model=str(folder)), 1)
     assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
+    # So does whoever loads the export, with transformers or vLLM.
+    (text,) = found.exported.values()
+    before = GenerationConfig.from_pretrained(folder).to_dict()
+    (folder / "generation_config.json").write_text(text)
+    assert GenerationConfig.from_pretrained(folder).to_dict() == before | {"eos_token_id": [0, 2]}
 
 
 # ---- tags that are special tokens
@@ -192,6 +199,11 @@ def test_what_begins_ends_or_pads_is_no_text_wherever_it_stands():
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     assert data.reader(tokenizer, ends)(ids) == "<think>1</think>user\n\na , b"
     assert data.reader(tokenizer, ends)(ids[:3]) == "<think>1"
+    # GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word.
+    glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
+        f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
+    ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
+    assert data.reader(glm, [0])(ids) == THOUGHT
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"]  # may be an end, as a word
     assert data.reader(tokenizer, newline)(2 * newline) == "\n" and len(newline) == 1
 

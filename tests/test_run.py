@@ -35,7 +35,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
         kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
         policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
-        inputs=SimpleNamespace(eval_rows=[1], source="source"))
+        inputs=SimpleNamespace(eval_rows=[1], source="source", exported={}))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
     it.close = MagicMock()
