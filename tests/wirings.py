@@ -256,7 +256,6 @@ WIRINGS = [
     ("pictures/seeing.py", "[start + place for", "[place for", VISION),
     ("pictures/seeing.py", "part.requires_grad_(args.train_vision)", "pass", VISION),
     ("pictures/seeing.py", "for row in owners.values():", "for row in micro.rows:", VISION),
-    ("pictures/rows.py", "if text != MARK]", "]", PICTURES),
     ("pictures/rows.py", 'short.count(eyes.token) != len(sources)', "False",
      "vision.py::test_a_bad_row_is_one_sentence_with_its_number"),
     ("trainer/model.py", "for part in (seeing.text_of(lm), *seeing.tower_of(lm))",
