@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -92,9 +93,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make_row."""
     make = make or make_row
     raw, name = read(spec, seed)
-    tokens = tokenizer.added_tokens_decoder.values()
-    controls = [token.content for token in tokens if token.special and token.content]
-    rows = []
+    controls, rows = marks(tokenizer)[0], []
     for index, columns in enumerate(raw):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
@@ -120,8 +119,8 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
              args: DataArgs, tools: list[dict] | None = None,
              flag: str = "--prompt_template") -> Row | None:
-    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens. tools:
-    the schemas of --tools. flag: which one gave args.prompt_template."""
+    """A row as the model sees it. None: it asks nothing. controls: what begins a finished chat, see
+    `marks`. tools: the schemas of --tools. flag: which one gave args.prompt_template."""
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
@@ -132,7 +131,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
     plain = tokenizer.chat_template is None and not finished
-    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    ids = prompt_ids(text, tokenizer, plain)
     return Row(index, text, ids, answer, columns, source, finished)
 
 
@@ -346,3 +345,80 @@ def options_of(columns: dict, messages: list[dict], tokenizer,
             raise SettingsError(f"the chat template of the model has no place for {key}. Would "
                                 "work: rows without it, or another model.")
     return options | ({"tools": tools} if tools else {})
+
+
+# ---- what begins and what ends ----
+
+def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
+    """plain: with what the tokenizer puts before a text (BOS), and not with what it puts after."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if plain:
+        whole, n = tokenizer(text)["input_ids"], len(ids)
+        ids = whole[:next((i + n for i in range(len(whole)) if whole[i:i + n] == ids), None)]
+    if ids[1:] and ids[-1] == tokenizer.eos_token_id:
+        raise SettingsError(f"the prompt must not end in {tokenizer.eos_token}, where a completion "
+                            f"ends (see its text, and the chat template).")
+    return ids
+
+
+def ids_after(text: str, tokenizer) -> list[int]:
+    """As after a control token: some tokenizers put a space before the first word."""
+    known = tokenizer.added_tokens_decoder.values()
+    mark = next((t.content for t in known if t.special and not t.rstrip), "")
+    ids = tokenizer(mark + text, add_special_tokens=False)["input_ids"]
+    return ids[1:] if mark else ids
+
+
+def eos_ids(source: str, tokenizer) -> list[int]:
+    """What ends a completion, by the model's files, the tokenizer and the chat template."""
+    path = Path(source) / "generation_config.json"
+    found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
+    ids = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
+    ids = ids if isinstance(ids, list) else [ids]
+    ends = tokenizer.convert_tokens_to_ids(marks(tokenizer)[1])
+    return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
+
+
+def texts_of(ids: list[int], tokenizer) -> list[str]:
+    """Of those that are control tokens."""
+    known = tokenizer.added_tokens_decoder
+    return [known[i].content for i in ids if i in known]
+
+
+def reader(tokenizer, eos_ids: list[int]):
+    """A function, ids → the text for a reward, an environment or a tool: without what ends, begins
+    or pads. Other control tokens, such as <think>, are the model's words."""
+    texts = {*marks(tokenizer)[0], *texts_of(eos_ids, tokenizer), tokenizer.pad_token}
+    silent = {i for i, t in tokenizer.added_tokens_decoder.items() if t.content in texts}
+
+    def read(ids) -> str:
+        ids = [int(i) for i in ids]
+        if ids and ids[-1] in eos_ids:  # it may be an ordinary token
+            ids.pop()
+        return tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False,
+                                clean_up_tokenization_spaces=False)
+    return read
+
+
+def marks(tokenizer) -> tuple[list[str], list[str]]:
+    """Control tokens that begin a chat or a message; the one, if any, that ends the assistant's:
+    the chat template writes it there, or it begins the next message (GLM)."""
+    known = [t.content for t in tokenizer.added_tokens_decoder.values()
+             if t.content and (t.special or re.fullmatch(r"[<\[].+[>\]]", t.content))]
+    token = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)"
+
+    def written(*roles: str) -> list[list[str]]:
+        """What comes first before, between and after messages: tokens, with a role among them."""
+        text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
+        if tokenizer.chat_template:
+            with suppress(TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
+                text = tokenizer.apply_chat_template(chat, tokenize=False)
+        runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
+                for part in text.split("QX7")]
+        return [re.findall(token, run) for run in runs] + [[]] * 3
+
+    before, header, closing, *_ = written("user", "assistant")
+    again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
+    header = [t for t in header if t not in closing][:1]  # <think> may follow
+    begins = [t for t in before + system + again + header if t not in closing]
+    return [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]

@@ -60,7 +60,7 @@ def score_samples(run, samples: list, group: int) -> None:
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        items = [item_of(sample, run.engine.tokenizer)
+        items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
         run.scorer.progress["global_step"] = max(run.world.step, 0)
         scores = run.scorer.score(items, size)
@@ -73,10 +73,9 @@ def score_samples(run, samples: list, group: int) -> None:
     report(run.scorer, run.log, [score for _, score in scored], len(calls))
 
 
-def item_of(sample, tokenizer) -> Item:
+def item_of(sample, text) -> Item:
     row, completion = sample.prompt.row, sample.completion
-    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
-    return Item(row.prompt, text, row.answer, row.columns, completion.tokens,
+    return Item(row.prompt, text(completion.ids), row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.turns)
 
 

@@ -12,7 +12,17 @@ import json
 from functools import partial
 
 import data
-from data import ANSWERS, CHATS, PROMPTS, Row, messages_of, options_of, templated
+from data import (
+    ANSWERS,
+    CHATS,
+    PROMPTS,
+    Row,
+    ids_after,
+    messages_of,
+    options_of,
+    templated,
+    texts_of,
+)
 from dist import SettingsError
 from scoring.messages import chat_of, not_null
 
@@ -125,7 +135,7 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
     ids, learned, is_open, counts = list(prompt_ids), [], False, True
     for longer, said, weight in texts:
         if said:
-            longer, is_open = up_to_end(text, longer, tokenizer.convert_ids_to_tokens(eos_ids))
+            longer, is_open = up_to_end(text, longer, texts_of(eos_ids, tokenizer))
         whole = extended(ids, text, longer, tokenizer)
         new = whole[len(ids):]
         marks = [weight] * len(new)
@@ -133,14 +143,15 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
             if not new or new[0] not in eos_ids:
                 raise SettingsError(f"the chat template has {longer[len(text):][:20]!r} after a "
                                     f"turn of the assistant, which is no end of a turn by "
-                                    f"eos_token_id in generation_config.json.")
+                                    f"eos_token_id in generation_config.json. Would work: one row "
+                                    f"for each turn.")
             marks[0], is_open = counts, False
         learned += marks
         ids, text, counts = whole, longer, weight
     found = ids[len(prompt_ids):]
     if is_open:
         end = tokenizer.eos_token_id
-        found.append(eos_ids[0] if end is None else end)
+        found.append(end if end in eos_ids else eos_ids[0])
         learned.append(True)
     return found, learned
 
@@ -161,6 +172,4 @@ def extended(ids: list[int], text: str, longer: str, tokenizer) -> list[int]:
     whole = tokenizer(longer, add_special_tokens=False)["input_ids"]
     if whole[:len(ids)] == ids:
         return whole
-    end = tokenizer.eos_token or ""  # some tokenizers put a space before the first word
-    rest = tokenizer(end + longer[len(text):], add_special_tokens=False)["input_ids"]
-    return ids + (rest[1:] if end else rest)
+    return ids + ids_after(longer[len(text):], tokenizer)

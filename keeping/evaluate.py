@@ -57,7 +57,7 @@ def sampled_metrics(run, step: int) -> dict[str, float]:
     with run.log.time("eval"), run.engine.generating(run.policy):
         samples = run.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
         score_samples(run, samples, args.eval_samples)
-    write_samples(run.log, f"eval_{step:05d}", samples)
+    write_samples(run.log, f"eval_{step:05d}", samples, decode=run.engine.tokenizer.decode)
     return evaluation_metrics(samples, args)
 
 

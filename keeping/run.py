@@ -22,7 +22,7 @@ from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.samples import write_samples
 from preflight import plan
-from preflight.inputs import eos_ids, is_tiny, read_inputs
+from preflight.inputs import is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
 from rewards import RewardArgs
@@ -309,7 +309,7 @@ class Run:
         make = SeeingEngine if inputs.eyes else Engine
         self.engine = make(
             inputs.source, self.world, args.engine_args, tokenizer=inputs.tokenizer,
-            eos_ids=eos_ids(inputs.source, inputs.tokenizer), log=self.log,
+            eos_ids=inputs.ends, log=self.log,
             trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
             max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
@@ -351,7 +351,8 @@ class Run:
             self.best = {"step": step, "score": score}
             if self.args.run_args.export and step:  # before the first step it is --model
                 export_model(self.policy, self.inputs.source, self.log.folder / "best",
-                             {"best.json": json.dumps(self.best | metrics, indent=1)})
+                             {"best.json": json.dumps(self.best | metrics, indent=1)}
+                             | self.inputs.exported)
 
     def record(self, step: int, samples: list):
         """Each --samples_every steps the samples go to samples/, those that an update has learned
@@ -402,7 +403,8 @@ class Run:
 
     def export(self):
         """The policy to model/, adapters alone to adapter/ too. A collective."""
-        export_model(self.policy, self.inputs.source, self.log.folder / "model")
+        export_model(self.policy, self.inputs.source, self.log.folder / "model",
+                     self.inputs.exported)
         if self.adapter:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 

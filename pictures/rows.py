@@ -45,7 +45,6 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     columns = {column: value for column, value in columns.items() if column not in COLUMNS}
     columns |= {column: marked(column, columns[column], len(sources))
                 for column in (*CHATS, *PROMPTS) if isinstance(columns.get(column), str | list)}
-    controls = [text for text in controls if text != MARK]  # a prompt may begin with it
     row = make(index, columns, name, apart(tokenizer), controls, args)
     if row:
         place(row, sources, eyes)

@@ -2,7 +2,7 @@
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import dist
 import rewards
 from chats import targets, toolcalls, turns
 from chats.teacher import add_teacher_prompts
+from data import eos_ids
 from dist import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.eyes import Eyes
@@ -43,6 +44,7 @@ class Inputs:
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
     eyes: Eyes | None = None  # of a model that sees
+    ends: list[int] = field(default_factory=list)  # ids that end a completion
 
     @property
     def for_pictures(self) -> dict:
@@ -52,10 +54,19 @@ class Inputs:
         return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
                 "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
 
+    @property
+    def exported(self) -> dict[str, str]:
+        """{file: text} of an exported model: transformers and vLLM end where this run did."""
+        path = Path(self.source) / "generation_config.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        found["eos_token_id"] = self.ends
+        return {path.name: json.dumps(found, indent=2)} if self.ends else {}
+
 
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template, eos_token = {}, "", ""
+    added_tokens_decoder, chat_template = {}, ""
+    bos_token = eos_token = eos_token_id = None
 
     def __call__(self, text, **options):
         return {"input_ids": []}
@@ -92,7 +103,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
-    source, lm, tokenizer, ends = load_model(args.model, make, mistakes, notes, began)
+    source, lm, tokenizer, ends = load_model(args, make, mistakes, notes, began)
     needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
@@ -123,23 +134,26 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
         mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
     mistakes.stop()
     return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes)
+                  Plan(args, *counts), eyes=eyes, ends=ends)
 
 
 # ---- the model ----
 
-def load_model(name: str, make: bool, mistakes: Mistakes, notes: list[str],
-               began: str | None = None):
+def load_model(args, make: bool, mistakes: Mistakes, notes: list[str], began: str | None = None):
     """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
-    source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
+    source, lm, tokenizer = mistakes.attempt(find_model, args.model, make), None, None
     if source:
         lm = mistakes.attempt(model.skeleton, source)
         if lm and mistakes.attempt(weights.names_in_files, lm, source):
             notes += weights.unread(source)
-        tokenizer = mistakes.attempt(load_tokenizer, name, source)
+        tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
     if tokenizer:
         tokenizer.chat_template = dated(tokenizer.chat_template, began)
-    return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
+    if not (lm and tokenizer):
+        return source, lm, tokenizer, []
+    vocab = lm.config.get_text_config().vocab_size
+    ends = check_ends(args, eos_ids(source, tokenizer), vocab, mistakes, notes)
+    return source, lm, tokenizer, ends
 
 
 def is_tiny(name: str) -> bool:
@@ -211,12 +225,16 @@ def dated(template: str | None, began: str | None):
     return f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n{template}"
 
 
-def eos_ids(source: str, tokenizer) -> list[int]:
-    """What ends a completion, by the generation config and the tokenizer."""
-    path = Path(source) / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    ids = ids if isinstance(ids, list) else [ids]
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+def check_ends(args, ends: list[int], vocab: int, mistakes: Mistakes, notes: list[str]):
+    """Those of `ends` that the model can write. It says if there are none."""
+    found = [i for i in ends if 0 <= i < vocab]
+    said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
+            f"{vocab:,} ids.")
+    if not found and args.supervised:
+        mistakes.append(said)
+    elif not found and not args.engine_args.stop:
+        notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
+    return found
 
 
 def find_shape(name: str, lm, planning: bool, flag: str = "model") -> Shape | None:

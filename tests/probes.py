@@ -32,7 +32,7 @@ from dist import balance, cut, share, tokens  # noqa: F401
 from forked import PYTHON
 from keeping import evaluate  # noqa: F401
 from learning import Case, fabricate, whole
-from preflight import inputs, worst_case
+from preflight import worst_case
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -244,7 +244,14 @@ def end_tokens(ids) -> int:
     """What ends a completion, by a generation config with these ids."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        return len(inputs.eos_ids(folder, SimpleNamespace(eos_token_id=None)))
+        return len(data.eos_ids(folder, ending_in(None)))
+
+
+def ending_in(eos_token_id: int | None):
+    """A tokenizer of which only its end token is known."""
+    return SimpleNamespace(
+        eos_token_id=eos_token_id, added_tokens_decoder={}, bos_token=None,
+        chat_template=None, convert_tokens_to_ids=list)
 
 
 def sampled() -> int:

@@ -456,10 +456,11 @@ def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_do
 def scored_on(world, specs, groups, group):
     """(text and score of each sample, how often this rank decoded)"""
     decoded, tokenizer = [], tiny.make_tokenizer()
+    reads = data.reader(tokenizer, [tokenizer.eos_token_id])
 
-    def decode(ids, **options):
+    def text(ids):
         decoded.append(len(ids))
-        return tokenizer.decode(ids, **options)
+        return reads(ids)
     samples = []
     for i in range(groups * group):
         row = data.Row(i, "q", [1], "12" if i % 2 else "3", {}, "")
@@ -468,8 +469,7 @@ def scored_on(world, specs, groups, group):
     with closing(Scorer(specs, RewardArgs(1))) as scorer:
         scorer.wait()
         rewards.score_samples(SimpleNamespace(
-            scorer=scorer, world=world, engine=SimpleNamespace(
-                tokenizer=SimpleNamespace(decode=decode)),
+            scorer=scorer, world=world, engine=SimpleNamespace(text=text),
             log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, group)
     return [(s.text, s.score.total) for s in samples], len(decoded)
 

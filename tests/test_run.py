@@ -37,7 +37,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
         kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
         policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
-        inputs=SimpleNamespace(eval_rows=[1], source="source"))
+        inputs=SimpleNamespace(eval_rows=[1], source="source", exported={}))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
     it.close = MagicMock()
@@ -58,7 +58,8 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
     prompts, group, temperature, purpose = it.engine.sample.call_args.args
     assert [p.row for p in prompts] == ["a", "b"] and [p.position for p in prompts] == [0, 1]
     assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
-    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample())
+    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample(),
+                                       decode=it.engine.tokenizer.decode)
 
 
 @pytest.mark.parametrize("scores, flags, expected", [

@@ -170,9 +170,8 @@ def scorer_of(world, groups: bool = False):
         return [Score(1.0, {"exact": 1.0}, None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, score=score, unscored=0, warned=False, kind="reward")
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
     return asked, SimpleNamespace(
-        world=world, scorer=scorer, engine=SimpleNamespace(tokenizer=tokenizer),
+        world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
 
 
@@ -234,7 +233,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
     path.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (2, 3, 4)))
 
     class Letters:
-        added_tokens_decoder, chat_template = {}, None
+        added_tokens_decoder, chat_template, bos_token, eos_token_id = {}, None, None, None
 
         def __call__(self, text, **options):
             return {"input_ids": [1] * len(text)}
@@ -278,7 +277,7 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "eyes": None, "for_pictures": {},
+                                "eyes": None, "for_pictures": {}, "ends": [4],
                                 **inputs})
     return run.Run(given, world_of(), tmp_path, inputs, None, {"a": 1})
 
@@ -286,12 +285,13 @@ def run_of(tmp_path, given=None, **inputs):
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
     it.policy = it.reference = it.critic = it.adapter = it.episodes = None
-    monkeypatch.setattr(run, "eos_ids", lambda source, tokenizer: [4])
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     it.build_engine()
-    asked = {name: made[0][name] for name in ("max_len", "max_tokens", "seed", "kv_cache")}
-    assert asked == {"max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0}
+    asked = {name: made[0][name] for name in (
+        "max_len", "max_tokens", "seed", "kv_cache", "eos_ids")}
+    assert asked == {
+        "max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0, "eos_ids": [4]}
 
 
 @pytest.mark.parametrize("teacher, source", [(None, "start"), ("x", "teacher")])
@@ -413,9 +413,10 @@ def test_an_evaluation_scores_the_completions_of_a_row_together(monkeypatch):
     its = SimpleNamespace(
         args=args(eval_samples=5, eval_temperature=0.5), policy=None,
         inputs=SimpleNamespace(eval_rows=rows(2)), engine=SimpleNamespace(
-            generating=generating, sample=lambda *given: []),
+            generating=generating, sample=lambda *given: [], tokenizer=SimpleNamespace(
+                decode=None)),
         log=SimpleNamespace(time=Log0().time))
-    monkeypatch.setattr(evaluate, "write_samples", lambda *given: None)
+    monkeypatch.setattr(evaluate, "write_samples", lambda *given, **named: None)
     evaluate.sampled_metrics(its, 0)
     assert groups == [5]
 
