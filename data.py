@@ -13,15 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from dist import SettingsError
-from errors import Count
-from scoring.messages import MEANT, chat_of, from_json, not_null
+from errors import Count, SettingsError
+from scoring.messages import chat_of, from_json, not_null, options_of, templated
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 CHATS = ("messages", "conversations")
-UNREAD = ("history", "videos", "audios")  # lists that would change the prompt
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
 
@@ -317,34 +315,6 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> st
         if m["role"] in ("system", "developer") and text and m["content"].strip() not in text:
             raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
     return text
-
-
-def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
-    except (TemplateError, TypeError) as error:
-        raise SettingsError(f"the chat template: {error}") from error
-
-
-def options_of(columns: dict, messages: list[dict], tokenizer,
-               tools: list[dict] | None = None) -> dict:
-    """What the chat template gets beside the messages: a row's tools and chat_template_kwargs, or
-    the schemas of --tools. SettingsError: it has no place for them, or for a key of a message."""
-    there, template = not_null(columns), tokenizer.chat_template
-    own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
-    own, more = own or [], more or {}
-    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])) or (
-            own and tools):
-        raise SettingsError("tools must be a list of schemas, without --tools, and "
-                            f"chat_template_kwargs an object, not {own!r:.300} and {more!r:.300}.")
-    options = more | ({"tools": own} if own else {})
-    meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
-    meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
-    for key in [*options, *meant]:
-        if template != "" and not re.search(rf"\b{re.escape(key)}\b", str(template)):
-            raise SettingsError(f"the chat template of the model has no place for {key}. Would "
-                                "work: rows without it, or another model.")
-    return options | ({"tools": tools} if tools else {})
 
 
 # ---- what begins and what ends ----

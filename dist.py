@@ -21,6 +21,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as td
 
+from errors import Mistakes, PeerEnded, SettingsError
+
 KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: packing.py
 LATE = 10  # seconds until a rank says that it waits for others to join
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
@@ -30,40 +32,6 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 TASKS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"  # of srun, of mpirun
 WORKS = ("Would work: torchrun --nproc_per_node N (with --local_addr 127.0.0.1 where a machine "
          "does not find its own name), or for one rank: unset")
-
-
-# ---- mistakes in the settings: collected, so that one message names all of them ----
-
-class SettingsError(Exception):
-    """A mistake in the settings or in a file that they name. The text is what the user reads.
-
-    status: the exit status of the run.
-    """
-    status = 2
-
-
-class PeerEnded(RuntimeError):
-    """Another rank ended, and says why."""
-
-
-class Mistakes(list):
-    """The texts of several SettingsErrors, to raise as one."""
-
-    def attempt(self, function, *args, **options):
-        """function(*args, **options) → its result. None, and one more text, if it has a mistake."""
-        try:
-            return function(*args, **options)
-        except SettingsError as error:
-            self.append(str(error))
-            return None
-
-    def stop(self) -> None:
-        """SettingsError with all texts, numbered. Nothing if there is none."""
-        if len(self) == 1:
-            raise SettingsError(self[0])
-        if self:
-            lines = [f"{number}. {text}" for number, text in enumerate(self, 1)]
-            raise SettingsError("\n  ".join([f"{len(self)} problems:", *lines]))
 
 
 # ---- splitting: pure functions of sizes ----

@@ -20,8 +20,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from dist import SettingsError
-from errors import Range
+from errors import Range, SettingsError
 from scoring.replies import Move
 from scoring.signatures import Item, Part
 from scoring.verifiers import REWARDS

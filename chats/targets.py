@@ -12,19 +12,9 @@ import json
 from functools import partial
 
 import data
-from data import (
-    ANSWERS,
-    CHATS,
-    PROMPTS,
-    Row,
-    ids_after,
-    messages_of,
-    options_of,
-    templated,
-    texts_of,
-)
-from dist import SettingsError
-from scoring.messages import chat_of, not_null
+from data import ANSWERS, CHATS, PROMPTS, Row, ids_after, messages_of, texts_of
+from errors import SettingsError
+from scoring.messages import chat_of, not_null, options_of, templated
 
 COMPLETIONS = ("completion", "response", *ANSWERS, "output")
 

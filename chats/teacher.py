@@ -2,7 +2,7 @@
 from dataclasses import replace
 
 from data import DataArgs, Row, make_row, marks
-from dist import SettingsError
+from errors import SettingsError
 from trainer.batch import Batch
 from trainer.logprobs import Teacher
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from data import reader
-from dist import SettingsError
+from errors import SettingsError
 from rewards import Score, Scorer
 from scoring.replies import Move
 

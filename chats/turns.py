@@ -16,8 +16,7 @@ from jinja2 import TemplateError
 from chats import toolcalls
 from chats.toolcalls import WORDS, Calls, said
 from data import Prompt, Row, ids_after, marks, reader, texts_of
-from dist import SettingsError
-from errors import Count, not_default
+from errors import Count, SettingsError, not_default
 from rewards import Score, Scorer, check_rows, report
 from rollout import Request, prepare_environment
 from scoring.replies import Move

@@ -21,7 +21,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist import SettingsError, World
+from dist import World
+from errors import SettingsError
 from keeping import log
 from keeping.files import NotWritten, read, whole_folder, writing
 from preflight import loss_flags, plan

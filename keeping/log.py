@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dist import SettingsError, World, peak_memory
+from dist import World, peak_memory
+from errors import SettingsError
 from keeping.files import as_lines, read, write_whole, writing
 
 LINE = {  # what is printed of a step

@@ -15,8 +15,7 @@ import rewards
 from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs, Stream
-from dist import Mistakes, SettingsError
-from errors import Count, Number, Positive, Range
+from errors import Count, Mistakes, Number, Positive, Range, SettingsError
 from keeping import checkpoint, log, summary
 from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics

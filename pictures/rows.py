@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from data import CHATS, PROMPTS, Row
-from dist import SettingsError
+from errors import SettingsError
 from pictures.eyes import Eyes, opened
 from scoring.messages import CHAT, MARK, chat_of, not_null
 

@@ -15,7 +15,7 @@ import rewards
 from chats import targets, toolcalls, turns
 from chats.teacher import add_teacher_prompts
 from data import eos_ids
-from dist import Mistakes, SettingsError
+from errors import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.eyes import Eyes
 from pictures.seeing import sees

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import losses
-from dist import SettingsError
-from errors import Number, Range
+from errors import Number, Range, SettingsError
 from scoring.signatures import load
 
 ROOT = Path(__file__).resolve().parent.parent

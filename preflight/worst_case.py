@@ -7,7 +7,8 @@ import torch.distributed as td
 
 from chats.teacher import beside
 from data import Prompt, Row
-from dist import PeerEnded, SettingsError, cut, peak_memory
+from dist import cut, peak_memory
+from errors import PeerEnded, SettingsError
 from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
 from rewards import Score

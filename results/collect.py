@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dist import SettingsError
+from errors import SettingsError
 from keeping.files import read
 from keeping.log import finished_steps, is_evaluation, read_metrics
 

@@ -5,6 +5,10 @@ Where they cannot be read a ValueError names the message and the key.
 import json
 import re
 
+from jinja2 import TemplateError
+
+from errors import SettingsError
+
 MARK = "<image>"  # a picture, in a text
 # ShareGPT's, ms-swift's. The content of a function_call is a call.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool",
@@ -13,6 +17,7 @@ WEIGHTS = ("weight", "train", "training", "train_on_turn", "loss")  # 0: the tur
 # Keys of a message that change what is learned: a chat template must know them.
 MEANT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal",
          "images", "audio", "train", "training", "train_on_turn", "train_detail", "loss", "masked")
+UNREAD = ("history", "videos", "audios")  # columns: lists that would change the prompt
 FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
         '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')
 CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # JSON, or Python's
@@ -94,3 +99,33 @@ def call_of(stored) -> dict:
     if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("tool_calls")
     return not_null(call) | {"function": not_null(function) | {"arguments": arguments}}
+
+
+# ---- what the chat template gets ----
+
+def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+    except (TemplateError, TypeError) as error:
+        raise SettingsError(f"the chat template: {error}") from error
+
+
+def options_of(columns: dict, messages: list[dict], tokenizer,
+               tools: list[dict] | None = None) -> dict:
+    """What the chat template gets beside the messages: a row's tools and chat_template_kwargs, or
+    the schemas of --tools. SettingsError: it has no place for them, or for a key of a message."""
+    there, template = not_null(columns), tokenizer.chat_template
+    own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
+    own, more = own or [], more or {}
+    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])) or (
+            own and tools):
+        raise SettingsError("tools must be a list of schemas, without --tools, and "
+                            f"chat_template_kwargs an object, not {own!r:.300} and {more!r:.300}.")
+    options = more | ({"tools": own} if own else {})
+    meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
+    meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
+    for key in [*options, *meant]:
+        if template != "" and not re.search(rf"\b{re.escape(key)}\b", str(template)):
+            raise SettingsError(f"the chat template of the model has no place for {key}. Would "
+                                "work: rows without it, or another model.")
+    return options | ({"tools": tools} if tools else {})

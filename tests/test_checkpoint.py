@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import learning
-from dist import SettingsError
+from errors import SettingsError
 from keeping import checkpoint, files
 from ranks import results
 from tools import float64

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 from chats.teacher import add_teacher_prompts
 from data import DataArgs, Row, Stream, read
-from dist import SettingsError
+from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import dist
 import forked
 import ranks
-from dist import KEYS, SettingsError, assert_divisible, balance, cut, share, tokens
+from dist import KEYS, assert_divisible, balance, cut, share, tokens
+from errors import SettingsError
 from learning import fabricate
 from trainer.batch import Batch
 

@@ -13,7 +13,7 @@ import ranks
 import sft
 from chats.teacher import add_teacher_prompts
 from data import DataArgs
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from live import Live
 from preflight import inputs, memory, plan, worst_case

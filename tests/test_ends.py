@@ -18,7 +18,7 @@ import grpo
 import sft
 from chats import targets, toolcalls, turns
 from data import DataArgs, make_row
-from dist import Mistakes, SettingsError
+from errors import Mistakes, SettingsError
 from examples import tiny
 from keeping.samples import sample_row
 from preflight import inputs

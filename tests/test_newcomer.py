@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from preflight import inputs, plan

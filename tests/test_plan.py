@@ -17,7 +17,8 @@ import grpo
 import ppo
 import sft
 from data import Row, Stream
-from dist import SettingsError, balance
+from dist import balance
+from errors import SettingsError
 from examples import tiny
 from preflight import inputs, plan
 from preflight.shape import shape_of

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dist import SettingsError
+from errors import SettingsError
 from examples import instructions
 from keeping import log
 from results import collect, table

@@ -19,7 +19,7 @@ import grpo
 import ppo
 import sft
 from data import Row
-from dist import Mistakes, SettingsError
+from errors import Mistakes, SettingsError
 from forked import PYTHON
 from keeping import checkpoint, log
 from keeping.checkpoint import FIXED, SAME_UPDATE

@@ -17,7 +17,7 @@ import pytest
 import data
 import ranks
 import rewards
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from rewards import Item, RewardArgs, Score, Scorer
 from trainer.batch import Completion, Sample

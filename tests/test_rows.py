@@ -13,7 +13,7 @@ import sft
 from chats import targets
 from chats.teacher import add_teacher_prompts
 from data import DataArgs
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from preflight import inputs, loss_flags, plan
 from scoring.signatures import Part

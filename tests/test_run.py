@@ -10,10 +10,11 @@ import torch
 import tyro
 
 import dist
+import errors
 import grpo
 import losses
 from data import Prompt, Row
-from dist import SettingsError
+from errors import SettingsError
 from keeping import evaluate, log, run, summary
 from keeping.files import NotWritten
 from rewards import Score
@@ -217,7 +218,7 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     (RuntimeError("[rank 3] Broken pipe: the judge is gone"), 1, "[rank 0] failed:\nTraceback",
      True),
     (BrokenPipeError("Broken pipe"), 1, "[rank 0] failed:\nTraceback", True),
-    (dist.PeerEnded(), 1, "[rank 0] ends because another rank ended\n", False),
+    (errors.PeerEnded(), 1, "[rank 0] ends because another rank ended\n", False),
     (dist.td.DistBackendError("NCCL: remote process exited or there was a network error"), 1,
      "[rank 0] ends because another rank ended\n", False),
     (RuntimeError("[/a/gloo/transport/tcp/pair.cc:537] Read error [::1]:9: Connection reset by "

@@ -14,6 +14,7 @@ import torch
 import data
 import dist
 import distill
+import errors
 import grpo
 import ppo
 import rewards
@@ -21,7 +22,7 @@ import rollout
 import sft
 from chats import turns
 from data import Prompt, Row, Stream
-from dist import Mistakes
+from errors import Mistakes
 from keeping import evaluate, run
 from keeping.log import Log
 from preflight import inputs, memory, plan, same_policy
@@ -205,7 +206,7 @@ def test_calls_without_a_score_are_counted_and_not_completions():
     for count in 2, 4, 6:
         rewards.report(scorer, None, nothing, 2)
         assert scorer.unscored == count
-    with pytest.raises(dist.SettingsError):
+    with pytest.raises(errors.SettingsError):
         rewards.report(scorer, None, nothing, 2)
 
 
@@ -255,7 +256,7 @@ def test_the_ranks_wait_as_long_as_the_flag_says(monkeypatch):
 def test_a_mistake_of_another_rank_is_raised_here_too():
     world = world_of()
     world.gather = lambda mine: [*mine, "rank 1 has no disk"]
-    with pytest.raises(dist.SettingsError, match="rank 1 has no disk"):
+    with pytest.raises(errors.SettingsError, match="rank 1 has no disk"):
         world.together(int)
 
 
@@ -355,7 +356,7 @@ def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
     it.log.open = lambda *given: (tmp_path / ".lock").touch()
     it.inputs.plan.text = str
     it.world.any_rank = lambda flag: asked.append(flag) or True  # another rank does not see it
-    with pytest.raises(dist.SettingsError, match="a folder that all machines share"):
+    with pytest.raises(errors.SettingsError, match="a folder that all machines share"):
         run.open_folder(it, {})
     assert asked == [False]
 
@@ -377,7 +378,7 @@ def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
     monkeypatch.setattr(same_policy, "plain_logprobs", lambda run, sample: half[0].double())
     sample = Sample(Prompt(0, Row(0, "", [1, 2], "", {}, "")), completion(), "", Score(0, {}, None))
     sample.completion.logprobs[:] = -0.5
-    with pytest.raises(dist.SettingsError, match="engine and trainer differ"):
+    with pytest.raises(errors.SettingsError, match="engine and trainer differ"):
         same_policy.compare_policies(its, [sample])
 
 
@@ -395,7 +396,7 @@ def test_an_engine_is_compared_in_a_step_that_has_tokens_of_its_own(monkeypatch,
     world.step = 4
     assert not same_policy.compare_policies(its, [sample])
     world.step = 3
-    with pytest.raises(dist.SettingsError, match="engine and trainer differ before an update by"):
+    with pytest.raises(errors.SettingsError, match="engine and trainer differ before an update by"):
         same_policy.compare_policies(its, [sample])
     sample.completion.logprobs[:] = -0.5
     assert same_policy.compare_policies(its, [sample]) == whole

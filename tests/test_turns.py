@@ -17,7 +17,7 @@ import learning
 import ranks
 import rollout
 from chats import turns
-from dist import SettingsError
+from errors import SettingsError
 from examples import again, calculator, guess, tiny
 from forked import PYTHON
 from learning import begin_with

@@ -9,7 +9,7 @@ import torch
 
 import grpo
 import ranks
-from dist import SettingsError
+from errors import SettingsError
 from keeping import checkpoint
 from preflight import loss_flags, plan
 from test_losses import (

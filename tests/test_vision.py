@@ -22,7 +22,7 @@ from transformers import AutoConfig, Qwen2Config
 import data
 import distill
 import grpo
-from dist import SettingsError
+from errors import SettingsError
 from examples import squares, tiny
 from forked import PYTHON
 from keeping import samples

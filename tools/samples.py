@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dist import SettingsError
+from errors import SettingsError
 from keeping import files
 from tools.plot import Run
 

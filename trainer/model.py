@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dist import SettingsError, World
+from dist import World
+from errors import SettingsError
 from pictures import seeing
 from trainer import experts, lora, packing
 from trainer.batch import Micro
