@@ -226,7 +226,7 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
     sample = SimpleNamespace(completion=worst_case.sample([1], np.ones(1)).completion)
     engine = SimpleNamespace(
         seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
-        log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
+        log=SimpleNamespace(time=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
         engines=1,
         generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
     engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)

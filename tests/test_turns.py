@@ -143,7 +143,7 @@ def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="
     return prompts, done, engine, said
 
 
-ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None)
+ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None, step=0)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
-        groups=False, kind="reward", unscored=0,
+        groups=False, kind="reward", unscored=0, progress={},
         score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
