@@ -46,7 +46,7 @@ import rollout
 from data import DataArgs, Prompt, Row
 from examples import tiny
 from keeping import log
-from preflight import memory, plan, worst_case
+from preflight import memory, plan
 from preflight.shape import shape_of
 from rewards import Score
 from trainer import model
@@ -147,10 +147,11 @@ class Bench:
     def speed(self, batch: Batch, passes: int, seconds: list[float]) -> list[str]:
         """Tokens/s and TFLOP/s of a pass through the batch that costs `passes` forwards."""
         s, totals = self.shape, [p + c for _, p, c in batch.sizes]
-        matrices = s.layers * (2 * s.hidden * (s.q + s.kv) + 3 * s.hidden * s.intermediate)
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        matrices = s.layers * (2 * s.hidden * (q + kv) + 3 * s.hidden * s.intermediate)
         tokens, completions = sum(totals), int(batch.lengths.sum())
-        forward = (2 * (matrices * tokens + s.embedding * completions)
-                   + 2 * s.layers * s.q * sum(t * t for t in totals))
+        forward = (2 * (matrices * tokens + s.vocab * s.hidden * completions)
+                   + 2 * s.layers * q * sum(t * t for t in totals))
         rate = passes * forward / statistics.median(seconds)
         gpu = torch.cuda.get_device_name() if self.card else ""
         peak = next((peak for name, peak in PEAK.items() if name in gpu), None)
@@ -159,9 +160,10 @@ class Bench:
 
     def in_use(self) -> float:
         if not self.card:
-            return worst_case.resident()
+            return dist.peak_memory(self.device)
         torch.cuda.empty_cache()
-        return worst_case.gpu_in_use()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
 
 def median(values: list[float]) -> str:
@@ -372,7 +374,7 @@ def make(bench: Bench) -> None:
         lm = Qwen2ForCausalLM(Qwen2Config(
             vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
             num_hidden_layers=s.layers, num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads, tie_word_embeddings=bool(s.tied),
+            num_key_value_heads=s.kv_heads, tie_word_embeddings=s.root < 1.5 * s.vocab * s.hidden,
             max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"))
     lm.config.architectures = ["Qwen2ForCausalLM"]
     lm.config.save_pretrained(bench.folder)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
 import distill
@@ -185,9 +185,9 @@ def test_what_teaches_nothing_is_refused():
 
 def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_path):
     def saved(name: str, rows: int, *tokens: str) -> str:
-        AutoConfig.for_model(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(
             "qwen2", vocab_size=rows, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=1, num_key_value_heads=1).save_pretrained(tmp_path / name)
+            num_attention_heads=1, num_key_value_heads=1)).save_pretrained(tmp_path / name)
         made = tiny.make_tokenizer()
         made.add_tokens([*tokens])
         made.save_pretrained(tmp_path / name)

@@ -17,6 +17,7 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
     engine. stop: the step of a SIGTERM."""
     run, given = MagicMock(start=start, end=steps, evaluations=(1, 2), saves={2}, carry=None,
                            compared=False), []
+    run.engine.metrics = {}
     run.log.times, run.kl_coef = {"time/rollout": 1.0}, getattr(args, "kl_reward_coef", 0.0)
     run.compare.side_effect = [False, True]  # the first step had no token of its own to compare
     run.engine.sample.side_effect = [hostile(args.group, seed) for seed in range(20)]

@@ -27,7 +27,7 @@ from preflight import inputs, plan
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
-SAID = set("""advantage advantage_eps aggregation betas carry_age carry_tokens clip_high clip_low
+SAID = set("""advantage advantage_eps aggregation betas carry_tokens clip_high clip_low
     correction_high correction_low critic_lr critic_warmup_steps distill_coef divergence dual_clip
     dynamic_sampling engine_correction entropy_coef epochs gamma kl_estimator kl_horizon
     kl_loss_coef kl_reward_coef kl_target lam loss lr lr_schedule max_grad_norm max_tokens max_turns
@@ -87,10 +87,10 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
 
 
 @pytest.mark.parametrize("was, now, refused", [
-    (dict(carry=0.0, max_tokens=9), dict(carry=0.5, max_tokens=9), "carry was 0.0 and is now 0.5"),
-    (dict(carry=0.5, max_tokens=9), dict(carry=0.0, max_tokens=9), "carry was 0.5 and is now 0.0"),
-    (dict(carry=0.5, max_tokens=9), dict(carry=0.5, max_tokens=5), "max_tokens was 9 and is now 5"),
-    (dict(carry=0.0, max_tokens=9), dict(carry=0.0, max_tokens=5), None)])
+    (dict(carry=0, max_tokens=9), dict(carry=1, max_tokens=9), "carry was 0 and is now 1"),
+    (dict(carry=1, max_tokens=9), dict(carry=0, max_tokens=9), "carry was 1 and is now 0"),
+    (dict(carry=1, max_tokens=9), dict(carry=1, max_tokens=5), "max_tokens was 9 and is now 5"),
+    (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
     if refused:
@@ -288,7 +288,7 @@ def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, refused", [
-    (["--carry", "0.5", "--engine_correction", "truncate"], "carry was 0.0 and is now 0.5"),
+    (["--carry", "1", "--engine_correction", "truncate"], "carry was 0 and is now 1"),
     (["--batch", "5"], "batch was 4 and is now 5"),
     (["--data", "rows.jsonl"], "row 3 of --data"), (["--model", "other"], "model_files was")])
 def test_a_real_run_refuses_another_run_in_one_sentence(tmp_path, flags, refused):
