@@ -99,21 +99,19 @@ class Engine:
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.text = reader(tokenizer, eos_ids) if tokenizer else None  # ids → str
-        self.episodes, self.carry = episodes, carry
-        self.metrics: dict[str, float] = {}  # of this step, with --carry
+        self.episodes, self.carry, self.metrics = episodes, carry, {}  # metrics: carry's
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
         self.adapter, self.request, self.syncs = adapter, None, 0
-        self.bar = False
-        if world.rank == 0 and sys.stderr.isatty():
-            self.bar = partial(tqdm, leave=False)  # vLLM's own; it goes when all are done
+        watched = world.rank == 0 and sys.stderr.isatty()
+        self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's own
         self.sleep_level = args.sleep_level
         if adapter:  # the base comes once, in the first load: it must be kept
             self.sleep_level = min(args.sleep_level, 1)
-        if not self.on_gpu:  # vLLM has no sleep mode there
-            self.sleep_level = 0
         if self.on_gpu:
             self.make_room()  # vLLM measures what is free
+        else:
+            self.sleep_level = 0  # vLLM has no sleep mode there
         threads = torch.get_num_threads()
         self.llm = LLM(
             folder, tokenizer=folder, distributed_executor_backend="external_launcher",

@@ -164,4 +164,4 @@ def rules(args):
             yield str(error)
             continue
         if refused:
-            yield f"--{flag} {spec} {refused}"
+            yield f"--{flag} {spec} {refused} Would work: --{flag} {names[0]}."

@@ -64,8 +64,8 @@ class Memory:
             "critic": (critic, critic), "reference": (reference, reference),
             "micro-batch": (0.0, micro), "logits": (0.0, logits), "engine": engine}
         self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
-        limit = 0.97 * (card or plan.free)
-        self.fits = max(self.sums) <= limit and (self.holds > 0 or not args.needs_engine)
+        room = card or plan.free
+        self.fits = max(self.sums) <= 0.97 * room and (self.holds > 0 or not args.needs_engine)
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
         """(layers and what FSDP gathers for them, logits) of the largest one."""

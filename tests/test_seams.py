@@ -369,7 +369,7 @@ def test_a_missed_grade_is_the_status_of_every_rank(tmp_path, monkeypatch):
 
 
 def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
-    world, half = world_of(), torch.full((2, 3), -0.5)
+    world, half = world_of(), torch.full((6,), -0.5)
     world.max = lambda gaps: gaps + torch.tensor([0.0, 1.0])
     its = SimpleNamespace(world=world, max_gap=0.1, args=args(), policy=SimpleNamespace(
         logprobs=lambda micro, temperature: (half, None)))
@@ -384,7 +384,7 @@ def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
 def test_an_engine_is_compared_in_a_step_that_has_tokens_of_its_own(monkeypatch, others, whole):
     """Not in a resumed step that trains on what older policies sampled. others: 1 if another rank
     has no token."""
-    world, half = world_of(), torch.full((2, 3), -0.5)
+    world, half = world_of(), torch.full((6,), -0.5)
     world.max = lambda numbers: numbers.clamp(min=others) if numbers.dim() == 0 else numbers
     its = SimpleNamespace(world=world, max_gap=0.1, args=args(), policy=SimpleNamespace(
         logprobs=lambda micro, temperature: (half, None)))
@@ -448,7 +448,7 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 def test_generated_rows_follow_the_seed(script):
     found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, None, [], None, Mistakes(),
                               [], None) for seed in (0, 1, 0)]
-    texts = [[row.prompt for row in rows] for rows in found]
+    texts = [[row.columns for row in rows] for rows in found]
     assert texts[0] == texts[2] != texts[1]
 
 
