@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.hostile import make_models
 from transformers import AutoConfig
 
 import data
@@ -17,7 +18,6 @@ from examples import tiny
 from live import Live
 from preflight import inputs, memory, plan, worst_case
 from preflight.shape import shape_of
-from tools.hostile import make_models
 from trainer import logprobs as head
 from trainer import model
 from trainer import teacher as beside

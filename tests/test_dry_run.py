@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from tools.hostile import LONGEST, PROMPT, VOCAB, fabricate
 from transformers import AutoConfig
 
 import grpo
@@ -14,7 +15,6 @@ import ppo
 from dist import KEYS, World
 from fakegpu import FakeGpu, on_gpu
 from preflight import plan
-from tools.hostile import LONGEST, PROMPT, VOCAB, fabricate
 from trainer import lora, model
 
 WAITS = 0  # of the host, in one micro-batch of an update

@@ -4,13 +4,12 @@
     ./run.sh prove ppo.py --lam 0.9        ppo.py with these flags; sft.py, distill.py too
     ./run.sh prove mine.py --beta 0.1      your edited copy of one of them, with its own flags
 
-It calls the file's own `learn` on made-up samples, with a random Qwen2 of two layers in float64, on
-CPU, in ways that must all make the same update: a minute. Exit status 1: a promise is broken.
+The file's own `learn` gets made-up samples and a random Qwen2 of two layers, in float64, on CPU, in
+ways that must make the same update: a minute. Exit status 1: a promise is broken.
 """
 import importlib.util
 import math
 import os
-import pickle
 import random
 import sys
 import tempfile
@@ -24,9 +23,6 @@ import torch
 import torch.distributed.fsdp  # noqa: F401  (before the ranks are forked)
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
-from transformers import AutoConfig, AutoModelForCausalLM, logging
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
 import dist
@@ -44,27 +40,25 @@ VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt, of the 
 
 
 class Promise(NamedTuple):
-    name: str
     text: str
     pairs: list[tuple[str, str]]  # names of trials that must come to the same
     mistake: str  # what may break it
 
 
 PROMISES = [
-    Promise("ranks", "the same update on 1, 2 and 3", [("base", "2 ranks"), ("base", "3 ranks")],
+    Promise("ranks: the same on 1, 2 and 3", [("base", "2 ranks"), ("base", "3 ranks")],
             "a mean over this rank's rows"),
-    Promise("budgets", "the same update with any token budget",
+    Promise("budgets: any number of tokens in a micro-batch",
             [("base", "small budgets"), ("base", "other budgets, 2 ranks")],
             "a mean over a micro-batch"),
-    Promise("order", "groups and their rows in any (one minibatch)",
-            [("one minibatch", "another order")], "a tensor whose rows are in another order"),
-    Promise("single sequences", "one at a time, by transformers alone", [("base", "one by one")],
+    Promise("order: groups and rows in another (one minibatch)",
+            [("one minibatch", "another order")], "a tensor in another order"),
+    Promise("single sequences: one at a time, by transformers", [("base", "one by one")],
             "a loss that reads other rows"),
-    Promise("other groups", "not in a group's gradient (but by losses.whiten)",
-            [("group 0", "group 0, others altered")],
-            "a baseline of all groups, a denominator that counts completions without loss"),
-    Promise("a resumed step", "from a checkpoint, on 3 ranks", [("two steps", "resumed")],
-            "state that is neither in a model nor in its optimizer")]
+    Promise("other groups: not in a gradient, but by losses.whiten",
+            [("group 0", "others altered")], "a mean over all groups"),
+    Promise("a resumed step: from a checkpoint, on 3 ranks", [("two steps", "resumed")],
+            "state outside of models and optimizers")]
 
 
 # ---- samples that are easy to learn from in a wrong way ----
@@ -80,7 +74,6 @@ def fabricate(args, seed: int, binary: bool = False) -> list[Sample]:
         prompts.append([rng.randrange(VOCAB) for _ in range(lengths.randint(1, PROMPT))])
         if p in (3, 5):
             prompts[p] = prompts[{3: 2, 5: 0}[p]]
-        prompt = data.Prompt(p, data.Row(p, "", prompts[p], None, {}, ""))
         for g in range(args.group):
             length = min(LONGEST, 1 + int(lengths.expovariate(1 / 5))) if p or g else LONGEST
             sampled = np.ones(length, bool)
@@ -95,8 +88,10 @@ def fabricate(args, seed: int, binary: bool = False) -> list[Sample]:
                 reward = 1.0
             if (p == 3 and g == args.group - 1) or (p == 4 and g > 0):
                 reward = None
-            done = Completion(ids, logprobs * sampled, length == LONGEST, sampled)
-            samples.append(Sample(prompt, done, "", score(reward)))
+            samples.append(Sample(
+                data.Prompt(p, data.Row(p, "", prompts[p], None, {}, "")),
+                Completion(ids, logprobs * sampled, length == LONGEST, sampled), "",
+                score(reward)))
     return samples
 
 
@@ -113,8 +108,8 @@ class Trial:
     args: object
     steps: list[list[Sample]]  # the samples of each call
     ranks: int = 1
-    plain: bool = False  # one sequence at a time, by transformers
-    only: range | None = None  # these rows alone have a gradient; losses.whiten, batch_std are off
+    alone: range | None = None  # rows with a gradient; one at a time, by transformers
+    whitens: bool = True  # else losses.whiten and batch_std are off, and there are no metrics
     resumes: bool = False  # from the checkpoint that a trial of two steps leaves after the first
 
 
@@ -152,24 +147,14 @@ def trials(args, binary: bool) -> dict[str, Trial]:
         "other budgets, 2 ranks": Trial(budget(args, 90), [rows], ranks=2),
         "one minibatch": Trial(one, [rows]),
         "another order": Trial(one, [sum(mixed, [])]),
-        "one by one": Trial(args, [rows], plain=True),
-        "group 0": Trial(one, [rows], only=first),
-        "group 0, others altered": Trial(one, [others], only=first),
+        "one by one": Trial(args, [rows], alone=range(len(rows))),
+        "group 0": Trial(one, [rows], alone=first, whitens=False),
+        "others altered": Trial(one, [others], alone=first, whitens=False),
         "two steps": Trial(args, [rows, later]),
         "resumed": Trial(args, [later], ranks=3, resumes=True)}
 
 
 # ---- one trial, in processes that end with it ----
-
-def make_model(folder: str) -> None:
-    """A small random model, as a folder."""
-    config = AutoConfig.for_model(
-        "qwen2", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
-
 
 def build(args, world, folder: str) -> dict[str, model.Trained]:
     """Policy, critic and reference. All weights get noise: a zero would hide gradients."""
@@ -197,7 +182,8 @@ def flat(tensors) -> torch.Tensor:
 
 def plain_hidden(lm, inputs, source):
     """model.hidden_states of one sequence, by transformers: (n, H)."""
-    return lm.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state[0, source]
+    out = lm.base_model(input_ids=inputs["input_ids"], use_cache=False)
+    return out.last_hidden_state[0, source]
 
 
 def plain_logprobs(hidden, head, targets, temperature, *others):
@@ -209,15 +195,14 @@ def plain_logprobs(hidden, head, targets, temperature, *others):
 def set_conditions(trial: Trial, modules) -> None:
     """Changes this process as the trial wants it."""
     def micros(self, world, rows, budget, phase, learns=None):
-        return [Micro(self, [row], world.device, trial.plain or row in trial.only) for row in rows]
+        return [Micro(self, [row], world.device, row in trial.alone) for row in rows]
 
-    if trial.plain or trial.only is not None:
+    if trial.alone is not None:
         Batch.micros = micros
-    if trial.plain:
         model.hidden_states, model.token_logprobs = plain_hidden, plain_logprobs
         for module in modules:
             module.lm.set_attn_implementation("sdpa")
-    if trial.only is not None:
+    if not trial.whitens:
         losses.whiten = lambda values, among: torch.where(among, values.double(), 0)
         losses.batch_std = lambda rewards, scored: 1.0
 
@@ -248,21 +233,20 @@ def attempt(trial: Trial, file, world, folder: str) -> dict[str, torch.Tensor]:
     for name, one in made.items():
         one.module.reshard()  # after a forward without a backward, the root is whole
         found[f"{name}'s weights"] = flat(one.parameters.values())
-    if trial.only is None:  # they are of all groups
+    if trial.whitens:
         found["metrics"] = torch.tensor([*metrics.values()], dtype=torch.float64)
     return found
 
 
 def rank(number: int, port: int, trial: Trial, file, folder: str) -> None:
     """One rank (gloo), in a process of its own. Rank 0 writes the outcome."""
-    size = str(trial.ranks)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": size,
-                   "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {name: str(value) for name, value in dict(
+        RANK=number, LOCAL_RANK=number, WORLD_SIZE=trial.ranks, LOCAL_WORLD_SIZE=trial.ranks,
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True).items()}
     world = dist.join(timeout=60)
     outcome = attempt(trial, file, world, folder)
     if number == 0:
-        Path(folder, "outcome").write_bytes(pickle.dumps(outcome))
+        torch.save(outcome, f"{folder}/outcome")
     world.barrier()  # all end together
 
 
@@ -276,7 +260,7 @@ def run(name: str, trial: Trial, file, folder: str) -> dict[str, torch.Tensor]:
     except ProcessException as error:
         print(f"  {name} failed: {error}", flush=True)
         return {}
-    return pickle.loads(Path(folder, "outcome").read_bytes())
+    return torch.load(f"{folder}/outcome")
 
 
 # ---- the table ----
@@ -289,25 +273,23 @@ def learns(outcome: dict[str, torch.Tensor]) -> bool:
 def judge(promise: Promise, outcomes: dict[str, dict]) -> tuple[float, str]:
     """The largest ‖a - b‖ / ‖a‖, and of what. inf: a trial failed, or there is no gradient."""
     found = {}
-    for pair in promise.pairs:
-        for name in pair:
-            if not learns(outcomes[name]):
-                return math.inf, f"{name} {'has no gradient' if outcomes[name] else 'failed'}"
-        one, other = (outcomes[name] for name in pair)
+    for first, second in promise.pairs:
+        one, other = outcomes[first], outcomes[second]
+        if not (learns(one) and learns(other)):
+            return math.inf, f"no gradient in {first} or in {second}"
         for what, a in one.items():
-            b = other.get(what, a * math.nan)
-            figure = float((a - b).norm() / (a.norm() or 1.0))
-            found[f"{what} of {pair[1]}"] = figure if math.isfinite(figure) else math.inf
+            figure = float((a - other.get(what, math.nan)).norm() / (a.norm() or 1.0))
+            found[f"{what} of {second}"] = figure if math.isfinite(figure) else math.inf
     what = max(found, key=found.get)
     return found[what], what
 
 
 def prove(file, args) -> bool:
     """Prints for each promise whether the file's `learn` keeps it, with these flags → all hold."""
-    args, broken = shrunk(args), []
+    args, broken = shrunk(args), False
     wanted = {name for promise in PROMISES for pair in promise.pairs for name in pair}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(folder)
+        float64.make(folder, VOCAB)
         chosen = trials(args, binary=False)
         if args.needs_reward and not learns(run("base", chosen["base"], file, folder)):
             print("no gradient: does your function need other rewards? From here they are 0 or 1.")
@@ -318,10 +300,8 @@ def prove(file, args) -> bool:
         figure, what = judge(promise, outcomes)
         verdict = "holds"
         if figure > LIMIT:
-            verdict = f"falls short: {what}. Is there {promise.mistake}?"
-            broken.append(promise.name)
-        print(f"{promise.name:<16}  {promise.text:<48} {figure:>5.0e}  limit {LIMIT:.0e}  {verdict}")
-    print("Broken:" if broken else "Every promise holds for these flags.", ", ".join(broken))
+            verdict, broken = f"falls short: {what}. Is there {promise.mistake}?", True
+        print(f"{promise.text:<58} {figure:>5.0e}  limit {LIMIT:.0e}  {verdict}")
     return not broken
 
 
@@ -342,10 +322,8 @@ def main() -> int:
     path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".py") else "grpo.py"
     file = load(path)
     args = parse(file.Args, f"{path}'s flags; sizes are cut down. {__doc__}")
-    try:
-        dist.Mistakes(plan.problems(args, 1)).stop()
-    except dist.SettingsError as error:
-        sys.exit(f"error: {error}")
+    if problems := plan.problems(args, 1):
+        sys.exit("error: " + "\n  ".join(problems))
     return int(not prove(file, args))
 
 
