@@ -14,13 +14,12 @@ import random
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed.fsdp  # noqa: F401  (before the ranks are forked)
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
@@ -63,11 +62,11 @@ PROMISES = [
 
 # ---- samples that are easy to learn from in a wrong way ----
 
-def fabricate(args, seed: int, binary: bool = False) -> list[Sample]:
+def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> list[Sample]:
     """Groups of --group samples. Lengths are those of every seed; tokens and rewards are not.
 
     Prompts repeat side by side (2, 3) and apart (0, 5). Every second group has tokens that nobody
-    sampled. Rewards are in (0, 1), and some are None. binary: they are 0 or 1.
+    sampled. Rewards are in (0, 1], or None in places. binary: 0 or 1. scored=False: all are None.
     """
     rng, lengths, samples, prompts = random.Random(seed), random.Random(0), [], []
     for p in range(7 if args.group > 1 else 14):
@@ -86,18 +85,14 @@ def fabricate(args, seed: int, binary: bool = False) -> list[Sample]:
                 reward = float((g == 0) == ((p + seed) % 2 == 0))
             if p == 1:  # all are equal
                 reward = 1.0
-            if (p == 3 and g == args.group - 1) or (p == 4 and g > 0):
+            if not scored or (p == 3 and g == args.group - 1) or (p == 4 and g > 0):
                 reward = None
+            parts = defaultdict(lambda reward=reward: reward)  # each of --reward
             samples.append(Sample(
                 data.Prompt(p, data.Row(p, "", prompts[p], None, {}, "")),
                 Completion(ids, logprobs * sampled, length == LONGEST, sampled), "",
-                score(reward)))
+                Score(reward, parts, None)))
     return samples
-
-
-def score(total: float | None) -> Score:
-    """The total is each reward of --reward too."""
-    return Score(total, defaultdict(lambda: total), None)
 
 
 # ---- the trials ----
@@ -130,15 +125,13 @@ def budget(args, tokens: int):
 
 def trials(args, binary: bool) -> dict[str, Trial]:
     """Every trial by its name. binary: rewards are 0 or 1."""
-    size, first = args.group, range(args.group)
     rows, later = fabricate(args, 0, binary), fabricate(args, 1, binary)
-    groups = [rows[i:i + size] for i in range(0, len(rows), size)]
-    rng = random.Random(2)
-    mixed = [rng.sample(group, size) for group in rng.sample(groups, len(groups))]
-    others = rows[:size] + later[size:]
-    if args.needs_reward:  # and more that nobody could score
-        others += [replace(sample, score=score(None)) for sample in fabricate(args, 3)]
+    first, rest = rows[:args.group], slice(args.group, None)
+    others = first + later[rest]
+    if args.needs_reward:
+        others += fabricate(args, 2, scored=False)
     one = plan.changed(args, minibatches=1, epochs=args.minibatches * args.epochs)
+    of_group = dict(alone=range(args.group), whitens=False)
     return {
         "base": Trial(args, [rows]),
         "2 ranks": Trial(args, [rows], ranks=2),
@@ -146,10 +139,10 @@ def trials(args, binary: bool) -> dict[str, Trial]:
         "small budgets": Trial(budget(args, PROMPT + LONGEST), [rows]),
         "other budgets, 2 ranks": Trial(budget(args, 90), [rows], ranks=2),
         "one minibatch": Trial(one, [rows]),
-        "another order": Trial(one, [sum(mixed, [])]),
+        "another order": Trial(one, [rows[rest][::-1] + first]),
         "one by one": Trial(args, [rows], alone=range(len(rows))),
-        "group 0": Trial(one, [rows], alone=first, whitens=False),
-        "others altered": Trial(one, [others], alone=first, whitens=False),
+        "group 0": Trial(one, [rows], **of_group),
+        "others altered": Trial(one, [others], **of_group),
         "two steps": Trial(args, [rows, later]),
         "resumed": Trial(args, [later], ranks=3, resumes=True)}
 
@@ -192,7 +185,7 @@ def plain_logprobs(hidden, head, targets, temperature, *others):
     return logps[torch.arange(len(targets)), targets], -(logps.exp() * logps).sum(-1)
 
 
-def set_conditions(trial: Trial, modules) -> None:
+def set_conditions(trial: Trial, made: dict[str, model.Trained]) -> None:
     """Changes this process as the trial wants it."""
     def micros(self, world, rows, budget, phase, learns=None):
         return [Micro(self, [row], world.device, row in trial.alone) for row in rows]
@@ -200,8 +193,8 @@ def set_conditions(trial: Trial, modules) -> None:
     if trial.alone is not None:
         Batch.micros = micros
         model.hidden_states, model.token_logprobs = plain_hidden, plain_logprobs
-        for module in modules:
-            module.lm.set_attn_implementation("sdpa")
+        for one in made.values():
+            one.module.lm.set_attn_implementation("sdpa")
     if not trial.whitens:
         losses.whiten = lambda values, among: torch.where(among, values.double(), 0)
         losses.batch_std = lambda rewards, scored: 1.0
@@ -212,7 +205,7 @@ def attempt(trial: Trial, file, world, folder: str) -> dict[str, torch.Tensor]:
     weights, the metrics, (n,) each."""
     args, checkpoints, gradients = trial.args, Path(folder, "checkpoints"), []
     made = build(args, world, folder)
-    set_conditions(trial, [one.module for one in made.values()])
+    set_conditions(trial, made)
     learner, options = made["policy"], {}
     if args.critic_args is not None:
         learner = made["policy"], made["critic"]
@@ -253,7 +246,7 @@ def rank(number: int, port: int, trial: Trial, file, folder: str) -> None:
 def run(name: str, trial: Trial, file, folder: str) -> dict[str, torch.Tensor]:
     """What comes of a trial, on forks of this process. Nothing: a rank failed."""
     print(f"  {name}", flush=True)
-    # As under torchrun, the ranks meet at their parent's store, which has its port already.
+    # As under torchrun, the ranks meet at their parent's store, whose port is its own already.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         start_processes(rank, (store.port, trial, file, folder), trial.ranks, start_method="fork")
@@ -291,11 +284,12 @@ def prove(file, args) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         float64.make(folder, VOCAB)
         chosen = trials(args, binary=False)
-        if args.needs_reward and not learns(run("base", chosen["base"], file, folder)):
+        outcomes = {"base": run("base", chosen["base"], file, folder)}
+        if args.needs_reward and not learns(outcomes["base"]):
             print("no gradient: does your function need other rewards? From here they are 0 or 1.")
-            chosen = trials(args, binary=True)
-        outcomes = {name: run(name, trial, file, folder) for name, trial in chosen.items()
-                    if name in wanted}
+            chosen, outcomes = trials(args, binary=True), {}
+        outcomes |= {name: run(name, trial, file, folder) for name, trial in chosen.items()
+                     if name in wanted - outcomes.keys()}
     for promise in PROMISES:
         figure, what = judge(promise, outcomes)
         verdict = "holds"
