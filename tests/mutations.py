@@ -3,7 +3,6 @@
     python tests/mutations.py             # the rows of docs/learn/details.md, and what each changes
     python tests/mutations.py 3 17        # some rows
     python tests/mutations.py --write     # put the measured effects into the page
-    python tests/mutations.py --wirings   # the rows of wirings.py, or some
 
 The tests must pass in the copy before anything is broken.
 """
@@ -21,8 +20,6 @@ import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
-
-from wirings import WIRINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "learn" / "details.md"
@@ -355,44 +352,15 @@ def verdict_of(status: int | None, text: str) -> str:
     return "DOES NOT FAIL"
 
 
-def test_of(name: str) -> str:
-    """The test of a wiring, below tests/test_."""
-    return name if "::" in name else f"reference.py::test_learn_is_the_reference[{name}]"
-
-
-def wire(numbers: list[int]) -> int:
-    """The rows of wirings.py. Ends with 1 if a test of one does not fail."""
-    began, wrong = time.monotonic(), []
-    with tempfile.TemporaryDirectory() as place:
-        copy, rows = copy_of_the_code(Path(place, "copy")), [WIRINGS[n - 1] for n in numbers]
-        status, _, text = run(copy, sorted({test_of(row[-1]) for row in rows}), [], LIMIT)
-        print(f"the tests {'pass' if status == 0 else 'DO NOT PASS'} as they are", flush=True)
-        if status != 0:
-            print(text)
-            return 1
-        for number, (file, old, new, test) in zip(numbers, rows, strict=True):
-            with broken(copy / file, old, new):
-                status, _, text = run(copy, [test_of(test)], [], LIMIT)
-            verdict = verdict_of(status, text)
-            wrong += [number] if verdict != "fails" else []
-            print(f"{number:>3}  {verdict}  {file}  {old!r}", flush=True)
-    print(f"{len(rows)} wirings in {(time.monotonic() - began) / 60:.0f} minutes; "
-          f"wrong: {wrong or 'none'}")
-    return int(bool(wrong))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=(
         argparse.RawDescriptionHelpFormatter))
     parser.add_argument("rows", nargs="*", type=int)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--wirings", action="store_true")
     asked = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     for name in PRELOADED:
         __import__(name)
-    if asked.wirings:
-        return wire(asked.rows or [*range(1, len(WIRINGS) + 1)])
     return measure(asked.rows or [*range(1, len(ROWS) + 1)], asked.write)
 
 

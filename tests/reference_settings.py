@@ -15,7 +15,6 @@ import rewards
 import sft
 from preflight import loss_flags, plan
 from trainer.batch import Completion, Sample
-from wirings import DEFAULT, TRUNCATE, WIRINGS
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
@@ -43,9 +42,84 @@ class Setting:
         return f"experts-{name}" if self.experts else name
 
 
-CARRIED = TRUNCATE + " carried"  # --carry: older policies sampled the first tokens
-NAMED = [DEFAULT, CARRIED, *(test for *_, test in WIRINGS if "::" not in test)]
-SETTINGS = [Setting(words) for words in dict.fromkeys(NAMED)]
+TWICE = "minibatches=2 epochs=2"
+TIGHT = f"clip_low=0.03 clip_high=0.05 {TWICE}"
+BOUNDS = "correction_low=0.7 correction_high=1.2"
+# carried: --carry, older policies sampled the first tokens.
+NAMED = f"""
+grpo group=3 steps=2
+grpo group=3 steps=2 engine_correction=truncate kl_loss_coef=0.3 entropy_coef=0.2 {BOUNDS} carried
+grpo group=3 steps=2 kl_loss_coef=0.3 temperature=0.6 aggregation=sequence
+grpo group=3 steps=1 kl_reward_coef=0.2 advantage=dr_grpo temperature=0.8 {TWICE}
+grpo group=3 steps=3 {TWICE}
+grpo group=3 steps=2 advantage=grpo advantage_eps=0.3
+grpo group=3 steps=1 advantage=grpo overlong_buffer=8 {TIGHT}
+grpo group=3 steps=2 kl_reward_coef=0.2 advantage=rloo overlong_filter=True overlong_buffer=8
+grpo group=3 steps=1 advantage=reinforce++ overlong_buffer=8 {TIGHT}
+grpo group=3 steps=1 advantage=reinforce++-baseline overlong_buffer=8 {TIGHT}
+grpo group=3 steps=1 kl_reward_coef=0.2 advantage=reinforce++ temperature=0.8 {TWICE}
+grpo group=3 steps=1 kl_loss_coef=0.3 kl_estimator=k1 {TWICE}
+grpo group=3 steps=2 engine_correction=truncate kl_loss_coef=0.3 entropy_coef=0.2 {BOUNDS}
+grpo group=3 steps=2 entropy_coef=0.3
+grpo group=3 steps=2 dual_clip=1.1 epochs=3
+grpo group=3 steps=1 loss=variants/ipo.py:ipo clip_low=0.01 clip_high=0.02 {TWICE}
+grpo group=3 steps=1 loss=variants/gmpo.py:gmpo aggregation=sequence {TIGHT}
+grpo group=3 steps=1 loss=variants/opsm.py:opsm entropy_coef=0.2 {TWICE}
+grpo group=3 steps=1 kl_loss_coef=0.3 kl_estimator=k3_ratio {TWICE}
+grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}
+grpo group=3 steps=1 advantage=variants/gdpo.py:gdpo reward=('exact', 'short:0.5') \
+overlong_filter=True {TWICE}
+grpo group=3 steps=2 advantage=variants/lite_ppo.py:lite_ppo overlong_buffer=8 advantage_eps=0.1
+grpo group=3 steps=1 loss=clip aggregation=token {TIGHT}
+grpo group=3 steps=1 minibatches=30
+grpo group=3 steps=1 loss=variants/sapo.py:sapo aggregation=sequence {TWICE}
+grpo group=3 steps=1 loss=variants/gmpo.py:gmpo advantage=reinforce++ {TIGHT}
+grpo group=3 steps=1 loss=variants/dppo.py:dppo clip_low=0.01 clip_high=0.02 {TWICE}
+grpo group=3 steps=2 advantage=variants/maxrl.py:maxrl
+grpo group=3 steps=1 engine_correction=sequence_mask kl_loss_coef=0.3 {BOUNDS} {TWICE}
+grpo group=3 steps=2 engine_correction=mask kl_loss_coef=0.3 entropy_coef=0.2 {BOUNDS}
+grpo group=3 steps=1 loss=variants/ipo.py:ipo engine_correction=mask {BOUNDS} {TWICE}
+grpo group=3 steps=1 loss=gspo aggregation=token {TIGHT}
+grpo group=3 steps=3 max_grad_norm=0.01 weight_decay=0.1 betas=(0.8, 0.95)
+grpo group=3 steps=1 loss=clip aggregation=sequence {TIGHT}
+grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') \
+kl_reward_coef=0.2
+grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 {TWICE}
+grpo group=3 steps=1 experts router_aux_coef=0.3 {TWICE}
+grpo group=3 steps=2 experts freeze_router=True checkpointing=True
+ppo group=1 steps=2 overlong_buffer=8 temperature=1.4 kl_reward_coef=0.3
+ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}
+ppo group=1 steps=2
+ppo group=1 steps=3 kl_reward_coef=0.3 kl_target=0.01 kl_horizon=20
+ppo group=2 steps=2 gamma=0.9 lam=0.8
+ppo group=1 steps=1 gamma=0.95 lam=1.0 kl_reward_coef=0.2 {TWICE}
+ppo group=1 steps=2 lam=0.0 value_clip=None
+ppo group=1 steps=1 value_clip=0.02 epochs=3 clip_low=0.03 clip_high=0.05
+ppo group=1 steps=1 dual_clip=1.1 epochs=3
+ppo group=1 steps=1 minibatches=30
+ppo group=1 steps=1 aggregation=prompt entropy_coef=0.2 temperature=0.7 {TIGHT}
+ppo group=1 steps=2 engine_correction=truncate entropy_coef=0.2 {BOUNDS}
+ppo group=1 steps=2 critic_warmup_steps=1
+ppo group=1 steps=2 engine_correction=mask entropy_coef=0.2 {BOUNDS}
+ppo group=2 steps=2 engine_correction=sequence_mask {BOUNDS}
+sft group=1 steps=2
+sft group=1 steps=2 minibatches=7 epochs=2 temperature=0.7
+distill group=3 steps=2 teacher=x
+distill group=3 steps=1 teacher=x distill_coef=0.3 temperature=0.7 {TWICE}
+distill group=3 steps=1 teacher=x divergence=jsd distill_coef=0.5 head_chunk=5 {TWICE}
+distill group=3 steps=1 teacher=x divergence=none temperature=1.5 reward=('exact',) \
+reward_coef=2.0 {TIGHT}
+distill group=1 steps=1 teacher=x dual_clip=1.1 aggregation=sequence {TIGHT}
+distill group=3 steps=2 divergence=none teacher_prompt={{question}} {{answer}}
+distill group=3 steps=2 divergence=jsd teacher_prompt={{question}} {{answer}}
+distill group=3 steps=1 divergence=none lora_rank=2 aggregation=prompt \
+teacher_prompt={{question}} {{answer}} {TWICE}
+distill group=3 steps=2 teacher=x engine_correction=truncate reward=('exact',) reward_coef=2.0 \
+{BOUNDS}
+distill group=3 steps=1 teacher=x divergence=reverse_kl temperature=1.5 reward=('exact',) \
+reward_coef=2.0 {TIGHT}
+""".strip().splitlines()
+SETTINGS = [Setting(words) for words in NAMED]
 OFTEN = {"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7), "lora_rank": (0, 2)}
 SAMPLED = OFTEN | {
     "aggregation": ("token", "sequence", "constant", "prompt"), "dual_clip": (None, 1.1),

@@ -18,7 +18,7 @@ from examples import tiny
 from live import Live
 from preflight import inputs, memory, plan, worst_case
 from preflight.shape import shape_of
-from tools.hostile import make_models
+from tools import float64
 from trainer import logprobs as head
 from trainer import model
 
@@ -139,8 +139,8 @@ def tried(world, folder: str) -> dict[str, tuple]:
     for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
-            model.build(model.LogprobModel, f"{folder}/{part}", world, args.model_args),
-            world, args.model_args, args.optimizer_args) for part in ("model", "reference")]
+            model.build(model.LogprobModel, folder, world, args.model_args),
+            world, args.model_args, args.optimizer_args) for _ in range(2)]
         calls = []
 
         def counted(logits, theirs, kind, calls=calls):
@@ -158,7 +158,7 @@ def tried(world, folder: str) -> dict[str, tuple]:
 
 def test_the_worst_case_has_the_divergence_too(tmp_path):
     """Its head is called again in the backward: the teacher's must be whole there."""
-    make_models("tiny", str(tmp_path))
+    float64.make(str(tmp_path), 64)
     for found in ranks.results(2, tried, str(tmp_path)):
         assert found == {"sft": (["update"], set()), "none": (["score", "update"], set()),
                          "jsd": (["score", "update"], {(True, True, "jsd")})}

@@ -40,7 +40,7 @@ FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args(
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
           "rdzv_id", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
-          "cpus-per-task", "time", "signal", "sort", "wirings", "fix", "write", "solution", "help"}
+          "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help"}
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
 

@@ -14,7 +14,7 @@ import ppo
 from dist import KEYS, World
 from fakegpu import FakeGpu, on_gpu
 from preflight import plan
-from tools.hostile import LONGEST, PROMPT, VOCAB, fabricate
+from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
 from trainer import lora, model
 
 WAITS = 0  # of the host, in one micro-batch of an update

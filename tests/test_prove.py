@@ -2,7 +2,6 @@
 
 A mistake is a small edit of grpo.py, in a file of its own, tried with its own promise alone.
 """
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,107 +9,108 @@ from pathlib import Path
 import pytest
 
 from forked import PYTHON
+from tools import prove
 
 ROOT = Path(__file__).parent.parent
-EVERY = [*range(1, 10)]
-RANKS, BUDGET, SHARED, ORDER, UNSCORED, LOOP, METRICS, RESUMED, GROUP = EVERY
+RANKS, BUDGETS, ORDER, SINGLE, GROUPS, RESUMED = range(6)
+SOME = """import sys
+from tools import prove
+prove.PROMISES = [prove.PROMISES[int(number)] for number in sys.argv.pop(1)]
+sys.exit(prove.main())"""
 BACKWARD = "policy.backward((w * loss).sum())"
 NOTE = "    batch.note_advantages(advantages, loss_tokens)  # for samples/\n"
 BASELINE = '    if args.advantage == "reinforce++-baseline":\n'
+METER = "meter.add(w, details)"
 MISTAKES = {  # (the promise that it breaks, text that is found once, its mistake, flags)
-    "a mean over the micro-batch": (
-        BUDGET, BACKWARD, "policy.backward(loss.sum() / max(1, len(loss)))", ""),
-    "a loss that reads its neighbour": (
-        LOOP, "micro.of_tokens(advantages)", "micro.of_tokens(advantages).roll(1)", ""),
-    "a baseline of all groups": (
-        GROUP, BASELINE, "    advantages = batch.of_rows(rewards - rewards[batch.scored].mean())\n"
-        f"{BASELINE}", ""),
     "an update that depends on the rank": (
         RANKS, BACKWARD, BACKWARD.replace("w * ", "(1 + world.rank) * w * "), ""),
-    "unscored completions in a denominator": (
-        UNSCORED, "loss_tokens[rows], args.aggregation", "batch.tokens[rows], args.aggregation",
-        ""),
+    "a mean over the micro-batch": (
+        BUDGETS, BACKWARD, "policy.backward(loss.sum() / max(1, len(loss)))", ""),
+    "a metric's mean over the micro-batch": (
+        BUDGETS, METER, "meter.add(torch.ones_like(w) / max(1, len(w)), details)", ""),
     "old log-probs in another order": (
         ORDER, "old = micro.of_tokens(old_logprobs)", "old = micro.of_tokens(old_logprobs.flip(0))",
         "--minibatches 2"),
+    "a loss that reads its neighbour": (
+        SINGLE, "micro.of_tokens(advantages)", "micro.of_tokens(advantages).roll(1)", ""),
+    "a baseline of all groups": (
+        GROUPS, BASELINE, "    advantages = batch.of_rows(rewards - rewards[batch.scored].mean())\n"
+        f"{BASELINE}", ""),
+    "unscored completions in a denominator": (
+        GROUPS, "loss_tokens[rows], args.aggregation", "batch.tokens[rows], args.aggregation", ""),
     "state outside the checkpoint": (
         RESUMED, NOTE,
         "    policy.calls = getattr(policy, 'calls', 0) + 1\n"
-        "    advantages = advantages / policy.calls\n", ""),
-    "a metric's mean over the micro-batch": (
-        METRICS, "meter.add(w, details)",
-        "meter.add(torch.ones_like(w) / max(1, len(w)), details)", ""),
-}
-PAGE = (ROOT / "docs/use/recipes.md").read_text()
-RECIPES = re.findall(r"^\| .*\| `((?:ppo\.py )?--[^`]+)` \|$", PAGE, re.M)
-SOFT = '''import torch
+        "    advantages = advantages / policy.calls\n", "")}
+MINE = '''import torch
 
 def soft(logp, old, A, row, **others):
     ratio = (logp - old).exp()
     return -A * (1 + 0.3 * torch.tanh((ratio - 1) / 0.3)), {"ratio": ratio.detach()}
+
+def pass_at_2(rewards, group, *, scored, **others):
+    """R - mean, of the success of pairs: https://arxiv.org/abs/2508.10751. It has no gradient
+    unless some rewards are exactly 0 and some exactly 1."""
+    right, wrong = (rewards == 1) & scored, (rewards == 0) & scored
+    n, failed = (x.view(-1, group).sum(1).repeat_interleave(group) for x in (scored, wrong))
+    both = n * (n - 1)
+    rate = 1 - failed * (failed - 1) / both.clamp(min=1)
+    alone = 1 - (failed - 1) / (n - 1).clamp(min=1)
+    A = torch.where(right, 1 - rate, torch.where(wrong, alone - rate, 0.0))
+    return torch.where((failed > 0) & (n > failed), A, 0.0).double()
 '''
+PAGE = (ROOT / "docs/use/recipes.md").read_text()
+RECIPES = re.findall(r"^\| .*\| `((?:ppo\.py )?--[^`]+)` \|$", PAGE, re.M)
 
 
-def edited(folder: Path, name: str) -> str:
-    """A copy of grpo.py with a mistake → its path."""
-    _, old, new, _ = MISTAKES[name]
-    text = (ROOT / "grpo.py").read_text()
-    assert text.count(old) == 1, f"{name}: {old!r} is {text.count(old)} times in grpo.py"
-    path = folder / f"{''.join(c if c.isalnum() else '_' for c in name)}.py"
-    path.write_text(text.replace(old, new))
-    return str(path)
-
-
-def proved(folder: Path, cases: list) -> list[dict[int, tuple[bool, str]]]:
-    """Of each case (file, flags, promises): {promise: (whether it holds, what differs most)}."""
-    (folder / "cases").write_text(json.dumps([[path, flags.split(), numbers]
-                                              for path, flags, numbers in cases]))
-    done = subprocess.run([PYTHON, "tests/prove_worker.py", folder / "cases",
-                           folder / "out"], cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found = json.loads((folder / "out").read_text())
-    return [{int(n): tuple(result) for n, result in one.items()} for one in found]
-
-
-def broken(result: dict) -> dict[int, str]:
-    return {n: what for n, (holds, what) in result.items() if not holds}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, dict]:
-    folder = tmp_path_factory.mktemp("prove")
-    cases = {"grpo": ("grpo.py", "", EVERY), "ppo": ("ppo.py", "", [LOOP, GROUP]),
-             "lora": ("grpo.py", "--lora_rank 4 --kl_loss_coef 0.1", [LOOP]),
-             "soft": ("grpo.py", f"--loss {folder}/soft.py:soft", [LOOP])}
-    (folder / "soft.py").write_text(SOFT)
-    for name, (line, _, _, flags) in MISTAKES.items():
-        cases[name] = edited(folder, name), flags, [line]
-    return dict(zip(cases, proved(folder, [*cases.values()]), strict=True))
+def proved(promises: str, *words: str) -> tuple[list[str], str]:
+    """`prove WORDS` with the promises of these numbers alone → the verdict of each, what it prints.
+    Its exit status is 0 if all hold, and 1 if one falls short."""
+    done = subprocess.run([PYTHON, "-c", SOME, promises, *words], cwd=ROOT, capture_output=True,
+                          text=True, timeout=900)
+    found = re.findall(r"^.+: .+ limit 1e-12  (holds|falls short: \w)", done.stdout, re.M)
+    text = done.stdout + done.stderr
+    assert len(found) == len(promises), text
+    assert done.returncode == int(found != ["holds"] * len(promises)), text
+    return [verdict.split(":")[0] for verdict in found], text
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_breaks_its_promise(found, name):
-    assert [*broken(found[name])] == [MISTAKES[name][0]]
+def test_a_mistake_breaks_its_promise(name, tmp_path):
+    number, old, new, flags = MISTAKES[name]
+    text = (ROOT / "grpo.py").read_text()
+    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in grpo.py"
+    (tmp_path / "mine.py").write_text(text.replace(old, new))
+    found, printed = proved(str(number), str(tmp_path / "mine.py"), "--group", "4", *flags.split())
+    assert found == ["falls short"] and f"Is there {prove.PROMISES[number].mistake}?" in printed
+    assert "Traceback" not in printed and "other rewards" not in printed
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "lora", "soft"])  # a loss needs no registration
-def test_what_is_shipped_keeps_its_promises(found, name):
-    assert broken(found[name]) == {}
+@pytest.mark.parametrize("numbers, words", [
+    ("012345", "--group 4"), ("34", "ppo.py"), ("3", "--lora_rank 4 --kl_loss_coef 0.1 --group 2"),
+    ("3", "--loss {}/mine.py:soft --group 2")])  # a loss needs no registration
+def test_what_is_shipped_keeps_its_promises(numbers, words, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    found, printed = proved(numbers, *words.format(tmp_path).split())
+    assert found == ["holds"] * len(numbers), printed
+
+
+def test_an_advantage_that_needs_rewards_of_0_and_1_gets_them(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    words = f"--advantage {tmp_path}/mine.py:pass_at_2 --group 4".split()
+    found, printed = proved("04", *words)
+    assert found == ["holds"] * 2, printed
+    assert "no gradient: does your function need other rewards? From here they are 0 or" in printed
+
+
+def test_the_limit_is_the_one_of_the_readme():
+    said = re.search(r"\((\S+) in float64\).*?`./run.sh prove`", (ROOT / "README.md").read_text(),
+                     re.S)
+    assert float(said[1]) == prove.LIMIT
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
-    path = edited(tmp_path, "a baseline of all groups")
-    done = subprocess.run([PYTHON, "-m", "tools.prove", path, "--group", "2"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=600)
-    wrong = [line.split()[0] for line in done.stdout.splitlines() if "falls short" in line]
-    assert done.returncode == 1 and wrong == ["9"], done.stdout + done.stderr
-    assert "Look at (line 9): a baseline of other groups" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", RECIPES)
-def test_recipes(tmp_path, flags):
-    script = "ppo.py" if flags.startswith("ppo.py") else "grpo.py"
-    found, = proved(tmp_path, [(script, flags.removeprefix("ppo.py "), EVERY)])
-    assert broken(found) == {} and len(RECIPES) > 20
+@pytest.mark.parametrize("words", [*RECIPES, "sft.py", "distill.py --teacher x --divergence jsd"])
+def test_recipes(words):
+    found, printed = proved("012345", *words.split())
+    assert found == ["holds"] * 6 and len(RECIPES) > 20, printed

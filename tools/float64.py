@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pictures import seeing
 from trainer import model
@@ -37,6 +38,15 @@ def widen(lm):
     for part in lm.base_model.children():  # embeddings, layers, rotary frequencies, last norm
         for module in part if isinstance(part, nn.ModuleList) else [part]:
             module.forward = partial(wide, module.forward)
+
+
+def make(folder: str, vocab: int) -> None:
+    """A small random Qwen2, as a folder."""
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
 
 
 def build(kind, folder: str, world, args, *others, **options):
