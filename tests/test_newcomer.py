@@ -49,7 +49,7 @@ def mistakes(*flags: str) -> str:
 @pytest.mark.parametrize("flags, words", [
     ("--lora_alpha 3 --max_turns 3 --reward own.py",
      ["--lora_alpha needs --lora_rank. Would work: no --lora_alpha.",
-      "--max_turns needs --reply or --tools. Would work: --max_turns 8.",
+      "--max_turns needs --reply. Would work: --max_turns 8.",
       "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
     ("--reply own.py:ok:0.5 --reward own.py:missing",
      ["own.py has no missing.",

@@ -328,8 +328,6 @@ WIRINGS = [
      "judges.py::test_what_raises_or_is_late_is_tried_again_after_pauses_that_double"),
     ("scoring/worker.py", "ctypes.CDLL(None).prctl(1, signal.SIGKILL)", "pass",
      "rewards.py::test_workers_die_with_the_trainer"),
-    ("scoring/replies.py", "json.dumps(text, ensure_ascii=False)", "json.dumps(text)",
-     "toolcalls.py::test_hostile_calls_cost_themselves_only"),
     # ---- turns.py
     ("chats/turns.py", "np.zeros(len(ids)), False)", "np.zeros(len(ids)), True)", SAMPLED),
     ("chats/turns.py", "c.logprobs, True)", "c.logprobs, False)", SAMPLED),
