@@ -31,7 +31,7 @@ from preflight.shape import shape_of
 from rewards import Answer, Score
 from rollout import Engine, Request, hash_seed
 from scoring import worker
-from scoring.signatures import Item, Reward
+from scoring.signatures import Item, Part, Reward
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
 

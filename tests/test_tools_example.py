@@ -1,5 +1,5 @@
-"""examples/tools.py, with vLLM's own parsers. What is put in is the chat template's own text, id for
-id; a bad call is answered; only the functions of the file are called.
+"""examples/tools.py, with vLLM's own parsers. What is put in is the chat template's own text, id
+for id; a bad call is answered; only the functions of the file are called.
 
 The templates are short forms of the families' own ones: their headers, ends, calls and answers.
 What the model writes is written here by hand, in the format that the family was trained on.
@@ -93,7 +93,7 @@ def test_an_episode_is_the_templates_own_text(tmp_path, monkeypatch, name):
     """Two calls in a turn are answered by one group of messages; the words of the next turn end the
     episode."""
     tools, tokenizer = example(tmp_path, monkeypatch, name)
-    bridge, end = turns.Bridge(tokenizer, [tokenizer.eos_token_id], 10**6, None), []
+    bridge = turns.Bridge(tokenizer, [tokenizer.eos_token_id], 10**6, None)
     prompt = data.make_row(0, {"prompt": "Do it.", "tools": tools.SCHEMAS}, "", tokenizer, [],
                            data.DataArgs()).prompt_ids
     assert json.dumps(tools.SCHEMAS[0]) in tokenizer.decode(prompt)
@@ -102,11 +102,11 @@ def test_an_episode_is_the_templates_own_text(tmp_path, monkeypatch, name):
     assert [(m["role"], m["content"]) for m in answers] == [("tool", "84"), ("tool", "-3.5")]
     assert [m["tool_call_id"] for m in answers] == ["000100000", "000100001"]
     sampled = tokenizer(chat[0]["content"] + tokenizer.eos_token, add_special_tokens=False)
-    end = bridge.ids(tokenizer.eos_token_id, answers)
+    put_in = bridge.ids(tokenizer.eos_token_id, answers)
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Do it."}, *chat, *answers], tools=tools.SCHEMAS,
         tokenize=False, add_generation_prompt=True)
-    assert prompt + sampled["input_ids"] + end == tokenizer(
+    assert prompt + sampled["input_ids"] + put_in == tokenizer(
         whole, add_special_tokens=False)["input_ids"]
     assert tools.answer([*chat, *answers, said("So it is 84.")]) is None
 
@@ -126,9 +126,9 @@ def test_thoughts_that_a_template_keeps_for_tools_alone(monkeypatch):
 
 def test_a_parser_of_another_family_is_refused_when_it_is_loaded(tmp_path, monkeypatch):
     """Else no call is ever found, and each episode has one turn."""
-    with pytest.raises(SystemExit, match="TOOL_PARSER llama3_json does not read a call as the chat "
-                                         "template of TOOL_MODEL .* writes it: '\\\\n<tool_call>"):
-        example(tmp_path, monkeypatch, "qwen2.5", "llama3_json")
+    with pytest.raises(SystemExit, match="TOOL_PARSER pythonic does not read a call as the chat "
+                                         "template of TOOL_MODEL .* writes it: '<tool_call>"):
+        example(tmp_path, monkeypatch, "qwen2.5", "pythonic")
 
 
 @pytest.fixture(scope="module")

@@ -553,7 +553,7 @@ WIRINGS = [
      "seams.py::test_a_reward_sees_the_number_of_sampled_tokens"),
     ("rewards.py", "if sample.completion.failed:", "if False:",
      "seams.py::test_a_completion_whose_reply_failed_has_no_score"),
-    ("rewards.py", "scorer.unscored += calls", "scorer.unscored += len(scores)",
+    ("rewards.py", "else pool.unanswered + calls", "else pool.unanswered + len(errors)",
      "seams.py::test_calls_without_a_score_are_counted_and_not_completions"),
     ("scoring/worker.py", "seconds = timeout * len(items)", "seconds = timeout",
      "seams.py::test_the_time_of_a_call_grows_with_its_completions"),
