@@ -115,16 +115,15 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
-             args: DataArgs, tools: list[dict] | None = None,
-             flag: str = "--prompt_template") -> Row | None:
+             args: DataArgs, flag: str = "--prompt_template") -> Row | None:
     """A row as the model sees it. None: it asks nothing. controls: what begins a finished chat, see
-    `marks`. tools: the schemas of --tools. flag: which one gave args.prompt_template."""
+    `marks`. flag: which one gave args.prompt_template."""
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
     markers = ("<|im_start|>", *controls)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer, tools))
+    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer))
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -303,7 +302,7 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
 def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
     if finished:
         if len(messages) > 1 or options:
-            raise SettingsError("a finished chat text takes no --system, no --tools and no other "
+            raise SettingsError("a finished chat text takes no --system, no tools and no other "
                                 "messages.")
         return messages[0]["content"]
     if tokenizer.chat_template is None:
@@ -356,8 +355,8 @@ def texts_of(ids: list[int], tokenizer) -> list[str]:
 
 
 def reader(tokenizer, eos_ids: list[int]):
-    """A function, ids → the text for a reward, an environment or a tool: without what ends, begins
-    or pads. Other control tokens, such as <think>, are the model's words."""
+    """A function, ids → the text for a reward or a reply: without what ends, begins or pads.
+    Other control tokens, such as <think>, are the model's words."""
     texts = {*marks(tokenizer)[0], *texts_of(eos_ids, tokenizer), tokenizer.pad_token}
     silent = {i for i, t in tokenizer.added_tokens_decoder.items() if t.content in texts}
 

@@ -2,6 +2,9 @@
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
+
+A Pool has the processes: it gives them calls, and what they answer is an Answer for each item.
+`score_of` makes a Score of it. chats/turns.py has a pool too, for --reply, and reads messages.
 """
 import contextlib
 import json
@@ -18,7 +21,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from errors import Range, SettingsError
 from scoring.replies import Move
@@ -46,11 +49,18 @@ class RewardArgs:
 
 @dataclass
 class Score:
-    """What a completion got. Of a reply: total 0, and its messages as the part."""
+    """What a completion got."""
     total: float | None  # sum of weight * part; None if a part has no number
     parts: dict[str, float | None]
     error: str | None  # None if a reward of ours returned None
     retries: int = 0  # of `async def` rewards
+
+
+class Answer(NamedTuple):
+    """What the workers found for an item."""
+    values: list  # of each part: a number, or the messages of a reply; None: it has none
+    error: str | None  # None: nothing failed
+    retries: int = 0  # of its call, with the first item
 
 
 def score_samples(run, samples: list, group: int) -> None:
@@ -62,14 +72,14 @@ def score_samples(run, samples: list, group: int) -> None:
         items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
         run.scorer.progress["global_step"] = max(run.world.step, 0)
-        scores = run.scorer.score(items, size)
+        scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
             sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
-    report(run.scorer, run.log, [score for _, score in scored], len(calls))
+    report_scores(run.scorer, run.log, [score for _, score in scored], len(calls))
 
 
 def item_of(sample, text) -> Item:
@@ -78,28 +88,52 @@ def item_of(sample, text) -> Item:
                 completion.truncated, completion.ids.tolist(), completion.turns)
 
 
-def report(scorer, log, scores: list[Score], calls: int) -> None:
-    """A run's first failure is printed. SettingsError after FAILED_CALLS in a row without a
-    score."""
-    scorer.unscored += calls
-    if any(score.total is not None for score in scores):
-        scorer.unscored = 0
-    failure = next((score.error for score in scores if score.error), None)
-    if scorer.unscored and not failure:
+def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
+    """The scores of the items, of which `size` in a row are one call. Without --reward they are 0,
+    of no parts."""
+    if not pool.parts:
+        return [Score(0.0, {}, None) for _ in items]
+    return [score_of(pool.parts, answer) for answer in pool.ask(items, size)]
+
+
+def score_of(parts: list[Part], answer: Answer) -> Score:
+    """The weighted sum of the values that apply."""
+    found = {part.name: None if value != value else value  # NaN: TRL's "not applicable"
+             for part, value in zip(parts, answer.values, strict=True)}
+    known = [part.weight * found[part.name] for part in parts if found[part.name] is not None]
+    if None in answer.values:
+        return Score(None, found, answer.error, answer.retries)
+    total, error = (sum(known), None) if known else (None, NONE_APPLIES)
+    return Score(total, found, error, answer.retries)
+
+
+def report_scores(pool, log, scores: list[Score], calls: int) -> None:
+    """As `report`. Where nothing failed, a reward returned None."""
+    answered, errors = any(s.total is not None for s in scores), [s.error for s in scores]
+    if not answered and not any(errors):
         found = any(value is not None for score in scores for value in score.parts.values())
-        failure = f"{'a' if found else 'every'} reward returned None"
-    if scorer.unscored >= FAILED_CALLS:
-        raise SettingsError(
-            f"None of this batch's {len(scores)} completions has a reward, because of "
-            f"--{scorer.kind}:\n{failure}")
-    if failure and not scorer.warned:
-        log.say(f"a completion has no reward, because of --{scorer.kind}; it is counted (printed "
+        errors = [f"{'a' if found else 'every'} reward returned None"] * len(scores)
+    report(pool, log, errors, answered, calls)
+
+
+def report(pool, log, errors: list[str | None], answered: bool, calls: int) -> None:
+    """Prints a run's first failure. SettingsError after FAILED_CALLS in a row without an answer.
+
+    errors: of each completion. answered: has one of them an answer? calls: how many were made.
+    """
+    pool.unanswered = 0 if answered else pool.unanswered + calls
+    failure = next(filter(None, errors), None)
+    if pool.unanswered >= FAILED_CALLS:
+        raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
+                            f"of --{pool.kind}:\n{failure}")
+    if failure and not pool.warned:
+        log.say(f"a completion has no reward, because of --{pool.kind}; it is counted (printed "
                 f"once):\n{failure}")
-        scorer.warned = True
+        pool.warned = True
 
 
 def parse(specs: list[str], kind: str = "reward") -> list[Part]:
-    """The words of --reward (or of --reply, --tools). One SettingsError has all mistakes."""
+    """The words of --reward (or of --reply). One SettingsError has all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
@@ -133,9 +167,9 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
 def check(specs: list[str]) -> list:
     """[(reward, column that it needs), …]. SettingsError if one cannot load."""
     parse(specs)
-    with contextlib.closing(Scorer(specs, RewardArgs(reward_workers=1))) as scorer:
-        scorer.wait()
-        return scorer.needs
+    with contextlib.closing(Pool(specs, RewardArgs(reward_workers=1))) as pool:
+        pool.wait()
+        return pool.needs
 
 
 def check_rows(needs: list, rows: list, kind: str = "reward"):
@@ -195,28 +229,26 @@ class Worker:
         return self.code
 
 
-class Scorer:
-    """Worker processes, with one thread for each. kind: the flag: reward, reply (turns.py) or
-    tools (toolcalls.py). Without specs every score is 0, of no parts.
-
-    homes: each item has its worker, which keeps the environment.
+class Pool:
+    """Worker processes, with one thread for each: calls → answers. kind: the flag: reward, or reply
+    (turns.py). homes: each item has its worker, which keeps the environment.
     """
 
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward",
                  homes: bool = False):
-        self.specs, self.kind, self.args = specs, kind, args
+        self.kind, self.args = kind, args
         self.parts = parse(specs, kind) if specs else []
         self.tried = threading.Event()  # was a worker started, or refused?
         self.groups = False  # does a reward take all completions of a prompt in one call?
         self.together = False  # is one `async def`? Then a worker gets many calls at once
         self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
-        self.methods = []  # of a --reply CLASS; the schemas of --tools
+        self.methods = []  # of a --reply CLASS
         self.refused = ""  # why a worker did not start
-        self.unscored, self.warned = 0, False  # calls in a row without a score
+        self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
         shared = queue.Queue()  # lists of calls, which are slices of a batch; None ends a thread
         self.inboxes = [queue.Queue() if homes else shared
-                        for _ in range(args.reward_workers if specs else 0)]
+                        for _ in range(args.reward_workers if self.parts else 0)]
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
         for thread in self.threads:
@@ -224,18 +256,16 @@ class Scorer:
 
     def wait(self) -> None:
         """Until a worker has loaded the rewards. SettingsError if none can."""
-        if not self.specs:
+        if not self.parts:
             return
         self.tried.wait()
         if self.needs is None:
             raise SettingsError(self.refused)
 
-    def score(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Score]:
-        """A score for each item. `size` items in a row are one call. homes: a number for each item;
-        items of the same number have the same worker."""
-        if not self.specs:
-            return [Score(0.0, {}, None) for _ in items]
-        self.items, self.scores, self.refused = items, [None] * len(items), ""
+    def ask(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Answer]:
+        """An answer for each item. `size` items in a row are one call. homes: a number for each
+        item; items of the same number have the same worker."""
+        self.items, self.answers, self.refused = items, [None] * len(items), ""
         calls = [slice(start, start + size) for start in range(0, len(items), size)]
         share = TOGETHER if self.together else 1
         for i in range(0, len(calls), share):
@@ -243,7 +273,7 @@ class Scorer:
             self.inboxes[home % len(self.inboxes)].put(calls[i:i + share])
         for inbox in self.inboxes:
             inbox.join()
-        return self.scores
+        return self.answers
 
     def close(self):
         for inbox in self.inboxes:
@@ -287,18 +317,18 @@ class Scorer:
         raise OSError(self.refused)
 
     def _ask(self, worker: Worker, calls: list[slice]) -> None:
-        """Gives these calls their scores. An exception if the worker has no answer."""
+        """Gives these calls their answers. An exception if the worker has none."""
         batch = [self.items[call] for call in calls]
         seconds, retries = self.args.reward_timeout * len(batch[0]), self.args.reward_retries
         if self.together:  # all tries of the coroutines, after the other rewards
             seconds = seconds * (retries + 2) + PAUSE * (2**retries - 1) + 1
         worker.send((self.progress, batch))
-        for call, answer in zip(calls, worker.receive(seconds), strict=True):
-            self.scores[call] = self._scores(*answer)
+        for call, found in zip(calls, worker.receive(seconds), strict=True):
+            self.answers[call] = [Answer(*of_item) for of_item in found]
 
     def _fail(self, inbox: queue.Queue, calls: list[slice], worker: Worker | None,
               error: Exception) -> None:
-        """Ends the worker. A lone call has no score; of several, each is made again, alone."""
+        """Ends the worker. A lone call has failed; of several, each is made again, alone."""
         if worker:
             worker.kill()
         if len(calls) > 1:
@@ -307,24 +337,4 @@ class Scorer:
             return
         items = self.items[calls[0]]
         why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
-        nothing = [[None] * len(self.parts)] * len(items)
-        self.scores[calls[0]] = self._scores(nothing, [why] * len(items))
-
-    def _scores(self, values: list, errors: list, retries: int = 0) -> list[Score]:
-        """The scores of a call, from a worker's answer: a list of values for each item."""
-        scores = [self._sum(*of_one) for of_one in zip(values, errors, strict=True)]
-        scores[0].retries = retries
-        return scores
-
-    def _sum(self, values: list, error: str | None) -> Score:
-        if self.kind != "reward":
-            reply = values[0]
-            if isinstance(reply, float):  # the reward of an environment
-                return Score(0.0, {"reply": None, "reward": reply}, error)
-            return Score(None if error else 0.0, {"reply": reply}, error)
-        parts = {part.name: None if value != value else value  # NaN: TRL's "not applicable"
-                 for part, value in zip(self.parts, values, strict=True)}
-        known = [p.weight * parts[p.name] for p in self.parts if parts[p.name] is not None]
-        if None in values:
-            return Score(None, parts, error)
-        return Score(sum(known), parts, None) if known else Score(None, parts, NONE_APPLIES)
+        self.answers[calls[0]] = [Answer([None] * len(self.parts), why)] * len(items)

@@ -42,8 +42,8 @@ class CarryArgs:
         if plan.args.engine_correction == "none":
             yield ("--carry needs --engine_correction: older policies sampled some of a step's "
                    "tokens. Would work: --engine_correction truncate.")
-        whole = plan.args.turn_args.reply, plan.args.turn_args.tools, plan.args.engine_args.stop
-        for name, value in zip(("reply", "tools", "stop"), whole, strict=True):
+        whole = {"reply": plan.args.turn_args.reply, "stop": plan.args.engine_args.stop}
+        for name, value in whole.items():
             if value:
                 yield (f"--{name} needs whole completions, and --carry stops them between rounds: "
                        "give one of them.")

@@ -8,19 +8,19 @@ Ids are only appended: what was sampled is never decoded and encoded again. See 
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from jinja2 import TemplateError
 
-from chats import toolcalls
-from chats.toolcalls import WORDS, Calls, said
 from data import Prompt, Row, ids_after, marks, reader, texts_of
 from errors import Count, SettingsError, not_default
-from rewards import Score, Scorer, check_rows, report
-from rollout import Request, prepare_environment
+from rewards import Answer, Pool, check_rows, report
+from rollout import Request
 from scoring.replies import Move
 from trainer.batch import Completion
+
+WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
 
 
 @dataclass
@@ -31,26 +31,21 @@ class TurnArgs:
     environment with a state. Not given: one turn."""
     max_turns: Count = 8
     """The model's turns in an episode, at most."""
-    tools: tuple[str, ...] = ()
-    """Functions FILE.py:NAME … that the model may call, in the format of its chat template."""
 
     def rules(self, plan):
         """Yields a sentence for each broken rule (plan.problems)."""
-        if "max_turns" in not_default(self) and not (self.reply or self.tools):
-            yield "--max_turns needs --reply or --tools."
-        if (self.reply or self.tools) and plan.shape and plan.shape.tower:
-            yield ("--reply and --tools are for models that read text alone: --model sees "
-                   "pictures, and answers in one turn.")
+        if "max_turns" in not_default(self) and not self.reply:
+            yield "--max_turns needs --reply."
+        if self.reply and plan.shape and plan.shape.tower:
+            yield ("--reply is for models that read text alone: --model sees pictures, and answers "
+                   "in one turn.")
         if self.reply == "":
             yield "--reply must be FILE.py:FUNCTION or FILE.py:CLASS (got an empty text)."
-        if not self.tools:
-            return
-        if self.reply:
-            yield "--tools and --reply both answer the model: give one of them."
-        if plan.args.teacher_prompt:
-            yield "--teacher_prompt makes prompts without the schemas of --tools."
-        if plan.args.supervised:
-            yield f"--tools is for rollouts, and {plan.args.script} learns from chats."
+
+
+def said(text: str) -> dict:
+    """A turn of the model."""
+    return {"role": "assistant", "content": text}
 
 
 @dataclass
@@ -60,35 +55,34 @@ class Bridge:
     eos_ids: list[int]
     vocab: int
     system: str | None
-    calls: Calls | None = None  # of --tools
 
     def __post_init__(self):
         self.read = reader(self.tokenizer, self.eos_ids)
         self.ends = marks(self.tokenizer)[1]
-
-    @property
-    def flag(self) -> str:
-        return "--tools" if self.calls else "--reply"
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
         """A chat of a question and these messages. goes_on: the model's turn is next."""
         chat = [{"role": "user", "content": "x"}, *messages]
         if self.system is not None:
             chat = [{"role": "system", "content": self.system}, *chat]
-        tools = self.calls.schemas if self.calls else None
         try:
             return self.tokenizer.apply_chat_template(
-                chat, tools=tools, tokenize=False, add_generation_prompt=goes_on)
+                chat, tokenize=False, add_generation_prompt=goes_on)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             roles = ", ".join(m["role"] for m in chat)
-            raise SettingsError(f"{self.flag}: the chat template takes no messages of the roles "
+            raise SettingsError(f"--reply: the chat template takes no messages of the roles "
                                 f"{roles} ({error}).") from None
 
     def text(self, messages: list[dict]) -> str:
-        """From the end of the model's words to its next ones. SettingsError if the template refuses
-        the messages or rewrites the turn."""
-        if self.calls:
-            return self.after_calls(messages)
+        """What the template writes from the model's words to its next ones. Where the user answers
+        "z", ChatML writes start, WORDS, and the text:
+
+            <|im_start|>user\\nx<|im_end|>\\n<|im_start|>assistant\\n
+            <think>\\nt\\n</think>\\n\\nyes
+            <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n
+
+        SettingsError if it refuses the messages, or writes the model's turn in another way.
+        """
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
         roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
@@ -100,27 +94,6 @@ class Bridge:
                                 f"message of role {roles}.")
         return after[len(before):]
 
-    def after_calls(self, messages: list[dict]) -> str:
-        """The same of a turn with calls, which these messages answer."""
-        turn = said(WORDS) | {"tool_calls": [
-            toolcalls.call(m["name"], {"x": "y"}, m["tool_call_id"]) for m in messages]}
-        before, after = self.render([turn], False), self.render([turn, *messages], True)
-        if not after.startswith(before.rstrip()):
-            raise SettingsError("--tools: the chat template rewrites a turn with calls once they "
-                                "are answered.")
-        return after[self.end_of(before):]
-
-    def end_of(self, turn: str) -> int:
-        """Where the turn's end begins: an end token, and what is not written follows."""
-        turn = turn.rstrip()
-        found = [end for end in texts_of(self.eos_ids, self.tokenizer) if turn.endswith(end)]
-        return len(turn) - max(map(len, found), default=0)
-
-    def body(self, turn: dict) -> str:
-        """A turn with calls, between the header and the end."""
-        start, text = self.render([], True).rstrip(), self.render([turn], False)
-        return text[len(start):self.end_of(text)]
-
     def ids(self, last: int, messages: list[dict]) -> list[int]:
         """To append to a turn whose last id is `last`. Its end is not doubled."""
         text = self.text(messages)
@@ -129,7 +102,7 @@ class Bridge:
         if ends and ends == self.ends and text.lstrip().startswith(ends[0]):
             found = found[found.index(last) + 1:]
         if max(found) >= self.vocab:  # it would break the engine
-            raise SettingsError(f"{self.flag}: the reply has an id of {max(found)}; the model has "
+            raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
                                 f"{self.vocab:,}.")
         return found
 
@@ -137,32 +110,22 @@ class Bridge:
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
-    with closing(Scorer([spec], args.reward_args, "reply")) as scorer:
-        scorer.wait()
-        check_rows(scorer.needs, rows, "reply")
+    with closing(Pool([spec], args.reward_args, "reply")) as pool:
+        pool.wait()
+        check_rows(pool.needs, rows, "reply")
     rewards = [reward.partition(":")[0] for reward in args.reward]
-    if "environment" in rewards and "reward" not in scorer.methods:
+    if "environment" in rewards and "reward" not in pool.methods:
         raise SettingsError(f"--reward environment needs a class with reward() in --reply {spec}.")
     if not tokenizer:
         return None
     bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
-    bridge.ids(-1, [{"role": "user", "content": "z"}])
-    return bridge
-
-
-def check_tools(args, schemas: list[dict], tokenizer, eos_ids: list[int], vocab: int) -> Bridge:
-    """SettingsError if the chat template has no place for tools, or cannot go on after calls."""
-    calls, system = Calls(schemas, tokenizer, eos_ids), args.data_args.system
-    if not tokenizer.chat_template:
-        raise SettingsError("--tools needs a model with a chat template.")
-    bridge = Bridge(tokenizer, eos_ids, vocab, system, calls=calls)
-    if bridge.render([], True) == Bridge(tokenizer, eos_ids, vocab, system).render([], True):
-        raise SettingsError("--tools: the chat template of the model has no place for tools. Would "
-                            "work: --reply, with the tools in --system.")
-    prepare_environment(torch.cuda.is_available(), args.engine_args)  # vLLM is imported here
-    calls.choose(bridge.body)
-    made = toolcalls.call("first", {}, "0" * 9)
-    bridge.after_calls([toolcalls.message(made, "z")])
+    try:
+        bridge.ids(-1, [{"role": "user", "content": "z"}])
+    except SettingsError:
+        if not any(row.columns.get("tools") for row in rows):
+            raise
+        # Some templates keep the thoughts of a turn only where a tool answers it.
+        bridge.ids(-1, [{"role": "tool", "content": "z", "name": "f", "tool_call_id": "0" * 9}])
     return bridge
 
 
@@ -182,18 +145,22 @@ class Episode:
         return Move(columns, self.seed, turns, self.seen, over, turns[-1]["content"])
 
 
+class Reply(NamedTuple):
+    """How an episode was answered."""
+    value: list[dict] | float | None  # messages, or of an episode that is over its reward
+    ids: list[int]  # of the messages, to append
+    error: str | None  # None: nothing failed
+
+
 class Episodes:
     """Goes on with completions until their episodes are over."""
 
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        kind, specs = "reply", [args.turn_args.reply]
-        if bridge.calls:
-            kind, specs = "tools", list(args.turn_args.tools)
-        self.workers = Scorer(specs, args.reward_args, kind, homes=kind == "reply")
+        self.workers = Pool([args.turn_args.reply], args.reward_args, "reply", homes=True)
         self.workers.wait()
-        self.stateful = kind == "reply" and bool(self.workers.methods)  # of a class
+        self.stateful = bool(self.workers.methods)  # of a class
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -208,7 +175,7 @@ class Episodes:
         self.mine = set(self.world.mine(range(len(completions))))  # this rank answers them
         new, running = completions, episodes  # `new` has a turn of each `running`
         for turn in range(1, self.max_turns + 1):
-            for it, message in zip(running, self.read(new, turn), strict=True):
+            for it, message in zip(running, self.read(new), strict=True):
                 it.completion.turns.append(message)
             running = [it for it in running if not it.completion.truncated]
             last = turn == self.max_turns
@@ -218,7 +185,7 @@ class Episodes:
             if last:  # only its environment sees this turn
                 break
             running = [it for it, reply in zip(running, replies, strict=True)
-                       if self.goes_on(it.completion, *reply)]
+                       if self.goes_on(it.completion, reply.value, reply.ids)]
             new = complete([Request(
                 it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
                 self.max_tokens - len(it.completion.ids)) for it in running])
@@ -230,41 +197,39 @@ class Episodes:
 
     def end(self, episodes: list[Episode]) -> None:
         """Ends the environments. The last turn gets their rewards as `reward`. A collective."""
-        for it, (reward, _) in zip(episodes, self.reply(episodes, over=True), strict=True):
+        for it, reply in zip(episodes, self.reply(episodes, over=True), strict=True):
             if "reward" in self.workers.methods:
-                it.completion.turns[-1]["reward"] = reward
+                it.completion.turns[-1]["reward"] = reply.value
 
-    def read(self, turns: list[Completion], number: int) -> list[dict]:
+    def read(self, turns: list[Completion]) -> list[dict]:
         """The messages of these turns. Each rank decodes its share. A collective."""
-        bridge, mine = self.bridge, self.world.mine(turns)
-        if bridge.calls:
-            return self.world.gather([bridge.calls.read(c.ids, number) for c in mine])
-        return self.world.gather([said(bridge.read(c.ids)) for c in mine])
+        mine = self.world.mine(turns)
+        return self.world.gather([said(self.bridge.read(c.ids)) for c in mine])
 
-    def reply(self, episodes: list[Episode], over: bool = False) -> list[tuple]:
-        """For each its reply (over: its reward) and the ids to append. A rank answers the same
-        episodes in each turn: it has their environments. A collective."""
-        mine, made = [it for it in episodes if it.number in self.mine], []
-        if self.bridge.calls:
-            scores = toolcalls.answers(self.workers, [it.completion.turns[-1] for it in mine])
-        else:
-            asked, numbers = [it.asked(over) for it in mine], [it.number for it in mine]
-            scores = self.workers.score(asked, homes=numbers)
-        for it, score in zip(mine, scores, strict=True):
-            ids = []
-            try:
-                if score.parts["reply"]:
-                    ids = self.bridge.ids(int(it.completion.ids[-1]), score.parts["reply"])
-            except SettingsError as error:
-                score = Score(None, {"reply": None}, str(error))
-            made.append((score, ids))
-        made = self.world.gather(made)
-        for it, (score, _) in zip(episodes, made, strict=True):
+    def reply(self, episodes: list[Episode], over: bool = False) -> list[Reply]:
+        """For each its messages, or if it is over its reward. A rank answers the same episodes in
+        each turn: it has their environments. A collective."""
+        mine = [it for it in episodes if it.number in self.mine]
+        answers = self.workers.ask([it.asked(over) for it in mine],
+                                   homes=[it.number for it in mine])
+        replies = self.world.gather([self.reply_of(it.completion, answer, over)
+                                     for it, answer in zip(mine, answers, strict=True)])
+        for it, reply in zip(episodes, replies, strict=True):
             it.seen.append(len(it.completion.turns))
-            it.completion.failed = score.total is None
-        report(self.workers, self.log, [score for score, _ in made], len(made))
-        part = "reward" if over else "reply"
-        return [(score.parts.get(part), ids) for score, ids in made]
+            it.completion.failed = bool(reply.error)
+        errors = [reply.error for reply in replies]
+        report(self.workers, self.log, errors, None in errors, len(errors))
+        return replies
+
+    def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
+        """What a worker answered, with the ids of its messages."""
+        value, ids = answer.values[0], []
+        try:
+            if value and not over:
+                ids = self.bridge.ids(int(c.ids[-1]), value)
+        except SettingsError as error:
+            return Reply(None, [], str(error))
+        return Reply(value, ids, answer.error)
 
     def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
         """Appends a reply, if the episode goes on and a token has room after it."""

@@ -39,6 +39,11 @@ def gsm8k(completion, answer, **row):
     return float({read(one) for one in given} == {*gold})
 
 
+def last_turn(turns, answer, **row):
+    """`gsm8k` of the last turn alone: what a tool said is no answer."""
+    return gsm8k(turns[-1]["content"], answer)
+
+
 def after_equals(text: str) -> str:
     """'x = - 5' -> '-5'"""
     return re.sub(r"^([-+])\s+", r"\1", plain(text).rpartition("=")[2].strip())

@@ -259,7 +259,7 @@ class Run:
     # ---- build ----
 
     def build(self):
-        self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
+        self.scorer = rewards.Pool(list(self.args.reward), self.args.reward_args)  # starts now
         self.scorer.progress["max_steps"] = self.args.steps
         self.build_models()
         self.engine = self.episodes = self.carry = None

@@ -12,7 +12,7 @@ import torch
 import data
 import dist
 import rewards
-from chats import targets, toolcalls, turns
+from chats import targets, turns
 from chats.teacher import add_teacher_prompts
 from data import eos_ids
 from errors import Mistakes, SettingsError
@@ -104,20 +104,18 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
     source, lm, tokenizer, ends = load_model(args, make, mistakes, notes, began)
-    needs, tools, teacher, eyes = [], None, None, None
+    needs, teacher, eyes = [], None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
     shape = mistakes.attempt(find_shape, args.model, lm, args.plan_args.plan)
     if args.teacher:
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
         notes += weights.unread(teacher, "teacher") if teacher else []
-    if args.turn_args.tools:
-        tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
     if lm and tokenizer and sees(lm.config):
         eyes = mistakes.attempt(find_eyes, args, lm, source, notes, teacher)
 
     def load(flag: str, seed: int) -> list[data.Row]:
-        return load_rows(args, flag, seed, tokenizer, ends, tools, mistakes, notes, eyes)
+        return load_rows(args, flag, seed, tokenizer, ends, mistakes, notes, eyes)
 
     rows, eval_rows = load("data", args.seed), load("eval_data", 0)  # for any --seed
     everything = rows + eval_rows
@@ -126,7 +124,7 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
             add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
     scored = eval_rows if args.supervised or args.eval_args.eval_only else everything
     mistakes.attempt(rewards.check_rows, needs or [], scored)
-    bridge = find_bridge(args, lm, tokenizer, ends, tools, everything, mistakes)
+    bridge = find_bridge(args, lm, tokenizer, ends, everything, mistakes)
 
     counts = ranks, len(rows) or None, len(eval_rows), shape, local_size
     mistakes += problems(args, *counts)
@@ -303,20 +301,18 @@ def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model
 
 # ---- rows, turns, memory ----
 
-def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
-                rows: list[data.Row], mistakes: Mistakes) -> turns.Bridge | None:
+def find_bridge(args, lm, tokenizer, ends: list[int], rows: list[data.Row],
+                mistakes: Mistakes) -> turns.Bridge | None:
     """What makes the next prompt after a completion. None: one turn, or the model is not here."""
     vocab = lm.config.get_text_config().vocab_size if lm and tokenizer else 0
     if not vocab:
         tokenizer = None
-    if any(row.columns.get("chat_template_kwargs") for row in rows) and (
-            args.turn_args.reply or tools):
-        mistakes.append("rows with chat_template_kwargs take neither --reply nor --tools.")
-    if args.turn_args.reply:  # without a model the function alone is tried
-        return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
-    if tools and tokenizer:
-        return mistakes.attempt(turns.check_tools, args, tools, tokenizer, ends, vocab)
-    return None
+    if not args.turn_args.reply:
+        return None
+    if any(row.columns.get("chat_template_kwargs") for row in rows):
+        mistakes.append("rows with chat_template_kwargs take no --reply.")
+    # Without a model the function alone is tried.
+    return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
 
 
 def folder_of(spec: str) -> Path:
@@ -325,17 +321,16 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int],
-              tools: list[dict] | None, mistakes: Mistakes, notes: list[str],
-              eyes: Eyes | None) -> list[data.Row]:
+def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int], mistakes: Mistakes,
+              notes: list[str], eyes: Eyes | None) -> list[data.Row]:
     """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
 
-    ends: the ids that end a completion. tools: the schemas of --tools.
+    ends: the ids that end a completion.
     """
     spec = getattr(args, flag)
     if not spec:
         return []
-    make = partial(data.make_row, tools=tools)
+    make = data.make_row
     if args.supervised:
         make = partial(targets.make_row, eos_ids=ends)
     if eyes:

@@ -110,17 +110,15 @@ def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
         raise SettingsError(f"the chat template: {error}") from error
 
 
-def options_of(columns: dict, messages: list[dict], tokenizer,
-               tools: list[dict] | None = None) -> dict:
-    """What the chat template gets beside the messages: a row's tools and chat_template_kwargs, or
-    the schemas of --tools. SettingsError: it has no place for them, or for a key of a message."""
+def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
+    """What the chat template gets beside the messages: a row's tools, which are schemas, and its
+    chat_template_kwargs. SettingsError: it has no place for them, or for a key of a message."""
     there, template = not_null(columns), tokenizer.chat_template
     own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
     own, more = own or [], more or {}
-    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])) or (
-            own and tools):
-        raise SettingsError("tools must be a list of schemas, without --tools, and "
-                            f"chat_template_kwargs an object, not {own!r:.300} and {more!r:.300}.")
+    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])):
+        raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
+                            f"not {own!r:.300} and {more!r:.300}.")
     options = more | ({"tools": own} if own else {})
     meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
     meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
@@ -128,4 +126,4 @@ def options_of(columns: dict, messages: list[dict], tokenizer,
         if template != "" and not re.search(rf"\b{re.escape(key)}\b", str(template)):
             raise SettingsError(f"the chat template of the model has no place for {key}. Would "
                                 "work: rows without it, or another model.")
-    return options | ({"tools": tools} if tools else {})
+    return options

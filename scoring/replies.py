@@ -1,19 +1,18 @@
-"""replies.py: what answers the model in a worker: a --reply FILE.py:CLASS, or the --tools.
+"""replies.py: a --reply in a worker: its messages, and the environments of a FILE.py:CLASS.
 
-turns.py asks: a Move goes to the environment of its episode, a call to the function that it names.
+turns.py asks with a Move.
 """
 import inspect
-import json
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
 LONGEST_REPLY = 1_000_000  # characters
-LONGEST_ERROR = 500  # characters
+# Keys of a message that the chat template gets: the last two are of an answer to a call.
+KEYS = "role", "content", "name", "tool_call_id"
 
 
 class Move(NamedTuple):
-    """What a --reply (or a tool) is asked: its answer to the last turn."""
+    """What a --reply is asked: its answer to the last turn."""
     row: dict  # the columns, the prompt, the answer
     seed: int  # of the episode, which it also names
     turns: list[dict]
@@ -31,7 +30,7 @@ def messages(value) -> list[dict] | None:
             or sum(len(m["content"]) for m in found) > LONGEST_REPLY):
         raise TypeError('a reply must be None, text, or a list of {"role": text, "content": text}, '
                         f"with {LONGEST_REPLY:,} characters at most (got {str(value)[:100]!r})")
-    return [{"role": m["role"], "content": m["content"]} for m in found]
+    return [{key: m[key] for key in KEYS if isinstance(m.get(key), str)} for m in found]
 
 
 def is_message(value) -> bool:
@@ -74,43 +73,3 @@ class Environments:
     def close(self, it) -> None:
         if "close" in self.methods:
             it.close()
-
-
-class Tools:
-    """The functions of --tools, and their schemas."""
-
-    def __init__(self, functions: dict[str, Callable]):
-        from transformers.utils import chat_template_utils as made  # without torch
-        self.schemas, self.functions = [], {}
-        for name, function in functions.items():
-            if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-                sys.exit(f"--tools needs a function {name} (def, not async def).")
-            try:
-                schema = made.get_json_schema(function)
-            except (made.DocstringParsingException, made.TypeHintParsingException) as error:
-                sys.exit(f"{error} A tool needs a docstring with a line `NAME: what it is` below "
-                         f"`Args:`, and a type hint, for each argument.")
-            self.schemas.append(schema)
-            self.functions[schema["function"]["name"]] = function
-
-    def answer(self, turns: list[dict]) -> list[dict]:
-        """The message that answers the one call of the last turn."""
-        call = turns[-1]["tool_calls"][0]["function"]
-        result = self.result(call["name"], call["arguments"])
-        return [{"role": "tool", "content": result}]
-
-    def result(self, name: str, arguments: dict | str) -> str:
-        """As text. What goes wrong is a sentence for the model."""
-        if name not in self.functions:
-            return f"error: there is no tool {name[:50]!r}, only {', '.join(self.functions)}"
-        try:
-            text = self.functions[name](**arguments)
-            if not isinstance(text, str):
-                text = json.dumps(text, ensure_ascii=False)
-        except MemoryError:  # it ends this process: what holds the memory may stay
-            raise
-        except Exception as error:
-            return f"error: {type(error).__name__}: {error}"[:LONGEST_ERROR]
-        if len(text) > LONGEST_REPLY:
-            return f"error: the result has {len(text):,} characters, more than {LONGEST_REPLY:,}"
-        return text

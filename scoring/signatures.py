@@ -118,7 +118,7 @@ def taken(names: set[str]) -> dict[str, ModuleType]:
 
 
 def load(path: Path) -> ModuleType:
-    """A file of rewards, environments, tools or losses."""
+    """A file of rewards, environments or losses."""
     spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with at_home(str(path.parent)):

@@ -15,7 +15,6 @@ import signal
 import socket
 import traceback
 
-from scoring.replies import Tools
 from scoring.signatures import GROUPS, TRAINER, Item, Part, Reward, find, read_signature
 
 TOGETHER = 64  # calls of `async def` rewards that a worker gets at once
@@ -23,11 +22,8 @@ PAUSE = 1.0  # seconds before the first retry; each further pause is twice as lo
 LOOP = asyncio.Runner()  # one loop for all calls: a client may outlive its call
 
 
-def load(kind: str, parts: list[Part]) -> tuple[list[Reward], list]:
-    """The rewards of a flag; the methods of a --reply CLASS, or the schemas of --tools."""
-    if kind == "tools":
-        tools = Tools({part.name: find(part) for part in parts})
-        return [Reward("reply", tools.answer, ["turns"], [], False)], tools.schemas
+def load(kind: str, parts: list[Part]) -> tuple[list[Reward], list[str]]:
+    """The functions of a flag; the methods of a --reply CLASS."""
     rewards = [read_signature(part, find(part), kind) for part in parts]
     if rewards[0].kind == "environment":
         return rewards, rewards[0].function.methods
@@ -42,8 +38,10 @@ class Call:
         self.errors = [None] * len(items)  # the last one of each
         self.values = [[None] * len(items) for _ in rewards]  # [reward][item]
 
-    def answer(self) -> list:
-        return [[*zip(*self.values, strict=True)], self.errors, self.retries]
+    def answers(self) -> list[list]:
+        """Of each item: its values, its error, and with the first item the retries."""
+        of_items = zip(zip(*self.values, strict=True), self.errors, strict=True)
+        return [[*item, 0 if i else self.retries] for i, item in enumerate(of_items)]
 
     def fill(self, values: list, part: slice, found: list) -> None:
         """Notes what a reward returned: numbers; a str is an error."""
@@ -154,4 +152,4 @@ def work(fd: int) -> None:
             score_plain(rewards, call)
         if together:
             LOOP.run(score_waiting(rewards, calls, timeout, retries))
-        send([call.answer() for call in calls])
+        send([call.answers() for call in calls])

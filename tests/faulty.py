@@ -22,7 +22,7 @@ from trainer import batch, model
 
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),
-    "reward": (rewards.Scorer, "score"), "reply": (turns.Episodes, "reply"),
+    "reward": (rewards.Pool, "ask"), "reply": (turns.Episodes, "reply"),
     "score": (batch.Batch, "score"), "forward": (model.Policy, "logprobs"),
     "backward": (model.Policy, "backward"), "update": (model.Policy, "step"),
     "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),

@@ -330,9 +330,9 @@ def reward_that_hangs() -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "own.py").write_text(
             "import time\ndef f(completion, answer):\n    time.sleep(1000)\n")
-        scorer = rewards.Scorer([f"{folder}/own.py:f"], rewards.RewardArgs(1, 2.0))
+        scorer = rewards.Pool([f"{folder}/own.py:f"], rewards.RewardArgs(1, 2.0))
         item = rewards.Item("", "x", "", {}, 1, False)
-        thread = threading.Thread(target=lambda: scored.extend(scorer.score([item])), daemon=True)
+        thread = threading.Thread(target=lambda: scored.extend(scorer.ask([item])), daemon=True)
         thread.start()
         thread.join(20)
         scorer.close()

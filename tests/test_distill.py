@@ -173,7 +173,6 @@ def test_what_teaches_nothing_is_refused():
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)
     prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
-    assert "prompts without the schemas of --tools" in broken(tools=("x.py:f",), **prompt)
     assert "no experts for the prompts of --teacher_prompt" in broken(replay_routing=True, **prompt)
     assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
     assert "--eval_data needs --reward" in broken(eval_data="tiny")

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 import data
 import grpo
 import sft
-from chats import targets, toolcalls, turns
+from chats import targets, turns
 from data import DataArgs, make_row
 from errors import Mistakes, SettingsError
 from examples import tiny
@@ -171,7 +171,7 @@ def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
 
 # ---- tags that are special tokens
 
-def test_a_reward_an_environment_and_a_tool_see_the_tags_that_a_model_wrote():
+def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
     tokenizer = tags_in(tiny.make_tokenizer())
     ids = tokenizer(f"{THOUGHT}<|im_end|>")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
@@ -181,10 +181,7 @@ def test_a_reward_an_environment_and_a_tool_see_the_tags_that_a_model_wrote():
     episodes.world = SimpleNamespace(mine=list, gather=list)
     episodes.bridge = turns.Bridge(tokenizer, [0, 2], 999, None)
     turn = SimpleNamespace(ids=np.array(ids))
-    assert episodes.read([turn], 1) == [turns.said(THOUGHT)]
-    episodes.bridge.calls = calls = toolcalls.Calls([], tokenizer, [0, 2])
-    calls.parse = lambda text: (text, [])
-    assert episodes.read([turn], 1) == [turns.said(THOUGHT)]
+    assert episodes.read([turn]) == [turns.said(THOUGHT)]
 
 
 def test_what_begins_ends_or_pads_is_no_text_wherever_it_stands():

@@ -17,7 +17,7 @@ from chats.turns import said
 from errors import SettingsError
 from examples import tiny
 from faults import Attempt, differences
-from rewards import RewardArgs, Scorer
+from rewards import Pool, RewardArgs
 from scoring.replies import Move
 from scoring.verifiers import environment
 from test_turns import ALONE, END, bridge, play
@@ -144,31 +144,31 @@ def test_an_episode_of_the_lake_is_the_librarys():
     gymnasium = pytest.importorskip("gymnasium")
     grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
     row = {"map": grid, "slippery": True}
-    with closing(Scorer([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply",
-                        homes=True)) as scorer:
-        scorer.wait()
+    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply",
+                      homes=True)) as pool:
+        pool.wait()
         for seed in range(20):
             env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0
             env.reset(seed=seed)
             while not over:
                 action = [1, 2][(seed + len(seen)) % 2]  # down and right
                 chat = [*chat, said(f"I go {words[action]}.")]
-                score, = scorer.score([Move(row, seed, chat, seen)], homes=[seed])
-                assert not score.error, score.error
+                found, = pool.ask([Move(row, seed, chat, seen)], homes=[seed])
+                assert not found.error, found.error
                 place, won, over, _, _ = env.step(action)
                 seen = [*seen, len(chat)]
-                assert (score.parts["reply"] is None) == over
-                for message in score.parts["reply"] or []:
+                assert (found.values[0] is None) == over
+                for message in found.values[0] or []:
                     cells = message["content"].replace("\n", "")
                     assert cells == "".join(grid)[:place] + "P" + "".join(grid)[place + 1:]
                     chat = [*chat, message]
             for home in seed, seed + 1:
-                score, = scorer.score([Move(row, seed, chat, seen, over=True)], homes=[home])
-                assert not score.error and score.parts["reward"] == won
+                found, = pool.ask([Move(row, seed, chat, seen, over=True)], homes=[home])
+                assert not found.error and found.values[0] == won
             rewards.add(won)
-        score, = scorer.score([Move(row, 99, [said("jump")], [])], homes=[0])
+        found, = pool.ask([Move(row, 99, [said("jump")], [])], homes=[0])
     assert rewards == {0, 1}
-    assert score.parts["reply"] == [{"role": "user", "content": "Say left, down, right or up."}]
+    assert found.values[0] == [{"role": "user", "content": "Say left, down, right or up."}]
 
 
 # ---- the real script

@@ -140,7 +140,7 @@ REFUSED = [
      "where any number of groups may stay: give one of them.", dict(strict=False)),
     (dict(ranks=3), "--ranks needs --plan.", dict(plan=True)),
     (dict(lora_alpha=4.0), "--lora_alpha needs --lora_rank.", dict(lora_rank=8)),
-    (dict(max_turns=3), "--max_turns needs --reply or --tools.", dict(reply="x.py:f")),
+    (dict(max_turns=3), "--max_turns needs --reply.", dict(reply="x.py:f")),
     (dict(stop=("a", "")), "--stop must not have an empty string: every completion would end at "
      "once.", dict(stop=("a",))),
     (dict(data=""), "--data must not be empty.", dict(data="x")),
@@ -157,8 +157,6 @@ REFUSED = [
      "work: --kl_horizon 103.", dict(kl_horizon=103)),
     (dict(reward=("environment",)), "--reward environment needs --reply FILE.py:CLASS.",
      dict(reply="x.py:C")),
-    (dict(tools=("x.py:f",), reply="x.py:g"), "--tools and --reply both answer the model: give one "
-     "of them.", dict(tools=())),
     (dict(carry=1.0), "--carry needs --engine_correction: older policies sampled some of a step's "
      "tokens. Would work: --engine_correction truncate.", dict(engine_correction="truncate")),
     (dict(critic_warmup_steps=60), "--critic_warmup_steps must be below --steps 60 (got 60): else "

@@ -142,7 +142,7 @@ def good(a, *, eps):  # a comment
 
 
 def test_a_file_is_what_it_does(tmp_path, monkeypatch):
-    """A comment is no change. A reward, a tool or an environment counts as a loss does."""
+    """A comment is no change. A reward or an environment counts as a loss does."""
     monkeypatch.chdir(tmp_path)
     found = []
     for text in (MINE, MINE.replace("comment", "word").replace("What it", "All that it"),
@@ -150,10 +150,10 @@ def test_a_file_is_what_it_does(tmp_path, monkeypatch):
         Path("mine.py").write_text(text)
         found.append(checkpoint.code_digests({
             "loss": "mine.py:good", "reward": ("exact", "mine.py:good:0.5"), "reply": None,
-            "tools": ("mine.py:good",), "system": "see other.py:1"}))
+            "advantage": "mine.py:good", "system": "see other.py:1"}))
     assert found[0] == found[1] == found[2] != found[3]
     assert [*found[0]] == ["code of --loss mine.py:good", "code of --reward mine.py:good:0.5",
-                           "code of --tools mine.py:good"]
+                           "code of --advantage mine.py:good"]
     saved = checkpoint.Saved(tmp_path, {"step": 4, "settings": found[0]})
     said = checkpoint.check(saved, found[3]).changed
     assert len(said) == 3 and said[0].startswith("resumed with code of --loss mine.py:good ")

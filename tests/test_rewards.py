@@ -19,7 +19,7 @@ import ranks
 import rewards
 from errors import SettingsError
 from examples import tiny
-from rewards import Item, RewardArgs, Score, Scorer
+from rewards import Item, Pool, RewardArgs, Score, scores_of
 from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +37,9 @@ def as_items(texts):
 
 def score(specs, items, group=1, workers=2, timeout=10.0, retries=0):
     """The scores of one batch in a fresh pool."""
-    with closing(Scorer(specs, RewardArgs(workers, timeout, retries))) as scorer:
-        scorer.wait()
-        return scorer.score(as_items(items), group if scorer.groups else 1)
+    with closing(Pool(specs, RewardArgs(workers, timeout, retries))) as pool:
+        pool.wait()
+        return scores_of(pool, as_items(items), group if pool.groups else 1)
 
 
 def totals(scores):
@@ -99,9 +99,9 @@ def test_a_weight_that_is_no_number_is_said(number):
     assert "no such reward" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind, spec", [("tools", "own.py:f:2"), ("reply", "gone.py:f")])
+@pytest.mark.parametrize("kind, spec", [("reply", "own.py:f:2"), ("reply", "gone.py:f")])
 def test_a_mistake_names_its_own_flag(own, kind, spec):
-    """`--tools nope` spoke of a reward."""
+    """`--reply nope` spoke of a reward."""
     own(F + "return 1")
     with pytest.raises(SettingsError) as error:
         rewards.parse([spec], kind)
@@ -207,9 +207,9 @@ def test_trls_none_is_not_applicable_and_the_others_count(own):
 
 
 def test_a_batch_says_who_returned_none():
-    said, scorer = [], SimpleNamespace(kind="reward", unscored=0, warned=False)
-    rewards.report(scorer, SimpleNamespace(say=said.append),
-                   [Score(None, {"a": None, "b": 1.0}, None)], 1)
+    said, scorer = [], SimpleNamespace(kind="reward", unanswered=0, warned=False)
+    rewards.report_scores(scorer, SimpleNamespace(say=said.append),
+                          [Score(None, {"a": None, "b": 1.0}, None)], 1)
     assert "a reward returned None" in said[0]
 
 
@@ -230,11 +230,11 @@ def f(completions, prompts, completion_ids, trainer_state, log_extra, log_metric
 def test_what_a_function_of_trl_may_take_and_return(own, monkeypatch):
     """Its current signature; and a sentence for what is no list of as many numbers."""
     monkeypatch.setattr(rewards, "MEMORY_GB", 16)
-    with closing(Scorer([own(RETURNED)], RewardArgs(1, 60.0))) as scorer:
-        scorer.wait()
-        scorer.progress["global_step"] = 7
+    with closing(Pool([own(RETURNED)], RewardArgs(1, 60.0))) as pool:
+        pool.wait()
+        pool.progress["global_step"] = 7
         items = [item("x", kind=kind, tokens=kind) for kind in range(18) for _ in range(2)]
-        scores = scorer.score(items, 2)
+        scores = scores_of(pool, items, 2)
     pairs = [totals(scores[i:i + 2]) for i in range(0, 36, 2)]
     assert pairs == [[1, 2]] * 9 + [[None, None]] * 4 + [[1, None]] * 4 + [[1, 1]]
     for kind, text in {9: "1 values for 2", 10: "got '2', a str", 11: "'float' object is not iter",
@@ -308,10 +308,10 @@ def test_an_environment_and_a_loss_have_their_neighbours_too(tmp_path, monkeypat
     from rewards import Move
     monkeypatch.chdir(tmp_path)
     write_neighbours(tmp_path)
-    with closing(Scorer(["one/mine.py:Game"], RewardArgs(1, 60.0), "reply")) as scorer:
-        scorer.wait()
-        found, = scorer.score([Move({}, 0, [], [])])
-    assert found.parts["reply"] == [{"role": "user", "content": "7"}], found.error
+    with closing(Pool(["one/mine.py:Game"], RewardArgs(1, 60.0), "reply")) as pool:
+        pool.wait()
+        found, = pool.ask([Move({}, 0, [], [])])
+    assert found.values == [[{"role": "user", "content": "7"}]], found.error
     before = {name: sys.modules[name] for name in ("losses", "rewards", "data")}
     assert loss_flags.own("loss", "one/loss.py:own").function(1, 2, 3, 4) == 5
     assert {name: sys.modules[name] for name in before} == before and "utils" not in sys.modules
@@ -381,11 +381,11 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
     """It stops between calls, and the next completion is larger than any pipe."""
     spec = own("import threading\n" + F + "if completion == 'stop':\n"
                "        threading.Timer(0.2, os.kill, (os.getpid(), 19)).start()\n    return 1")
-    with closing(Scorer([spec], RewardArgs(1, 2.0))) as scorer:
-        assert totals(scorer.score([item("stop")])) == [1]
+    with closing(Pool([spec], RewardArgs(1, 2.0))) as pool:
+        assert totals(scores_of(pool, [item("stop")])) == [1]
         time.sleep(0.5)
         scored, texts = [], as_items(["1" * 30_000_000, "x"])
-        thread = threading.Thread(target=lambda: scored.extend(scorer.score(texts)), daemon=True)
+        thread = threading.Thread(target=lambda: scored.extend(scores_of(pool, texts)), daemon=True)
         thread.start()
         thread.join(20)
         assert totals(scored) == [None, 1]
@@ -410,8 +410,8 @@ def test_what_a_reward_forks_dies_with_its_worker(own, end):
                "    shell = subprocess.Popen(['sleep', '99'])\n"
                "    print(pid, shell.pid, os.getpid(), file=open('pids', 'w'), flush=True)\n"
                f"    {end}\n    return 1")
-    with closing(Scorer([spec], RewardArgs(1, 2.0))) as scorer:
-        scorer.score([item("x")])
+    with closing(Pool([spec], RewardArgs(1, 2.0))) as pool:
+        scores_of(pool, [item("x")])
     pids = Path("pids").read_text().split()
     assert len(pids) == 3 and all(map(gone, pids))
 
@@ -422,7 +422,7 @@ def test_workers_die_with_the_trainer(own, tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from rewards import *
-Scorer([{spec!r}], RewardArgs(reward_timeout=300)).score([Item("", "x", "", {{}}, 1, False)] * 4)
+Pool([{spec!r}], RewardArgs(reward_timeout=300)).ask([Item("", "x", "", {{}}, 1, False)] * 4)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     while len(found := [*tmp_path.glob("pid*")]) < 2:
@@ -441,13 +441,13 @@ def test_a_worker_that_stops_starting_ends_the_batch(own):
 
 def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_does(own, capfd):
     spec = own(F + "print(f'no space {completion[:9]}\\n', end='')\n    return float(completion)")
-    with closing(Scorer([spec], RewardArgs())) as scorer:
+    with closing(Pool([spec], RewardArgs())) as pool:
         for size in (300, 0, 1):
-            assert totals(scorer.score(as_items(map(str, range(size))))) == list(range(size))
-        one, = scorer.score([item("x")])
+            assert totals(scores_of(pool, as_items(map(str, range(size))))) == list(range(size))
+        one, = scores_of(pool, [item("x")])
         assert lost([one]) == {"exception": 1} and "ValueError" in one.error
         big = "1" + " " * 3_000_000   # larger than any pipe's buffer
-        assert totals(scorer.score([item(big)] * 3)) == [1.0] * 3
+        assert totals(scores_of(pool, [item(big)] * 3)) == [1.0] * 3
     assert "no space 299\n" in capfd.readouterr().out
 
 
@@ -466,10 +466,10 @@ def scored_on(world, specs, groups, group):
         row = data.Row(i, "q", [1], "12" if i % 2 else "3", {}, "")
         ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
         samples.append(Sample(data.Prompt(i, row), Completion(ids, np.zeros(len(ids)), False)))
-    with closing(Scorer(specs, RewardArgs(1))) as scorer:
-        scorer.wait()
+    with closing(Pool(specs, RewardArgs(1))) as pool:
+        pool.wait()
         rewards.score_samples(SimpleNamespace(
-            scorer=scorer, world=world, engine=SimpleNamespace(text=text),
+            scorer=pool, world=world, engine=SimpleNamespace(text=text),
             log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, group)
     return [(s.text, s.score.total) for s in samples], len(decoded)
 
@@ -491,10 +491,10 @@ def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
 def test_a_batch_that_fails_as_a_whole_stops():
     """After eight calls in a row. Fewer are an accident: one row of an evaluation ended the run."""
     fine, one, bad = Score(0.0, {}, None), Score(None, {}, None), Score(None, {}, "ZeroDivision")
-    said, scorer = [], SimpleNamespace(kind="reward", unscored=0, warned=False)
+    said, scorer = [], SimpleNamespace(kind="reward", unanswered=0, warned=False)
 
     def report(scores, calls):
-        rewards.report(scorer, SimpleNamespace(say=said.append), scores, calls)
+        rewards.report_scores(scorer, SimpleNamespace(say=said.append), scores, calls)
     report([bad] * 4 + [fine], 8)   # one is enough
     for _ in range(7):
         report([one], 1)

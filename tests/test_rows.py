@@ -179,8 +179,6 @@ def test_schemas_of_a_row_are_in_its_prompt(tmp_path):
         assert "no place for tools" in words
     assert "tools must be a list of schemas" in refusal(
         asked, {"prompt": "q", "tools": ["f"]}, tmp_path)
-    with pytest.raises(SettingsError, match="without --tools"):
-        data.make_row(0, {"prompt": "q", "tools": tools}, "", TOKENIZER, [], DataArgs(), tools)
 
 
 def test_switches_of_the_template_are_those_of_the_row(tmp_path):
@@ -195,8 +193,8 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
     args = plan.changed(sft.Args(), reply="x.py:f")
     mistakes = inputs.Mistakes()
-    inputs.find_bridge(args, None, None, [], None, [of(asked, row, tmp_path)], mistakes)
-    assert "chat_template_kwargs take neither --reply" in str(mistakes)
+    inputs.find_bridge(args, None, None, [], [of(asked, row, tmp_path)], mistakes)
+    assert "chat_template_kwargs take no --reply" in str(mistakes)
 
 
 @pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False)])

@@ -28,10 +28,10 @@ from keeping.log import Log
 from preflight import inputs, memory, plan, same_policy
 from preflight.plan import Plan, changed
 from preflight.shape import shape_of
-from rewards import Score
+from rewards import Answer, Score
 from rollout import Engine, Request, hash_seed
 from scoring import worker
-from scoring.signatures import Item, Reward
+from scoring.signatures import Item, Part, Reward
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
 
@@ -164,11 +164,12 @@ def scorer_of(world, groups: bool = False):
     """What score_samples needs of a run, and what it asks of its scorer."""
     asked = []
 
-    def score(items, size):
+    def ask(items, size):
         asked.append((items, size))
-        return [Score(1.0, {"exact": 1.0}, None) for _ in items]
+        return [Answer([1.0], None) for _ in items]
 
-    scorer = SimpleNamespace(groups=groups, score=score, unscored=0, warned=False, kind="reward")
+    scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
+                             parts=[Part("exact", 1.0, None)])
     return asked, SimpleNamespace(
         world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
@@ -199,13 +200,13 @@ def test_a_completion_whose_reply_failed_has_no_score():
 
 
 def test_calls_without_a_score_are_counted_and_not_completions():
-    scorer = SimpleNamespace(unscored=0, warned=True, kind="reward")
+    scorer = SimpleNamespace(unanswered=0, warned=True, kind="reward")
     nothing = [Score(None, {}, "no")] * 8  # of two calls
     for count in 2, 4, 6:
-        rewards.report(scorer, None, nothing, 2)
-        assert scorer.unscored == count
+        rewards.report_scores(scorer, None, nothing, 2)
+        assert scorer.unanswered == count
     with pytest.raises(errors.SettingsError):
-        rewards.report(scorer, None, nothing, 2)
+        rewards.report_scores(scorer, None, nothing, 2)
 
 
 def test_the_time_of_a_call_grows_with_its_completions():
@@ -337,7 +338,7 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
 
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(run.rewards, "Scorer", lambda *given: SimpleNamespace(wait=int))
+    monkeypatch.setattr(run.rewards, "Pool", lambda *given: SimpleNamespace(wait=int))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
     monkeypatch.setattr(run.dist, "Stop", lambda world: None)
     monkeypatch.setattr(run.Run, "build_models", lambda it: None)
@@ -492,7 +493,7 @@ def test_an_engine_of_several_ranks_gets_the_requests_of_all_of_them():
 
 def test_a_reply_is_put_behind_the_system_message_of_the_run(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(turns, "Scorer", lambda *given: SimpleNamespace(
+    monkeypatch.setattr(turns, "Pool", lambda *given: SimpleNamespace(
         wait=lambda: None, close=lambda: None, needs=[], methods=[]))
     monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
         ids=lambda last, messages: []))

@@ -200,7 +200,6 @@ def test_flags_without_use_are_refused():
         "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
         "--eval_temperature.")
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
-    assert "--tools is for rollouts, and sft.py learns from chats" in broken(tools=("x.py:f",))
     assert "--replay_routing needs an engine" in broken(replay_routing=True)
 
 

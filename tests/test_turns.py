@@ -18,11 +18,12 @@ import ranks
 import rollout
 from chats import turns
 from errors import SettingsError
-from examples import again, calculator, guess, tiny
+from examples import again, gsm8k, guess, tiny
 from forked import PYTHON
 from learning import begin_with
-from rewards import RewardArgs, Score, score_samples
+from rewards import Answer, RewardArgs, score_samples
 from scoring.replies import messages
+from scoring.signatures import Part
 from trainer import batch
 from trainer.batch import Batch, Completion, Sample
 
@@ -202,8 +203,8 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
-        groups=False, kind="reward", unscored=0, progress={},
-        score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
+        groups=False, kind="reward", parts=[Part("r", 1.0, None)], unanswered=0,
+        progress={}, ask=lambda items, size: [Answer([1.0], None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
         engine=SimpleNamespace(text=data.reader(TOKENIZER, [EOT, END]))), samples, 1)
@@ -289,7 +290,7 @@ def test_the_examples_answer_the_last_words_of_the_model():
 
     for last, right in (("", 0), ("So it is\n#### 18", 1)):
         said = [turns.said("9*2?"), {"role": "tool", "content": "18"}, turns.said(last)]
-        assert calculator.right(said, "#### 18") == right
+        assert gsm8k.last_turn(said, "#### 18") == right
     for said, expected in ((["8"], "higher"), (["12"], "lower"), (["9"], None), (["x"], "say a"),
                            (["9" * 5000], "say a"), (["1", "", "2", "", "3", "", "4"], None)):
         assert (guess.reply({"answer": "9"}, chat(*said)) or "over").startswith(expected or "over")

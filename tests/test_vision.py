@@ -186,8 +186,7 @@ def test_other_models_that_see_are_refused_with_the_reason(tmp_path, kind, words
 
 
 @pytest.mark.parametrize("flags, words", [
-    (dict(reply="x.py:Y"), "--reply and --tools are for models that read text alone"),
-    (dict(tools=("x.py:f",)), "--reply and --tools are for models that read text alone"),
+    (dict(reply="x.py:Y"), "--reply is for models that read text alone"),
     (dict(carry=1.0, engine_correction="truncate"), "--carry is for models that read text alone"),
     (dict(train_vision=True, lora_rank=4), "--train_vision trains all weights of the tower"),
     (dict(train_vision=True), None), (dict(lora_rank=4), None), (dict(max_image_tokens=9), None)])

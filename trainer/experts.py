@@ -55,7 +55,7 @@ class ExpertArgs:
                    "them.")
         if not self.replay_routing:
             return
-        if args.turn_args.reply or args.turn_args.tools:
+        if args.turn_args.reply:
             yield "--replay_routing is for one turn: of a reply's tokens no experts are known."
         if args.carry_args and args.carry_args.carry:
             yield ("--replay_routing is for completions of one round, and --carry goes on with "
