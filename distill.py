@@ -15,6 +15,7 @@ import torch
 
 import dist
 import losses
+from chats.teacher import behind_teacher_prompts, beside
 from dist import World
 from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
@@ -23,7 +24,6 @@ from preflight.same_policy import compare_policies
 from rewards import score_samples
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
-from trainer.teacher import behind_teacher_prompts, beside
 
 
 @dataclass
@@ -119,9 +119,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         with phase("update"):
             for theirs in seen.micros(world, rows, args.update_tokens, "update", learns):
                 micro = Micro(batch, theirs.rows, theirs.device, theirs.learns)  # same tokens
-                teacher = beside(reference, theirs, args.temperature, args.divergence)
+                formula = beside(reference, theirs, args.temperature, args.divergence)
                 logp, entropy, *divergence = policy.logprobs(
-                    micro, args.temperature, "value", teacher)  # (n,) each
+                    micro, args.temperature, "value", formula)  # (n,) each
                 old, engine = micro.of_tokens(old_logprobs), micro.engine_logprobs
                 A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)

@@ -377,7 +377,7 @@ def make(bench: Bench) -> None:
     lm.config.architectures = ["Qwen2ForCausalLM"]
     lm.config.save_pretrained(bench.folder)
     tiny.make_tokenizer().save_pretrained(bench.folder)
-    groups = {}            # one file for each layer and each other tensor: little memory at once
+    groups, files = {}, {}  # one file for each layer and each other tensor: little memory at once
     for name, p in lm.named_parameters():
         groups.setdefault(name.split(".")[2] if ".layers." in name else name, {})[name] = p.shape
     for group, shapes in groups.items():
@@ -387,6 +387,9 @@ def make(bench: Bench) -> None:
             tensor = tensor.fill_(1) if "norm" in name else tensor.uniform_(-0.02, 0.02)
             tensors[name] = tensor.cpu()
         save_file(tensors, bench.folder / f"{group}.safetensors", metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, f"{group}.safetensors")
+    (bench.folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files}))
 
 
 PARTS = {"make": make, "update": update, "score": score, "head": head, "sync": sync,

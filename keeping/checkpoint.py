@@ -23,7 +23,8 @@ from dist import SettingsError, World
 from keeping import log
 from keeping.files import NotWritten, read, whole_folder, writing
 from trainer import lora
-from trainer.model import FILES, Policy, Trained, config_of, names_in_files
+from trainer.model import Policy, Trained
+from trainer.weights import FILES, config_of, names_in_files
 
 FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
          "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",
@@ -164,7 +165,7 @@ def export_model(policy: Policy, source: str, folder: str, notes: dict | None = 
         return
     with whole_folder(folder) as unfinished:
         for path in Path(source).iterdir():
-            if f"*{path.suffix}" in FILES and not path.name.endswith(".index.json"):
+            if f"*{path.suffix}" in FILES and ".index." not in path.name:
                 shutil.copy(path, unfinished)
         save_torch_state_dict(weights, unfinished)
         for name, text in (notes or {}).items():

@@ -12,6 +12,7 @@ import data
 import dist
 import rewards
 from chats import targets, toolcalls, turns
+from chats.teacher import add_teacher_prompts
 from dist import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.eyes import Eyes
@@ -21,8 +22,7 @@ from preflight.memory import Memory
 from preflight.plan import Plan, problems
 from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
-from trainer import experts, model
-from trainer.teacher import add_teacher_prompts
+from trainer import experts, model, weights
 
 
 @dataclass
@@ -83,13 +83,14 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
-    source, lm, tokenizer, ends = load_model(args.model, make, mistakes)
+    source, lm, tokenizer, ends = load_model(args.model, make, mistakes, notes)
     needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
     shape = mistakes.attempt(find_shape, args.model, lm, args.plan_args.plan)
     if args.teacher:
         teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
+        notes += weights.unread(teacher, "teacher") if teacher else []
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
 
@@ -111,7 +112,6 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
     counts = ranks, len(rows) or None, len(eval_rows), shape, local_size
     mistakes += problems(args, *counts)
     if lm:
-        mistakes.attempt(model.names_in_files, lm, source)
         mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
     mistakes.stop()
     return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
@@ -120,11 +120,13 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
 
 # ---- the model ----
 
-def load_model(name: str, make: bool, mistakes: Mistakes):
+def load_model(name: str, make: bool, mistakes: Mistakes, notes: list[str]):
     """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
     source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
     if source:
         lm = mistakes.attempt(model.skeleton, source)
+        if lm and mistakes.attempt(weights.names_in_files, lm, source):
+            notes += weights.unread(source)
         tokenizer = mistakes.attempt(load_tokenizer, name, source)
     return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
 
@@ -137,7 +139,7 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
     """The value of --model or --teacher → its folder. Where it is not here: None, or if `make`, it
     is made or fetched."""
     if not is_tiny(name):
-        return model.find(name, flag) if make or Path(name).is_dir() else None
+        return weights.find(name, flag) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
@@ -159,6 +161,8 @@ def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
     """
     folder = find_model(args.teacher, make, "teacher")
     theirs = model.skeleton(folder, flag="teacher") if folder else None
+    if theirs:
+        weights.names_in_files(theirs, folder, "teacher")
     if shape:
         shape.teacher = find_shape(args.teacher, theirs, args.plan_args.plan, "teacher")
     if not (folder and tokenizer):
@@ -236,7 +240,7 @@ def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = Non
     limit = args.data_args.max_image_tokens
     eyes = load_eyes(args.model, source, lm.config, limit)
     if teacher:
-        config = model.config_of(teacher, "teacher")
+        config = weights.config_of(teacher, "teacher")
         theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "

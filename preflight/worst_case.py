@@ -5,13 +5,13 @@ import numpy as np
 import torch
 import torch.distributed as td
 
+from chats.teacher import beside
 from data import Prompt, Row
 from dist import SettingsError, cut, peak_memory
 from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
 from rewards import Score
 from trainer.batch import Batch, Completion, Micro, Sample
-from trainer.teacher import beside
 
 
 def try_worst_case(run):

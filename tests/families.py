@@ -1,4 +1,4 @@
-"""Random models of every family in model.FAMILIES, and how far engine and trainer are from
+"""Random models of every family in weights.FAMILIES, and how far engine and trainer are from
 transformers. `python tests/families.py` prints the table of
 docs/reference/evidence.md (10 minutes)."""
 import json

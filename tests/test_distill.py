@@ -11,6 +11,8 @@ import faults
 import losses
 import ranks
 import sft
+from chats import teacher as beside
+from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from dist import SettingsError
 from examples import tiny
@@ -20,8 +22,6 @@ from preflight.shape import shape_of
 from tools.hostile import make_models
 from trainer import logprobs as head
 from trainer import model
-from trainer import teacher as beside
-from trainer.teacher import add_teacher_prompts
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 

@@ -514,6 +514,7 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
     lm = torch.nn.Sequential(torch.nn.ModuleList())
     lm.config = SimpleNamespace(model_type="llama")
     monkeypatch.setattr(model, "skeleton", lambda *given, **named: lm)
+    monkeypatch.setattr(model, "names_in_files", lambda *given: {})
     monkeypatch.setattr(model, "init_device_mesh", lambda *given, **named: None)
     monkeypatch.setattr(model, "shard", shard)
     kind = lambda lm, chunk: torch.nn.Module()  # noqa: E731

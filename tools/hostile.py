@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 import data
 from preflight.inputs import is_tiny
 from rewards import Score, parse
-from trainer import model
+from trainer import weights
 from trainer.batch import Completion, Sample
 
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt, of the longest completion
@@ -90,7 +90,7 @@ def make_models(name: str, folder: str) -> None:
     """Random models of the family of --model: FOLDER/model, and FOLDER/reference near it."""
     config = AutoConfig.for_model("qwen2", tie_word_embeddings=True)
     if not is_tiny(name):
-        config = model.config_of(name)
+        config = weights.config_of(name)
     shrink(config)
     logging.disable_progress_bar()
     torch.manual_seed(0)

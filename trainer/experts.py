@@ -200,14 +200,14 @@ def shapes(lm, parameters) -> dict[str, list[int]]:
             for there, piece in pieces(lm, name, torch.empty(p.shape, device="meta"))}
 
 
-def on_this_rank(lm) -> dict[str, torch.Tensor]:
-    """{name in a checkpoint: parameter} of a sharded model. Of experts: those of this rank."""
+def on_this_rank(lm) -> dict[str, tuple[int, torch.Tensor]]:
+    """{name in a checkpoint: (first row, the rows of this rank)} of a sharded model. Experts are
+    whole: a rank has some."""
     found = {}
     for name, p in lm.named_parameters():
-        first = 0
-        if ".experts." in name:
-            first, p = p.__create_chunk_list__()[0].offsets[0], p.detach().to_local()
-        found |= pieces(lm, name, p, first)
+        first, rows = p.__create_chunk_list__()[0].offsets[0], p.detach().to_local()
+        for there, piece in pieces(lm, name, rows, first):
+            found[there] = 0 if ".experts." in name else first, piece
     return found
 
 

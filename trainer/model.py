@@ -1,17 +1,12 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,18 +17,9 @@ from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.logprobs import hidden_alone, recomputed, token_logprobs
 from trainer.lora import LoraArgs
-from trainer.teacher import Teacher, token_divergences
+from trainer.weights import config_of, load, names_in_files
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
-FILES = ("*.json", "*.txt", "*.jinja", "*.model")
-# tests/families.py compares each with the engine and transformers.
-FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral mixtral olmo2
-    olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3""".split()
-UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
-    "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
-    "olmoe": ["clip_qkv", "norm_topk_prob"],
-    "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
-    "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
 
 
 @dataclass
@@ -88,47 +74,6 @@ class OptimizerArgs:
                    "adapters alone: give one of them.")
 
 
-def find(model: str, flag: str = "model") -> str:
-    """A folder, or a name on the Hugging Face hub → a folder."""
-    if Path(model, "config.json").is_file():
-        return model
-    why = "this folder has no config.json"
-    if not Path(model).is_dir():
-        try:
-            return snapshot_download(model, allow_patterns=[*FILES, "*.safetensors"])
-        except Exception as error:
-            why = f"no folder, and the hub gave a {type(error).__name__}"
-    raise SettingsError(f"--{flag} {model} must be tiny, a folder with config.json and "
-                        f"*.safetensors, or a name on the Hugging Face hub ({why}).")
-
-
-def config_of(folder: str, flag: str = "model"):
-    """SettingsError where trainer and engine could not compute the model alike."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of many kinds
-        why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--{flag} {folder}: cannot read its config.json ({why}).") from None
-    kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
-    rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
-    known = CLASSES | seeing.CLASSES
-    for what, wrong in (
-            (f"model_type {kind}", kind not in (*FAMILIES, *seeing.CLASSES)),
-            (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
-            ("quantized weights", hasattr(config, "quantization_config")),
-            (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
-            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ())),
-            *experts.unserved(config), *seeing.unserved(config)):
-        if wrong:
-            why = seeing.WHY_NOT.get(kind, "")
-            raise SettingsError(
-                f"--{flag} {folder} has {what}, which is not supported{why}. "
-                f"Would work: a plain causal language model of type {', '.join(FAMILIES)}.")
-    return config
-
-
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     """The model without weights. Its attention takes packed inputs (packing.py)."""
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -144,25 +89,6 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     return lm
 
 
-def names_in_files(lm, folder: str) -> dict[str, str]:
-    """{parameter: its name in *.safetensors}, of which only the headers are read."""
-    shapes, found = {}, {}
-    for path in Path(folder).glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
-    own = [(name, p) for name, p in lm.named_parameters() if not lora.is_adapter(name)]
-    for name, shape in experts.shapes(lm, own).items():
-        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
-        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
-        if (there := shapes.get(found[name])) != shape:
-            raise SettingsError(f"--model {folder}: by config.json {name} has the shape "
-                                f"{shape}; the *.safetensors have {there or 'none'}.")
-    return found
-
-
 def compute_dtype(args: ModelArgs, device: torch.device):
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -172,15 +98,16 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
           adapters: LoraArgs | None = None, seed: int = 0):
     """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. Master weights are at
     least float32; what is not trained has none."""
-    compute, sizes, names = compute_dtype(args, world.device), (world.size,), None
+    compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if adapters else master)
+    names = names_in_files(lm, folder)
     if adapters:
         lora.put_in(lm, adapters, master)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
-        sizes, names = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
-    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
+    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
     layers = [layer for part in (seeing.text_of(lm), *seeing.tower_of(lm))
               for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
@@ -192,9 +119,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
                 p._is_hf_initialized = True  # left alone
             lm._init_weights(module)
     lora.start(lm, seed)
-    weights, names = experts.on_this_rank(lm), names_in_files(lm, folder)
-    dcp.load({names[name]: p for name, p in weights.items() if name in names},  # converts dtypes
-             storage_reader=dcp.HuggingFaceStorageReader(folder))  # each rank reads its part
+    load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
         raise SettingsError(f"{folder}: {bad[0]} has values that are not finite.")
@@ -342,11 +267,9 @@ class Policy(Trained):
         if experts.blocks(lm):
             self.weights = partial(experts.one_by_one, lm, self.weights)
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
-                 teacher: Teacher | None = None):
-        """log π and entropy of each sampled token: (n,) each. With a teacher (teacher.beside) the
-        divergence from it too."""
-        formula = teacher and partial(token_divergences, teacher=teacher)
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
+        """log π and entropy of each sampled token: (n,) each, or what another formula gives
+        (chats/teacher.py)."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def hidden(self, micro: Micro):

@@ -20,14 +20,16 @@ class Teacher(NamedTuple):
     kind: str  # of `divergence`
 
 
-def beside(teacher, micro, temperature: float, kind: str) -> Teacher | None:
-    """A teacher, a model.Policy or lora.Base, on this micro-batch. kind "none": None. Its head is
-    whole from now on, until teacher.module.reshard(): the policy's backward calls it too."""
+def beside(teacher, micro, temperature: float, kind: str):
+    """token_divergences from a teacher, a model.Policy or lora.Base, on this micro-batch. kind
+    "none": None. Its head is whole from now on, until teacher.module.reshard(): the policy's
+    backward calls it too."""
     if kind == "none":
         return None
     hidden, model = teacher.hidden(micro), teacher.module  # (n, H)
     model.unshard()
-    return Teacher(hidden, model.head, temperature / model.scale, kind)
+    return partial(token_divergences, teacher=Teacher(
+        hidden, model.head, temperature / model.scale, kind))
 
 
 def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: str,

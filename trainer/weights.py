@@ -1,0 +1,180 @@
+"""weights.py: which model a folder has, and which files and tensors are that model.
+
+A run loads what transformers loads, or it is refused.
+"""
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from huggingface_hub import list_repo_files, snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from dist import SettingsError
+from pictures import seeing
+from trainer import experts, lora
+
+FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+# tests/families.py compares each with the engine and transformers.
+FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral mixtral olmo2
+    olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3""".split()
+UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
+    "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
+    "olmoe": ["clip_qkv", "norm_topk_prob"],
+    "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
+    "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
+SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+VARIANT = re.compile(r"model\.\w+\.safetensors")
+# Buffers in old checkpoints. transformers computes them.
+BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
+
+
+def find(model: str, flag: str = "model") -> str:
+    """A folder, or a name on the Hugging Face hub → a folder."""
+    if Path(model, "config.json").is_file():
+        return model
+    why = "this folder has no config.json"
+    if not Path(model).is_dir():
+        try:
+            return fetch(model)
+        except SettingsError:
+            raise
+        except Exception as error:
+            why = f"no folder, and the hub gave a {type(error).__name__}"
+    raise SettingsError(f"--{flag} {model} must be tiny, a folder with config.json and "
+                        f"*.safetensors, or a name on the Hugging Face hub ({why}).")
+
+
+def fetch(model: str) -> str:
+    """Of a repository the small files, and the weights that are the model → a folder."""
+    folder, listed = snapshot_download(model, allow_patterns=FILES), None
+    commit = Path(folder).name
+    with suppress(Exception):  # no connection: of many kinds
+        listed = list_repo_files(model, revision=commit)
+    wanted = [path.name for path in weight_files(folder, listed)]
+    return snapshot_download(model, revision=commit, allow_patterns=[*FILES, *wanted])
+
+
+def config_of(folder: str, flag: str = "model"):
+    """SettingsError where trainer and engine could not compute the model alike."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of many kinds
+        why = " ".join(str(error).split())[:300]
+        raise SettingsError(f"--{flag} {folder}: cannot read its config.json ({why}).") from None
+    kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
+    rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
+    known = CLASSES | seeing.CLASSES
+    for what, wrong in (
+            (f"model_type {kind}", kind not in (*FAMILIES, *seeing.CLASSES)),
+            (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
+            ("quantized weights", hasattr(config, "quantization_config")),
+            ("transformers_weights", getattr(config, "transformers_weights", None)),
+            ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
+            (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
+            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ())),
+            *experts.unserved(config), *seeing.unserved(config)):
+        if wrong:
+            why = seeing.WHY_NOT.get(kind, "")
+            raise SettingsError(
+                f"--{flag} {folder} has {what}, which is not supported{why}. "
+                f"Would work: a plain causal language model of type {', '.join(FAMILIES)}.")
+    return config
+
+
+def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
+    """The files that are the model, as in transformers: an index names them, or it is
+    model.safetensors. Else shards without an index, else a variant (model.fp16.safetensors).
+    SettingsError: none, or two models. listed: the names in a repository, if not all are here."""
+    names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
+    index, single = "model.safetensors.index.json", "model.safetensors"
+    counts = sorted({match[1] for name in names if (match := SHARD.fullmatch(name))})
+    pickled = sorted(name for name in names if name.startswith("pytorch_model"))
+    files = [single]
+    if index in names:
+        files = shards_of(Path(folder, index))
+    elif counts and single not in names:
+        files = [f"model-{i:05}-of-{n}.safetensors" for n in counts for i in range(1, int(n) + 1)]
+    elif single not in names:
+        files = sorted(filter(VARIANT.fullmatch, names)) or files
+    if pickled and not {index, single} & names:
+        why = (f"{pickled[0]} and no safetensors that count (they can be converted: "
+               "https://huggingface.co/spaces/safetensors/convert)")
+    elif single in names - {*files}:
+        why = f"two models: {single}, which transformers reads, and {index}, which vLLM reads"
+    elif absent := [name for name in files if name not in names]:
+        why = f"no {absent[0]}"
+    else:
+        return [Path(folder, name) for name in files]
+    raise SettingsError(f"{folder} has {why}. Would work: what save_pretrained of transformers "
+                        "writes into an empty folder.")
+
+
+def shards_of(index: Path) -> list[str]:
+    try:
+        files = json.loads(index.read_text())["weight_map"].values()
+        return sorted({min(files), *map(str, files)})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SettingsError(f"{index} has no weight_map of tensors to files ({error}).") from None
+
+
+def unread(folder: str, flag: str = "model") -> list[str]:
+    """A line for the run, if its model is a variant or has other weights beside it."""
+    read = [path.name for path in weight_files(folder)]
+    others = sorted({path.name for path in Path(folder).glob("*.safetensors")} - {*read})
+    if not others and not VARIANT.fullmatch(read[0]):
+        return []
+    return [f"--{flag} {folder}: weights of {read[0]}, not of {', '.join(others) or 'others'}"]
+
+
+def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
+    """{parameter: its name in the files}, of which only the headers are read. SettingsError: they
+    lack a tensor, or have one that the model does not take."""
+    shapes, homes = {}, {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                here = {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
+        if twice := sorted(here.keys() & shapes):
+            raise SettingsError(f"{folder}: {homes[twice[0]].name} and {path.name} both have "
+                                f"{twice[0]}. Would work: the files of one save.")
+        shapes |= here
+        homes |= dict.fromkeys(here, path)
+    own = [(name, p) for name, p in lm.named_parameters() if not lora.is_adapter(name)]
+    found = {}
+    for name, shape in experts.shapes(lm, own).items():
+        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
+        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
+        if (there := shapes.get(found[name])) != shape:
+            raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
+                                f"{shape}; the *.safetensors have {there or 'none'}.")
+    ignored = "|".join([*lm._keys_to_ignore_on_load_unexpected, *BUFFERS])
+    for name in sorted(shapes.keys() - found.values()):
+        twin = found.get(lm.all_tied_weights_keys.get(name))  # of a head that is tied, yet saved
+        if not twin and re.search(ignored, name):
+            continue
+        why = "which is not of the model. Would work: the config.json of these weights"
+        if twin:
+            one, other = (safe_open(homes[n], "pt").get_tensor(n).to(lm.dtype)
+                          for n in (name, twin))
+            if torch.equal(one, other):
+                continue
+            why = (f"which differs from {twin}, and config.json ties them. Would work: "
+                   '"tie_word_embeddings": false')
+        raise SettingsError(f"--{flag} {folder}: {homes[name].name} has {name}, {why}.")
+    return found
+
+
+def load(lm, names: dict[str, str], folder: str):
+    """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
+    wanted = {names[name]: it for name, it in experts.on_this_rank(lm).items() if name in names}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in wanted.keys() & file.keys():
+                first, rows = wanted[name]
+                rows.copy_(file.get_slice(name)[first:first + len(rows)])
