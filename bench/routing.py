@@ -36,22 +36,26 @@ def samples_of(folder: str) -> list[Sample]:
     return found
 
 
-def policy_in(dtype: str, folder: str, world) -> model.RoutedPolicy:
+def policy_in(dtype: str, folder: str, world) -> model.Policy:
     args = model.ModelArgs(dtype=dtype)
     module = model.build(model.LogprobModel, folder, world, args, trained=dtype == "float32")
-    return model.RoutedPolicy(experts.ExpertArgs(replay_routing=True), module, world, args,
-                              model.OptimizerArgs())
+    return model.Policy(module, world, args, model.OptimizerArgs(),
+                        experts.ExpertArgs(replay_routing=True))
 
 
 def score(policy, samples, record: bool = False) -> torch.Tensor:
     """Log-probs of all tokens, each row alone. record: the rows get the experts that were used."""
-    found = []
+    found, seen = [], []
+    hooks = [router.register_forward_hook(lambda _, given, out: seen.append(out[2]))
+             for router in policy.routing.routers]
     for sample in samples:
-        batch, seen = Batch([sample]), []
-        policy.routing.watch = lambda layer, p, chosen, seen=seen: seen.append(chosen)
+        batch = Batch([sample])
+        seen.clear()
         found.append(batch.score(policy.world, 4096, "score", lambda m: policy.logprobs(m, 1.0)[0]))
         if record:
             sample.completion.routes = torch.stack(seen, 1).numpy()  # (tokens, layers, k)
+    for hook in hooks:
+        hook.remove()
     return torch.cat(found).double()
 
 

@@ -29,7 +29,7 @@ ADAMW = "grpo group=3 steps=3 max_grad_norm=0.01 weight_decay=0.1 betas=(0.8, 0.
 LORA = "grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 minibatches=2 epochs=2"
 TARGETS = ("grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') "
            "kl_reward_coef=0.2")
-AUX = "grpo group=3 steps=1 experts router_aux_coef=0.3 minibatches=2 epochs=2"
+MIXTURE = "grpo group=3 steps=1 experts minibatches=2 epochs=2"
 FREEZE = "grpo group=3 steps=2 experts freeze_router=True checkpointing=True"
 VISION = "vision.py::test_the_update_is_the_formula_on_any_ranks_and_budgets"
 PICTURES = "vision.py::test_ids_are_those_of_the_processor"
@@ -261,7 +261,7 @@ WIRINGS = [
      "if last is None or last[0] != row.prompt_ids:",
      "vision.py::test_neighbours_with_other_pictures_are_other_prompts"),
     ("pictures/seeing.py", "[start + place for", "[place for", VISION),
-    ("pictures/seeing.py", "part.requires_grad_(args.train_vision)", "pass", VISION),
+    ("trainer/model.py", "part.requires_grad_(args.train_vision)", "pass", VISION),
     ("pictures/seeing.py", "for row in owners.values():", "for row in micro.rows:", VISION),
     ("pictures/rows.py", "if text != MARK]", "]", PICTURES),
     ("pictures/rows.py", 'short.count(eyes.token) != len(sources)', "False",
@@ -476,12 +476,11 @@ WIRINGS = [
      "world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()",
      "list(peaks.values())", "memory.py::test_the_worst_case_leaves_everything_as_it_was"),
     # ---- experts.py
-    ("trainer/experts.py", "weights / weights.sum(-1, keepdim=True)", "weights", AUX),
-    ("trainer/experts.py", "router_aux_coef * counts.shape[1]", "router_aux_coef", AUX),
-    ("trainer/experts.py", "p.index_select(0, source) @", "p @", AUX),
-    ("trainer/experts.py", "block.gate.weight.requires_grad_(False)", "pass", FREEZE),
-    ("trainer/experts.py", "counts = self.world.sum(self.counts.cpu().double())",
-     "counts = self.counts.cpu().double()",
+    ("trainer/experts.py", "p / p.sum(-1, keepdim=True)", "p",
+     "experts.py::test_a_mixture_is_its_equation"),
+    ("trainer/model.py", "block.gate.requires_grad_(False)", "pass", FREEZE),
+    ("trainer/model.py", "if expert_args.freeze_router else []", "", MIXTURE),
+    ("trainer/experts.py", "world.sum(self.counts.cpu().double())", "self.counts.cpu().double()",
      "same_update.py::test_experts_learn_the_same_on_two_ranks"),
     ("trainer/experts.py", "samples[owner].completion.routes[:prompt]",
      "samples[row].completion.routes[:prompt]",
