@@ -190,7 +190,7 @@ def test_the_load_of_a_layer():
 
 @pytest.mark.parametrize("flags, words", [
     (dict(lora_rank=4, lora_targets=("gate_proj",)), "must be all-linear or some of q_proj k_proj "
-     "v_proj o_proj (got gate_proj; experts take no adapters). Would work: --lora_targets"),
+     "v_proj o_proj (got gate_proj; experts take no adapters)."),
     (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
     (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
     (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing is for "

@@ -95,8 +95,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         with FakeTensorMode() as fake:
             compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
             lm = kind.from_config(
-                config, dtype=compute if rank else torch.float32, attn_implementation="sdpa",
-                experts_implementation="grouped_mm")
+                config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
             text, blocks_of = seeing.text_of(lm), [*seeing.text_of(lm).base_model.layers]
             if sees:
                 tower = lm.base_model.vision_model

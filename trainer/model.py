@@ -88,9 +88,9 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     return lm
 
 
-def experts_in(dtype) -> str:
-    """How transformers computes the experts of a layer."""
-    return "eager" if dtype == torch.float64 else "grouped_mm"  # torch's kernel has no float64
+def experts_in(dtype) -> str | None:
+    """How transformers computes the experts of a layer. None: as it is best for the model."""
+    return "eager" if dtype == torch.float64 else None  # the best kernel has no float64
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
