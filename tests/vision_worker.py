@@ -31,7 +31,7 @@ def engine_run(folder: str, out: str, tp: str) -> None:
     engine = SeeingEngine(
         source, world, EngineArgs(max_num_seqs=16, tp=int(tp)), dtype=torch.float32, max_len=256,
         seed=0, max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
-        log=SimpleNamespace(phase=lambda name: nullcontext(), count=False), pictures=options)
+        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), pictures=options)
     found = {"gaps": [], "plain": [], "sampled": 0}
     run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=1.0))
     for _ in range(3):
