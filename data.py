@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from dist import SettingsError
-from errors import Count
-from scoring.replies import is_message
+from errors import Count, SettingsError
+from scoring.messages import chat_of, from_json, not_null, options_of, templated
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
+CHATS = ("messages", "conversations")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
 GENERATED_ROWS = 1000
 
@@ -90,16 +91,13 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make_row."""
     make = make or make_row
     raw, name = read(spec, seed)
-    tokens = tokenizer.added_tokens_decoder.values()
-    controls = [token.content for token in tokens if token.special and token.content]
-    rows = []
+    controls, rows = marks(tokenizer)[0], []
     for index, columns in enumerate(raw):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
-        except (SettingsError, ValueError, TemplateError) as error:
-            who = "the chat template: " if isinstance(error, TemplateError) else ""
+        except (SettingsError, ValueError) as error:
             raise SettingsError(
-                f"{spec}, row {index} (counted from 0): {who}{one_line(error)}") from error
+                f"{spec}, row {index} (counted from 0): {one_line(error)}") from error
         if row:
             rows.append(row)
     if not rows:
@@ -119,25 +117,20 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
              args: DataArgs, tools: list[dict] | None = None,
              flag: str = "--prompt_template") -> Row | None:
-    """A row as the model sees it. None: it asks nothing. controls: texts of control tokens. tools:
-    the schemas of --tools. flag: which one gave args.prompt_template."""
+    """A row as the model sees it. None: it asks nothing. controls: what begins a finished chat, see
+    `marks`. tools: the schemas of --tools. flag: which one gave args.prompt_template."""
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
     markers = ("<|im_start|>", *controls)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, finished, tools)
+    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer, tools))
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
     plain = tokenizer.chat_template is None and not finished
-    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    ids = prompt_ids(text, tokenizer, plain)
     return Row(index, text, ids, answer, columns, source, finished)
-
-
-def not_null(columns: dict) -> dict:
-    return {column: value for column, value in columns.items()
-            if value is not None and value == value}  # NaN differs from itself
 
 
 def one_line(error) -> str:
@@ -146,28 +139,35 @@ def one_line(error) -> str:
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
-    spec = os.path.expanduser(spec)
-    name, config, split = re.fullmatch("([^:@]*):?([^@]*)@?(.*)", spec, re.DOTALL).groups()
+    name, config, split = parts_of(spec)
     if name in ("tiny", "reasoning_gym"):
         from examples import reasoning_gym_tasks, tiny
         make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
         rows = make(GENERATED_ROWS, seed, config, split or "train")
         return rows, f"{name}/{config}" if config else name
-    is_file = spec.endswith(FILES) and not os.path.isdir(spec)  # its name may hold : and @
-    path = spec if is_file else name
-    if is_file != os.path.isfile(path):
-        raise SettingsError(f"{path} is no file on this machine, or does not end in "
+    is_file = name.endswith(FILES) and not os.path.isdir(name)
+    if is_file != os.path.isfile(name) or is_file and config + split:
+        raise SettingsError(f"{spec} is no file on this machine, or does not end in "
                             f"{', '.join(FILES)}.")
     try:
-        rows = read_file(path) if is_file else read_datasets(path, config or None, split)
+        rows = read_file(name) if is_file else read_datasets(name, config or None, split)
     except Exception as error:
         reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
                             f"{one_line(reason)[:300]}") from error
     if not rows:
         raise SettingsError(f"{spec} has no rows.")
-    parts = Path(os.path.splitext(path)[0] if is_file else path).parts[-2:]
+    parts = Path(os.path.splitext(name)[0] if is_file else name).parts[-2:]
     return rows, "/".join(parts).lstrip("./")
+
+
+def parts_of(spec: str) -> tuple[str, str, str]:
+    """NAME[:config][@split]. The name of a file, or of a folder that is here, may hold : and @."""
+    spec = os.path.expanduser(spec)
+    marks = [] if spec.endswith(FILES) else re.finditer("[:@]", spec)
+    ends = [*(mark.start() for mark in marks), len(spec)]
+    end = max((end for end in ends if os.path.exists(spec[:end])), default=ends[0])
+    return spec[:end], *re.fullmatch(":?([^@]*)@?(.*)", spec[end:], re.DOTALL).groups()
 
 
 # Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date, and "1" as 1 where
@@ -176,14 +176,38 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
 def read_file(path: str) -> list[dict]:
     if path.endswith(".parquet"):
         import pyarrow.parquet
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return from_arrow(pyarrow.parquet.read_table(path))
     parse = read_csv if path.endswith(".csv") else read_json
     return parse(Path(path).read_bytes().decode("utf-8-sig"))
 
 
+def from_arrow(table) -> list[dict]:
+    """The rows of a table. Its structs have the keys of all rows: those that are null go."""
+    import pyarrow as pa
+
+    def plain(value, kind):
+        if pa.types.is_struct(kind) and value is not None:
+            return {field.name: plain(value[field.name], field.type) for field in kind
+                    if value[field.name] is not None}
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [plain(item, kind.value_type) for item in value]
+        return from_json(value) if isinstance(kind, pa.JsonType) else value
+
+    return [{field.name: plain(row[field.name], field.type) for field in table.schema}
+            for row in table.to_pylist()]
+
+
+def keys_once(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of {', '.join(found)} is there twice")
+    return found
+
+
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another."""
-    rows, decoder, space = [], json.JSONDecoder(), re.compile(r"\s*")
+    rows, space = [], re.compile(r"\s*")
+    decoder = json.JSONDecoder(object_pairs_hook=keys_once)
     at = space.match(text).end()
     while at < len(text):
         found, at = decoder.raw_decode(text, at)  # an error names line and column
@@ -199,6 +223,7 @@ def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
+    keys_once([(name, None) for name in reader.fieldnames or ()])
     for row in reader:
         if len(row) != len(reader.fieldnames) or None in row.values():
             raise ValueError(f"line {reader.line_num} does not fit the first line")
@@ -213,32 +238,42 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
         path, files = "arrow", f"{path}/*.arrow"
     with tempfile.TemporaryDirectory() as cache:
-        return datasets.load_dataset(path, config, data_files=files, split=split or "train",
-                                     cache_dir=cache if here else None).to_list()
+        found = datasets.load_dataset(path, config, data_files=files, split=split or "train",
+                                      cache_dir=cache if here else None)
+        return from_arrow(found.with_format("arrow")[:])
 
 
 def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
     """The chat of a row; []: it asks nothing. flag: which one gave args.prompt_template."""
     there, template = not_null(columns), args.prompt_template
-    if columns.keys() & {*PROMPTS}:
-        prompt = next((there[name] for name in PROMPTS if name in there), "")
-    elif template is not None:
-        prompt, template = fill_template(template, there, flag), None
-    else:
+    column = next((name for name in (*PROMPTS, *CHATS) if name in there), None)
+    if not column and columns.keys() & {*PROMPTS}:
+        return []
+    messages = chat_of(column, there[column], "user") if column else []
+    last = messages[-1] if messages else {"role": "user", "content": ""}
+    answered = last["role"] == "assistant" and (column in CHATS or "tool_calls" in last)
+    if template is not None and (answered or not column):
+        last = {"role": "user", "content": fill_template(template, columns, flag)}
+        messages, template = [last], None
+    elif answered:
+        raise SettingsError(f"{column} ends with what the assistant says. Would work: a chat that "
+                            "ends before it, or sft.py, which learns it.")
+    elif not column:
         raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
-                            f"{', '.join(PROMPTS)}, or --prompt_template.")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise SettingsError('the prompt must be text or a list of {"role": text, "content": text}, '
-                            f"not {repr(prompt)[:80]}.")
-    asked = messages[-1]["content"] if messages else ""
+                            f"{', '.join(PROMPTS)}, or --prompt_template, such as "
+                            "'{instruction} {input}' for Alpaca's.")
+    asked = last["content"]
     if asked.strip() and template is not None:
-        asked = fill_template(template, {"question": asked, **there, "prompt": asked}, flag)
-        messages = [*messages[:-1], messages[-1] | {"content": asked}]
-    if asked.strip() and args.system is not None:
-        others = [m for m in messages if m["role"] != "system"]
-        messages = [{"role": "system", "content": args.system}, *others]
-    return messages if asked.strip() else []
+        asked = fill_template(template, {"question": asked, **columns, "prompt": asked}, flag)
+        messages = [*messages[:-1], last | {"content": asked}]
+    if not asked.strip() and last["role"] != "tool":
+        return []
+    system = there.get("system") or there.get("system_prompt") or None
+    if args.system is not None:
+        system, messages = args.system, [m for m in messages if m["role"] != "system"]
+    if system is not None and messages[0]["role"] != "system":
+        messages = [*chat_of("system", system, "system"), *messages]
+    return messages
 
 
 def answer_of(columns: dict):
@@ -250,7 +285,7 @@ def answer_of(columns: dict):
     column = next((name for name in ANSWERS if name in there), None)
     answer = there.get(column)
     box = last_boxed(answer) if column == "solution" and isinstance(answer, str) else None
-    return answer if box is None else box
+    return box or answer
 
 
 def fill_template(template: str, columns: dict, flag: str) -> str:
@@ -260,19 +295,100 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
     if not names or names - columns.keys():
         raise SettingsError(f"{flag} {template!r} must name one or more columns of the "
                             f"row ({', '.join(columns)}); plain braces are {{ word }}.")
-    return re.sub(pattern, lambda match: str(columns[match[1]]) if match[1] else match[0], template)
+    there = {"": None} | not_null(columns)  # an empty cell is an empty text
+    return re.sub(
+        pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, finished: bool,
-           tools: list[dict] | None = None) -> str:
+def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
     if finished:
-        if len(messages) > 1 or tools:
+        if len(messages) > 1 or options:
             raise SettingsError("a finished chat text takes no --system, no --tools and no other "
                                 "messages.")
         return messages[0]["content"]
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=not goes_on,
-        continue_final_message=goes_on)
+    text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
+                     continue_final_message=goes_on)
+    for m in messages:
+        if m["role"] in ("system", "developer") and text and m["content"].strip() not in text:
+            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
+    return text
+
+
+# ---- what begins and what ends ----
+
+def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
+    """plain: with what the tokenizer puts before a text (BOS), and not with what it puts after."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if plain:
+        whole, n = tokenizer(text)["input_ids"], len(ids)
+        ids = whole[:next((i + n for i in range(len(whole)) if whole[i:i + n] == ids), None)]
+    if ids[1:] and ids[-1] == tokenizer.eos_token_id:
+        raise SettingsError(f"the prompt must not end in {tokenizer.eos_token}, where a completion "
+                            f"ends (see its text, and the chat template).")
+    return ids
+
+
+def ids_after(text: str, tokenizer) -> list[int]:
+    """As after a control token: some tokenizers put a space before the first word."""
+    known = tokenizer.added_tokens_decoder.values()
+    mark = next((t.content for t in known if t.special and not t.rstrip), "")
+    ids = tokenizer(mark + text, add_special_tokens=False)["input_ids"]
+    return ids[1:] if mark else ids
+
+
+def eos_ids(source: str, tokenizer) -> list[int]:
+    """What ends a completion, by the model's files, the tokenizer and the chat template."""
+    path = Path(source) / "generation_config.json"
+    found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
+    ids = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
+    ids = ids if isinstance(ids, list) else [ids]
+    ends = tokenizer.convert_tokens_to_ids(marks(tokenizer)[1])
+    return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
+
+
+def texts_of(ids: list[int], tokenizer) -> list[str]:
+    """Of those that are control tokens."""
+    known = tokenizer.added_tokens_decoder
+    return [known[i].content for i in ids if i in known]
+
+
+def reader(tokenizer, eos_ids: list[int]):
+    """A function, ids → the text for a reward, an environment or a tool: without what ends, begins
+    or pads. Other control tokens, such as <think>, are the model's words."""
+    texts = {*marks(tokenizer)[0], *texts_of(eos_ids, tokenizer), tokenizer.pad_token}
+    silent = {i for i, t in tokenizer.added_tokens_decoder.items() if t.content in texts}
+
+    def read(ids) -> str:
+        ids = [int(i) for i in ids]
+        if ids and ids[-1] in eos_ids:  # it may be an ordinary token
+            ids.pop()
+        return tokenizer.decode([i for i in ids if i not in silent], skip_special_tokens=False,
+                                clean_up_tokenization_spaces=False)
+    return read
+
+
+def marks(tokenizer) -> tuple[list[str], list[str]]:
+    """Control tokens that begin a chat or a message; the one, if any, that ends the assistant's:
+    the chat template writes it there, or it begins the next message (GLM)."""
+    known = [t.content for t in tokenizer.added_tokens_decoder.values()
+             if t.content and (t.special or re.fullmatch(r"[<\[].+[>\]]", t.content))]
+    token = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)"
+
+    def written(*roles: str) -> list[list[str]]:
+        """What comes first before, between and after messages: tokens, with a role among them."""
+        text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
+        if tokenizer.chat_template:
+            with suppress(TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
+                text = tokenizer.apply_chat_template(chat, tokenize=False)
+        runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
+                for part in text.split("QX7")]
+        return [re.findall(token, run) for run in runs] + [[]] * 3
+
+    before, header, closing, *_ = written("user", "assistant")
+    again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
+    header = [t for t in header if t not in closing][:1]  # <think> may follow
+    begins = [t for t in before + system + again + header if t not in closing]
+    return [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]

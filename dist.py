@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from bisect import bisect_left
@@ -20,39 +21,17 @@ from typing import ClassVar
 import torch
 import torch.distributed as td
 
+from errors import Mistakes, PeerEnded, SettingsError
+
 KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: packing.py
+LATE = 10  # seconds until a rank says that it waits for others to join
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
 PEER_ENDED = "Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"
-
-
-# ---- mistakes in the settings: collected, so that one message names all of them ----
-
-class SettingsError(Exception):
-    """A mistake in the settings or in a file that they name. The text is what the user reads.
-
-    status: the exit status of the run.
-    """
-    status = 2
-
-
-class Mistakes(list):
-    """The texts of several SettingsErrors, to raise as one."""
-
-    def attempt(self, function, *args, **options):
-        """function(*args, **options) → its result. None, and one more text, if it has a mistake."""
-        try:
-            return function(*args, **options)
-        except SettingsError as error:
-            self.append(str(error))
-            return None
-
-    def stop(self) -> None:
-        """SettingsError with all texts, numbered. Nothing if there is none."""
-        if len(self) == 1:
-            raise SettingsError(self[0])
-        if self:
-            lines = [f"{number}. {text}" for number, text in enumerate(self, 1)]
-            raise SettingsError("\n  ".join([f"{len(self)} problems:", *lines]))
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+         "MASTER_PORT": "0", "MASTER_ADDR": "127.0.0.1"}  # one rank; 0: any free port
+TASKS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"  # of srun, of mpirun
+WORKS = ("Would work: torchrun --nproc_per_node N (with --local_addr 127.0.0.1 where a machine "
+         "does not find its own name), or for one rank: unset")
 
 
 # ---- splitting: pure functions of sizes ----
@@ -193,7 +172,7 @@ class World:
         """A sentence for each fact that differs. A collective."""
         everyone, found = self.gather([{name: repr(fact) for name, fact in facts.items()}]), []
         for name in facts:
-            values = [theirs[name] for theirs in everyone]
+            values = [theirs.get(name) for theirs in everyone]
             if others := [rank for rank, value in enumerate(values) if value != values[0]]:
                 found.append(f"{name} is {values[0]} on rank 0 and {values[others[0]]} on rank "
                              f"{others[0]}; it must be the same on all ranks.")
@@ -235,12 +214,49 @@ def gpu_mistakes(ranks: int) -> list[str]:
     return []
 
 
+def place() -> list[int]:
+    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE as torchrun sets them, or those of one rank.
+    SettingsError: something else set, or left, some of them."""
+    given = {name: os.environ[name] for name in (*ALONE, *TASKS) if name in os.environ}
+    found = {name: given.get(name, value) for name, value in ALONE.items()}
+    numbers = [int(value) if value.isdecimal() else -1 for value in [*found.values()][:5]]
+    rank, local_rank, size, local_size, port = numbers
+    together = size == 1 or {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= given.keys()
+    copies = "WORLD_SIZE" not in given and any(given.get(name, "1") != "1" for name in TASKS)
+    if (not 0 <= rank < size or not 0 <= local_rank < local_size <= size or port < 0 or copies
+            or not together):
+        raise SettingsError(
+            f"the environment has {' '.join(map('='.join, given.items()))}: this is no rank. "
+            f"{', '.join(ALONE)} belong together. {WORKS} {' '.join(given)}.")
+    if size == 1 and not td.is_torchelastic_launched():  # there is nobody to find
+        found |= {name: ALONE[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    os.environ.update(found)
+    return numbers[:4]
+
+
+def meet(rank: int, size: int, limit: datetime.timedelta) -> td.Store:
+    """Where the ranks find each other. SettingsError names the first that does not come."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    alone = f"rank {rank} of {size} does not find the others at {host}:{port}"
+    works = f"{WORKS} {' '.join(ALONE)}."
+    note = threading.Timer(LATE, print, [f"{alone} yet. {works}"], {"file": sys.stderr})
+    note.start()
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = td.TCPStore(host, port, size, serves, limit, wait_for_workers=False)
+        store.set(f"rank {rank}", "")
+        for other in range(size):
+            store.wait([f"rank {other}"], limit)
+        return store
+    except td.DistError as error:
+        raise SettingsError(f"{alone} ({str(error).splitlines()[0]}). {works}") from None
+    finally:
+        note.cancel()
+
+
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
-                 MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port, without torchrun
-    os.environ.update(alone | os.environ)
-    rank, local_rank, size, local_size = (int(os.environ[name]) for name in list(alone)[:4])
+    rank, local_rank, size, local_size = place()
     device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
     if torch.cuda.is_available() and not gpu_mistakes(local_size):  # mistakes are said together
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
@@ -249,7 +265,8 @@ def join(timeout: float = 600.0) -> World:
     if given is None:  # this machine's ranks divide its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     limit = datetime.timedelta(seconds=timeout)
-    td.init_process_group(backend, timeout=limit)
+    store = meet(rank, size, limit)
+    td.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
     control = td.new_group(backend="gloo", timeout=limit)
     World.joined = World(rank, size, local_rank, local_size, device, control, timeout)
     return World.joined
@@ -284,6 +301,13 @@ def first() -> bool:
     return True
 
 
+def is_of_peer(error: BaseException) -> bool:
+    """Did another rank end first? gloo's is a RuntimeError that begins with its file in [ ]."""
+    by_library = isinstance(error, td.DistError) or re.match(r"\[\S*gloo/", str(error))
+    ended = by_library and World.joined and World.joined.size > 1
+    return isinstance(error, PeerEnded) or bool(ended and re.search(PEER_ENDED, str(error)))
+
+
 def run(main, *args):
     """main(*args), then exit. If one rank fails, all end. torchrun's last lines show the cause.
 
@@ -307,7 +331,7 @@ def run(main, *args):
             print(f"error: {error}", file=sys.stderr)
     except BaseException as error:
         status = 1
-        if isinstance(error, RuntimeError) and re.search(PEER_ENDED, str(error)):  # not the cause
+        if is_of_peer(error):  # not the cause
             print(f"[rank {rank}] ends because another rank ended", file=sys.stderr)
             time.sleep(2)  # torchrun takes the rank that ends first for the cause
         else:

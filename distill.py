@@ -119,9 +119,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         with phase("update"):
             for theirs in seen.micros(world, rows, args.update_tokens, "update", learns):
                 micro = Micro(batch, theirs.rows, theirs.device, theirs.learns)  # same tokens
-                formula = beside(reference, theirs, args.temperature, args.divergence)
+                teacher = beside(reference, theirs, args.temperature, args.divergence)
                 logp, entropy, *divergence = policy.logprobs(
-                    micro, args.temperature, "value", formula)  # (n,) each
+                    micro, args.temperature, "value", teacher)  # (n,) each
                 old, engine = micro.of_tokens(old_logprobs), micro.engine_logprobs
                 A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)

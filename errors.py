@@ -1,9 +1,43 @@
-"""errors.py: the numbers that a flag may have, beside the flag: `batch: Count = 64`."""
+"""errors.py: mistakes in the settings, and the numbers that a flag may have (`batch: Count`)."""
 from dataclasses import dataclass, fields
 from typing import Annotated, get_args, get_type_hints
 
 INF = float("inf")
 
+
+class SettingsError(Exception):
+    """A mistake in the settings or in a file that they name. The text is what the user reads.
+
+    status: the exit status of the run.
+    """
+    status = 2
+
+
+class PeerEnded(RuntimeError):
+    """Another rank ended, and says why."""
+
+
+class Mistakes(list):
+    """The texts of several SettingsErrors, to raise as one."""
+
+    def attempt(self, function, *args, **options):
+        """function(*args, **options) → its result. None, and one more text, if it has a mistake."""
+        try:
+            return function(*args, **options)
+        except SettingsError as error:
+            self.append(str(error))
+            return None
+
+    def stop(self) -> None:
+        """SettingsError with all texts, numbered. Nothing if there is none."""
+        if len(self) == 1:
+            raise SettingsError(self[0])
+        if self:
+            lines = [f"{number}. {text}" for number, text in enumerate(self, 1)]
+            raise SettingsError("\n  ".join([f"{len(self)} problems:", *lines]))
+
+
+# ---- the range of a flag stands in its type ----
 
 @dataclass(frozen=True)
 class Range:

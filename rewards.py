@@ -20,8 +20,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from dist import SettingsError
-from errors import Range
+from errors import Range, SettingsError
 from scoring.replies import Move
 from scoring.signatures import Item, Part
 from scoring.verifiers import REWARDS
@@ -31,6 +30,7 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
 FAILED_CALLS = 8  # in a row end the run; fewer: an accident
+NONE_APPLIES = "every reward returned None: none is for this row"
 
 
 @dataclass
@@ -47,9 +47,9 @@ class RewardArgs:
 @dataclass
 class Score:
     """What a completion got. Of a reply: total 0, and its messages as the part."""
-    total: float | None  # sum of weight * part; None if a part is None
+    total: float | None  # sum of weight * part; None if a part has no number
     parts: dict[str, float | None]
-    error: str | None  # None if the reward returned None
+    error: str | None  # None if a reward of ours returned None
     retries: int = 0  # of `async def` rewards
 
 
@@ -59,8 +59,9 @@ def score_samples(run, samples: list, group: int) -> None:
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
-        items = [item_of(sample, run.engine.tokenizer)
+        items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
+        run.scorer.progress["global_step"] = max(run.world.step, 0)
         scores = run.scorer.score(items, size)
         texts = [item.completion for item in items]
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
@@ -71,10 +72,9 @@ def score_samples(run, samples: list, group: int) -> None:
     report(run.scorer, run.log, [score for _, score in scored], len(calls))
 
 
-def item_of(sample, tokenizer) -> Item:
+def item_of(sample, text) -> Item:
     row, completion = sample.prompt.row, sample.completion
-    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
-    return Item(row.prompt, text, row.answer, row.columns, completion.tokens,
+    return Item(row.prompt, text(completion.ids), row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.turns)
 
 
@@ -86,7 +86,8 @@ def report(scorer, log, scores: list[Score], calls: int) -> None:
         scorer.unscored = 0
     failure = next((score.error for score in scores if score.error), None)
     if scorer.unscored and not failure:
-        failure = "every reward returned None"
+        found = any(value is not None for score in scores for value in score.parts.values())
+        failure = f"{'a' if found else 'every'} reward returned None"
     if scorer.unscored >= FAILED_CALLS:
         raise SettingsError(
             f"None of this batch's {len(scores)} completions has a reward, because of "
@@ -212,6 +213,7 @@ class Scorer:
         self.methods = []  # of a --reply CLASS; the schemas of --tools
         self.refused = ""  # why a worker did not start
         self.unscored, self.warned = 0, False  # calls in a row without a score
+        self.progress = {"global_step": 0}  # of TRL's trainer_state
         shared = queue.Queue()  # lists of calls, which are slices of a batch; None ends a thread
         self.inboxes = [queue.Queue() if homes else shared
                         for _ in range(args.reward_workers if specs else 0)]
@@ -290,7 +292,7 @@ class Scorer:
         seconds, retries = self.args.reward_timeout * len(batch[0]), self.args.reward_retries
         if self.together:  # all tries of the coroutines, after the other rewards
             seconds = seconds * (retries + 2) + PAUSE * (2**retries - 1) + 1
-        worker.send(batch)
+        worker.send((self.progress, batch))
         for call, answer in zip(calls, worker.receive(seconds), strict=True):
             self.scores[call] = self._scores(*answer)
 
@@ -306,11 +308,11 @@ class Scorer:
         items = self.items[calls[0]]
         why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
         nothing = [[None] * len(self.parts)] * len(items)
-        self.scores[calls[0]] = self._scores(nothing, why)
+        self.scores[calls[0]] = self._scores(nothing, [why] * len(items))
 
-    def _scores(self, values: list, error: str | None, retries: int = 0) -> list[Score]:
+    def _scores(self, values: list, errors: list, retries: int = 0) -> list[Score]:
         """The scores of a call, from a worker's answer: a list of values for each item."""
-        scores = [self._sum(of_one, error) for of_one in values]
+        scores = [self._sum(*of_one) for of_one in zip(values, errors, strict=True)]
         scores[0].retries = retries
         return scores
 
@@ -320,7 +322,9 @@ class Scorer:
             if isinstance(reply, float):  # the reward of an environment
                 return Score(0.0, {"reply": None, "reward": reply}, error)
             return Score(None if error else 0.0, {"reply": reply}, error)
-        parts = {part.name: value for part, value in zip(self.parts, values, strict=True)}
-        if None in parts.values():
+        parts = {part.name: None if value != value else value  # NaN: TRL's "not applicable"
+                 for part, value in zip(self.parts, values, strict=True)}
+        known = [p.weight * parts[p.name] for p in self.parts if parts[p.name] is not None]
+        if None in values:
             return Score(None, parts, error)
-        return Score(sum(p.weight * parts[p.name] for p in self.parts), parts, None)
+        return Score(sum(known), parts, None) if known else Score(None, parts, NONE_APPLIES)

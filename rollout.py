@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import Prompt
+from data import Prompt, reader
 from dist import World, assert_divisible, share
 from errors import Count, Range
 from pictures.eyes import opened
@@ -98,6 +98,7 @@ class Engine:
         from vllm import LLM
         self.world, self.args, self.dtype, self.log, self.trained = world, args, dtype, log, trained
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        self.text = reader(tokenizer, eos_ids) if tokenizer else None  # ids → str
         self.episodes, self.carry = episodes, carry
         self.metrics: dict[str, float] = {}  # of this step, with --carry
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")

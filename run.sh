@@ -79,7 +79,9 @@ train() {  # SCRIPT GRADE FLAGS...: on RANKS ranks
   case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python "$script" --help ;; esac  # once
   # The jobs' own flags come first, so those of the command line win.
   # shellcheck disable=SC2086  # GRADE is several words
-  exec .venv/bin/torchrun --nproc_per_node "$ranks" "$script" --warmup_steps 10 \
+  # A machine may not find its own name: torchrun would try again without an end.
+  exec .venv/bin/torchrun --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script" \
+    --warmup_steps 10 \
     --max_prompt_tokens 64 --max_tokens 16 $grade "$@"
 }
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from chats.carry import Carry, CarryArgs  # noqa: E402
-from tools.compare import paired_t  # noqa: E402
 from trainer.batch import Completion  # noqa: E402
 
 JOBS = [(1500, 0.8, 8192), (1500, 1.0, 16384), (4000, 1.0, 32768)]  # median, sigma, --max_tokens
@@ -125,7 +125,7 @@ def train_table() -> None:
         mean = {name: np.mean([run[name] for run in runs]) for name in runs[0]}
         gains = [run["after"] - alone["after"]
                  for run, alone in zip(runs, found[0.0], strict=True)]
-        low, high = paired_t(gains)
+        low, high = stats.ttest_1samp(gains, 0).confidence_interval()
         print(f"| {carry} | {mean['decode steps']:.1f} | {mean['seconds']:.2f} | "
               f"{mean['rollout']:.2f} | {mean['cpu']:.0f} | {mean['old']:.2f} | "
               f"{mean['tokens']:,.0f} | {mean['before']:.3f} → {mean['after']:.3f} | "

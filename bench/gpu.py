@@ -255,7 +255,7 @@ def start_engine(bench: Bench) -> None:
         str(bench.folder), bench.world, rollout.EngineArgs(), tokenizer=None, eos_ids=[],
         dtype=bench.dtype, max_len=bench.longest,
         max_tokens=bench.completion, seed=0, kv_cache=0 if bench.card else 2**30,
-        log=SimpleNamespace(phase=lambda name: nullcontext(), count=False), trained=[policy])
+        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), trained=[policy])
     bench.load = lambda: bench.engine.load(policy.weights(bench.engine.dtype))
     bench.load()
 

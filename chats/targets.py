@@ -8,14 +8,15 @@ begin and up to the end of each turn of the assistant. A turn ends where the eng
 a template writes after that is left out (Phi-3's puts `<|endoftext|>` after the last turn). So the
 texts are prefixes of each other, and so are their ids. Nothing is decoded.
 """
+import json
 from functools import partial
 
 import data
-from data import ANSWERS, PROMPTS, Row, messages_of, not_null
-from dist import SettingsError
-from scoring.replies import is_message
+from data import ANSWERS, CHATS, PROMPTS, Row, ids_after, messages_of, texts_of
+from errors import SettingsError
+from scoring.messages import chat_of, not_null, options_of, templated
 
-COMPLETIONS = ("completion", "response", *ANSWERS)
+COMPLETIONS = ("completion", "response", *ANSWERS, "output")
 
 
 def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
@@ -48,12 +49,13 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     prompt, replies = split(columns)
     if prompt is not None:
         columns = columns | {"prompt": prompt}
-    "".join(m["content"] for m in replies).encode()  # a ValueError, as in data.make_row
+    json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
     row = data.make_row(index, columns, name, tokenizer, controls, args)
     if row and eos_ids:
         texts = plain_texts(row.prompt, replies, tokenizer)
+        options = options_of(columns, replies, tokenizer)
         if tokenizer.chat_template and not row.finished:
-            texts = chat_texts(messages_of(columns, args), replies, tokenizer)
+            texts = chat_texts(messages_of(columns, args), replies, tokenizer, options)
         row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
     return row
 
@@ -62,44 +64,42 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
     """The prompt of a row, and the messages after it. The last one is the assistant's. None:
     --prompt_template makes the prompt, or there is none."""
     there = not_null(columns)
-    if "messages" in there:
-        chat = there["messages"]
-        check_messages("messages", chat)
+    column = next((name for name in (*CHATS, *COMPLETIONS) if name in there), None)
+    if column is None:
+        raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
+                            f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
+    if there.get("label") is False or there.get("kto_tag") is False:
+        raise SettingsError(f"its label is false, and {column} would be learned all the same.")
+    if column in CHATS:
+        chat = chat_of(column, there[column], None)
         first = next((i for i, m in enumerate(chat) if m["role"] == "assistant"), len(chat))
         prompt, replies = chat[:first], chat[first:]
     else:
-        column = next((name for name in COMPLETIONS if name in there), None)
-        replies = there.get(column)
-        if isinstance(replies, str):
-            replies = [{"role": "assistant", "content": replies}]
-        if column is None:
-            raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
-                                f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
-        check_messages(column, replies)
+        replies = chat_of(column, there[column], "assistant")
         prompt = next((there[name] for name in PROMPTS if name in there), None)
-    said = [i for i, m in enumerate(replies) if m["role"] == "assistant"]
+    said = [i for i, m in enumerate(replies) if is_learned(m)]
     if not said:
-        raise SettingsError("a chat to learn needs a message of the role assistant.")
+        raise SettingsError("a chat to learn needs a message of the role assistant whose weight is "
+                            "not 0.")
     return prompt, replies[:said[-1] + 1]
 
 
-def check_messages(column: str, chat) -> None:
-    if not isinstance(chat, list) or not all(map(is_message, chat)):
-        raise SettingsError(f'{column} must be a list of {{"role": text, "content": text}}, not '
-                            f"{repr(chat)[:80]}.")
+def is_learned(message: dict) -> bool:
+    return message["role"] == "assistant" and "weight" not in message
 
 
-# ---- texts: the chat up to the end of a message, and whether the assistant says its last part ----
+# ---- texts: the chat up to the end of a message, whether the assistant says its last part, and
+# whether that is learned ----
 
-def chat_texts(asked: list[dict], replies: list[dict], tokenizer):
+def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict):
     """By the chat template. The turn's header is part of what is before the turn."""
     for k, message in enumerate(replies):
         if message["role"] != "assistant":
             continue
         chat = [*asked, *replies[:k + 1]]
         for messages, said in (chat[:-1], False), (chat, True):
-            yield tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not said), said
+            text = templated(messages, tokenizer, options, add_generation_prompt=not said)
+            yield text, said, said and is_learned(message)
 
 
 def plain_texts(prompt: str, replies: list[dict], tokenizer):
@@ -109,10 +109,10 @@ def plain_texts(prompt: str, replies: list[dict], tokenizer):
     for message in replies:
         if message["role"] == "assistant":
             text += message["content"] + end
-            yield text, True
+            yield text, True, is_learned(message)
         else:
             text += f"\n\n{message['content']}\n\n"
-            yield text, False
+            yield text, False, False
 
 
 # ---- ids ----
@@ -122,25 +122,26 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
 
     Where the template ends no turn (GLM), the control token after it does.
     """
-    ids, learned, is_open = list(prompt_ids), [], False
-    for longer, said in texts:
+    ids, learned, is_open, counts = list(prompt_ids), [], False, True
+    for longer, said, weight in texts:
         if said:
-            longer, is_open = up_to_end(text, longer, tokenizer.convert_ids_to_tokens(eos_ids))
+            longer, is_open = up_to_end(text, longer, texts_of(eos_ids, tokenizer))
         whole = extended(ids, text, longer, tokenizer)
         new = whole[len(ids):]
-        is_learned = [said] * len(new)
+        marks = [weight] * len(new)
         if is_open and not said:
             if not new or new[0] not in eos_ids:
                 raise SettingsError(f"the chat template has {longer[len(text):][:20]!r} after a "
                                     f"turn of the assistant, which is no end of a turn by "
-                                    f"eos_token_id in generation_config.json.")
-            is_learned[0], is_open = True, False
-        learned += is_learned
-        ids, text = whole, longer
+                                    f"eos_token_id in generation_config.json. Would work: one row "
+                                    f"for each turn.")
+            marks[0], is_open = counts, False
+        learned += marks
+        ids, text, counts = whole, longer, weight
     found = ids[len(prompt_ids):]
     if is_open:
         end = tokenizer.eos_token_id
-        found.append(eos_ids[0] if end is None else end)
+        found.append(end if end in eos_ids else eos_ids[0])
         learned.append(True)
     return found, learned
 
@@ -161,6 +162,4 @@ def extended(ids: list[int], text: str, longer: str, tokenizer) -> list[int]:
     whole = tokenizer(longer, add_special_tokens=False)["input_ids"]
     if whole[:len(ids)] == ids:
         return whole
-    end = tokenizer.eos_token or ""  # some tokenizers put a space before the first word
-    rest = tokenizer(end + longer[len(text):], add_special_tokens=False)["input_ids"]
-    return ids + (rest[1:] if end else rest)
+    return ids + ids_after(longer[len(text):], tokenizer)

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 
-from dist import SettingsError
+from data import reader
+from errors import SettingsError
 from rewards import Score, Scorer
 from scoring.replies import Move
 
@@ -40,8 +41,8 @@ class Calls:
     """How this model writes calls: one of vLLM's parsers."""
 
     def __init__(self, schemas: list[dict], tokenizer, eos_ids: list[int]):
-        self.schemas, self.tokenizer, self.eos_ids = schemas, tokenizer, eos_ids
-        self.parser = self.request = None
+        self.schemas, self.tokenizer = schemas, tokenizer
+        self.text, self.parser, self.request = reader(tokenizer, eos_ids), None, None
 
     def choose(self, written: Callable[[dict], str]) -> None:
         """Finds the parser. written(turn): a turn with calls, as the chat template writes it.
@@ -77,11 +78,10 @@ class Calls:
 
     def read(self, ids: list[int], turn: int) -> dict:
         """The model's turn as a message, with its `tool_calls`. turn: its number."""
-        decode, ended = self.tokenizer.decode, ids[-1] in self.eos_ids
-        text = decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        text = self.text(ids)
         content, calls = self.parse(text)
         if not calls:
-            return said(decode(ids, skip_special_tokens=True))
+            return said(text)
         return said(content) | {"tool_calls": [
             call(*found, f"{turn:04d}{i:05d}") for i, found in enumerate(calls)]}
 

@@ -15,9 +15,8 @@ from jinja2 import TemplateError
 
 from chats import toolcalls
 from chats.toolcalls import WORDS, Calls, said
-from data import Prompt, Row
-from dist import SettingsError
-from errors import Count, not_default
+from data import Prompt, Row, ids_after, marks, reader, texts_of
+from errors import Count, SettingsError, not_default
 from rewards import Score, Scorer, check_rows, report
 from rollout import Request, prepare_environment
 from scoring.replies import Move
@@ -64,10 +63,8 @@ class Bridge:
     calls: Calls | None = None  # of --tools
 
     def __post_init__(self):
-        self.closing = 1  # ids in which a turn's end can be
-        if self.tokenizer.chat_template:
-            end = self.render([said(WORDS)], False).rpartition("yes")[2]
-            self.closing = max(1, len(self.encode(end)))
+        self.read = reader(self.tokenizer, self.eos_ids)
+        self.ends = marks(self.tokenizer)[1]
 
     @property
     def flag(self) -> str:
@@ -86,12 +83,6 @@ class Bridge:
             roles = ", ".join(m["role"] for m in chat)
             raise SettingsError(f"{self.flag}: the chat template takes no messages of the roles "
                                 f"{roles} ({error}).") from None
-
-    def encode(self, text: str) -> list[int]:
-        """As after a control token: some tokenizers put a space before the first word."""
-        end = self.tokenizer.eos_token or ""
-        ids = self.tokenizer(end + text, add_special_tokens=False)["input_ids"]
-        return ids[1:] if end else ids
 
     def text(self, messages: list[dict]) -> str:
         """From the end of the model's words to its next ones. SettingsError if the template refuses
@@ -122,8 +113,7 @@ class Bridge:
     def end_of(self, turn: str) -> int:
         """Where the turn's end begins: an end token, and what is not written follows."""
         turn = turn.rstrip()
-        ends = self.tokenizer.convert_ids_to_tokens(self.eos_ids)
-        found = [end for end in ends if turn.endswith(end)]
+        found = [end for end in texts_of(self.eos_ids, self.tokenizer) if turn.endswith(end)]
         return len(turn) - max(map(len, found), default=0)
 
     def body(self, turn: dict) -> str:
@@ -133,10 +123,11 @@ class Bridge:
 
     def ids(self, last: int, messages: list[dict]) -> list[int]:
         """To append to a turn whose last id is `last`. Its end is not doubled."""
-        found = self.encode(self.text(messages))
-        ends = found[:self.closing]
-        if last in self.eos_ids and last in ends:  # else: a --stop string, or another end
-            found = found[ends.index(last) + 1:]
+        text = self.text(messages)
+        found, ends = ids_after(text, self.tokenizer), texts_of([last], self.tokenizer)
+        # Else a --stop string ended it, or another end.
+        if ends and ends == self.ends and text.lstrip().startswith(ends[0]):
+            found = found[found.index(last) + 1:]
         if max(found) >= self.vocab:  # it would break the engine
             raise SettingsError(f"{self.flag}: the reply has an id of {max(found)}; the model has "
                                 f"{self.vocab:,}.")
@@ -245,11 +236,10 @@ class Episodes:
 
     def read(self, turns: list[Completion], number: int) -> list[dict]:
         """The messages of these turns. Each rank decodes its share. A collective."""
-        decode, calls = self.bridge.tokenizer.decode, self.bridge.calls
-        mine = self.world.mine(turns)
-        if calls:
-            return self.world.gather([calls.read(c.ids.tolist(), number) for c in mine])
-        return self.world.gather([said(decode(c.ids, skip_special_tokens=True)) for c in mine])
+        bridge, mine = self.bridge, self.world.mine(turns)
+        if bridge.calls:
+            return self.world.gather([bridge.calls.read(c.ids, number) for c in mine])
+        return self.world.gather([said(bridge.read(c.ids)) for c in mine])
 
     def reply(self, episodes: list[Episode], over: bool = False) -> list[tuple]:
         """For each its reply (over: its reward) and the ids to append. A rank answers the same

@@ -8,14 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import distill, grpo, ppo, sft  # noqa: E401, E402, I001
+from keeping.checkpoint import FIXED, SAME_UPDATE  # noqa: E402
 
 PAGE, BEGIN = ROOT / "docs/use/flags.md", "<!-- the tables: written by docs/make_flags.py -->\n"
-SAME_UPDATE = set("""checkpointing cpu_offload critic_score_tokens critic_update_tokens eager
- eval_data eval_every eval_only eval_pass eval_samples eval_temperature export gpu_gb head_chunk
- gpu_memory_utilization keep kv_cache_gb lora_sync max_gap max_num_seqs name offload plan ranks
- report resume reward_retries reward_timeout reward_workers samples_every save_every score_tokens
- shard_size sleep_level strict target_eval target_reward timeout tp try_worst_case update_tokens
- wandb""".split())
 
 
 def typed(value) -> str:
@@ -49,7 +44,7 @@ def tables() -> str:
         for flag, meaning in documented(cls).items():
             usual, *others = flags[flag].items()
             default = "; ".join([usual[0], *(f"{', '.join(s)} {v}" for v, s in others)])
-            kept = "same" if flag in SAME_UPDATE else ""
+            kept = "same" if flag in SAME_UPDATE else "fixed" if flag in FIXED else ""
             text += f"| `--{flag}` | {default} | {meaning} | {kept} |\n"
     return "| flag | default | meaning and unit | update |\n|---|---|---|---|\n" + text
 

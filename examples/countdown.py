@@ -5,7 +5,10 @@ import re
 from collections import Counter
 from fractions import Fraction
 
+from scoring.numbers import SAME, number_of
 from scoring.verifiers import last_answer
+
+SIGNS = SAME | str.maketrans("×∗·⋅÷", "****/")
 
 
 def countdown(completion, target, nums=None, numbers=None, **row):
@@ -13,12 +16,16 @@ def countdown(completion, target, nums=None, numbers=None, **row):
     exactly the row's `nums` (or `numbers`)."""
     lines = completion.strip().splitlines() or [""]
     text = last_answer(completion)
+    text = re.sub(r"\\(?:times|cdot)\b", "*", lines[-1] if text is None else text)
+    text = text.replace(r"\div", "/").translate(SIGNS)
     try:
-        value, used = arithmetic(lines[-1] if text is None else text)
+        value, used = arithmetic(text)
     except (ValueError, ZeroDivisionError):
         return 0.0
-    given = [int(n) for n in nums or numbers]
-    return float(Counter(used) == Counter(given) and value == int(target))
+    *given, target = [number_of(str(n)) for n in [*(numbers if nums is None else nums), target]]
+    if None in (*given, target):
+        raise ValueError("countdown needs numbers in the row's `nums` and `target`")
+    return float(Counter(used) == Counter(given) and value == target)
 
 
 def arithmetic(text: str) -> tuple[Fraction, list[int]]:

@@ -31,7 +31,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from dist import SettingsError
+from errors import SettingsError
 from examples import guess
 from trainer.experts import pieces
 

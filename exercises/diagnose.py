@@ -2,9 +2,9 @@
 
     python exercises/diagnose.py 9     # its curves, beside those of the same run without it
 
-curves/9.json and so on are metrics of real runs of the tiny model, one value a step (bench/sick.py
-made the runs, `bench/sick.py --curves` the files). Each cause below has the metric that shows it,
-and checks: each returns a sentence where the run contradicts the cause, else None.
+curves/9.json and so on are metrics of real runs of the tiny model, one value a step (sick.py makes
+them). Each cause below has the metric that shows it, and checks: each returns a sentence where the
+run contradicts the cause, else None.
 """
 import json
 import sys

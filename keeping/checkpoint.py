@@ -2,11 +2,13 @@
 
     runs/NAME/checkpoints/step_N/   after N steps; step_N.partial until it is whole
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
-        state.json                  step, position in the data, settings
+        state.json                  step, position in the data, settings, digests
 
 No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
 what you wrote.
 """
+import ast
+import hashlib
 import json
 import os
 import shutil
@@ -19,23 +21,32 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist import SettingsError, World
+from dist import World
+from errors import SettingsError
 from keeping import log
 from keeping.files import NotWritten, read, whole_folder, writing
+from preflight import loss_flags, plan
 from trainer import lora
-from trainer.model import Policy, Trained
-from trainer.weights import FILES, config_of, names_in_files
+from trainer.model import Policy, Trained, compute_dtype
+from trainer.weights import FILES, config_of, names_in_files, weight_files
 
-FIXED = ("script", "model", "source", "data", "rows", "prompt_template", "system",
-         "max_prompt_tokens", "reward", "reply", "tools", "group", "seed", "dtype", "lora_rank",
-         "lora_alpha", "lora_targets", "freeze_router", "train_vision",
-         "max_image_tokens", "teacher", "teacher_prompt", "loss_file",
-         "advantage_file")  # else it is another run
+# What another value means for a resumed run. Any setting that is in neither is taken over and said.
+FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets
+    max_image_tokens max_prompt_tokens model model_files precision prompt_template reply rows
+    script seed source system teacher teacher_files teacher_prompt tools
+    train_vision""".split())  # refused: it would be another run
+SAME_UPDATE = frozenset("""checkpointing cpu_offload critic_score_tokens critic_update_tokens eager
+    eval_data eval_every eval_only eval_pass eval_samples eval_temperature export gpu_gb head_chunk
+    gpu_memory_utilization keep kv_cache_gb lora_sync max_gap max_num_seqs name offload plan ranks
+    report resume reward_retries reward_timeout reward_workers samples_every save_every score_tokens
+    shard_size sleep_level strict target_eval target_reward timeout tp try_worst_case update_tokens
+    wandb""".split())  # free: it changes memory, speed, or what is shown and written
 
 
 class Saved(NamedTuple):
     path: Path
     state: dict  # of state.json
+    changed: list[str] = []  # what the resumed run takes over
 
 
 # ---- save ----
@@ -106,12 +117,13 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
             raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
                                 f"to go on from; choose another --name.")
         return None
-    check(saved, settings)
-    step = saved.state["step"]
-    if step > args.steps and not args.eval_args.eval_only:
+    goes_on, step = check(saved, settings, plan.flags(args)), saved.state["step"]
+    if args.eval_args.eval_only:
+        return saved
+    if step > args.steps:
         raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
                             f" Would work: --steps {step}, or more.")
-    return saved
+    return goes_on
 
 
 def find(folder: Path, world: World) -> Saved | None:
@@ -123,14 +135,84 @@ def find(folder: Path, world: World) -> Saved | None:
     return Saved(path, world.together(read, path / "state.json"))
 
 
-def check(saved: Saved, settings: dict):
-    """SettingsError if one of FIXED changed."""
+def check(saved: Saved, settings: dict, flags=()) -> Saved:
+    """It, with what this resume changes. SettingsError if one of FIXED or a row is another."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
-    wrong = [f"{name} was {was[name]} and is now {now.get(name)}"
-             for name in FIXED if name in was and was[name] != now.get(name)]
+    rows = now.pop("row_digests", [])
+    changed = [name for name in now if was.get(name, now[name]) != now[name]]
+    fixed = FIXED | {"max_tokens"} if now.get("carry") else FIXED  # of what is in flight
+    wrong = [f"{name} was {was[name]} and is now {now[name]}" for name in changed if name in fixed]
+    before = was.get("row_digests", rows)  # an older checkpoint has none
+    if not wrong and rows != before:
+        first = next(new for new, old in zip(rows, before, strict=True) if new != old)[0]
+        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or picture"]
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
-                            f"Choose another --name.")
+                            f"Would work: those of before, or another --name.")
+    return saved._replace(changed=[
+        f"resumed with {'--' if name in flags else ''}{name} {now[name]} (was {was[name]}) from "
+        f"step {saved.state['step'] + 1} on" for name in changed if name not in SAME_UPDATE])
+
+
+# ---- what a run is made of ----
+
+def facts(args, inputs, world: World) -> dict:
+    """Beside the flags, the same on all ranks."""
+    return {"script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
+            "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
+            "teacher_files": digest_of_files(inputs.teacher),
+            "precision": str(compute_dtype(args.model_args, world.device)),
+            **code_digests(plan.flags(args))}
+
+
+def digest(value) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
+
+
+def row_digests(rows: list) -> list:
+    """[index, digest] of each row: of all that the loop gets."""
+    found = []
+    for row in rows:
+        files = [sampled(it) if isinstance(it, str) else it
+                 for it in (row.pictures.sources if row.pictures else ())]
+        parts = row.prompt_ids, row.answer, row.columns, row.target, row.teacher_ids, files
+        found.append([row.index, digest(json.dumps(parts, default=str, skipkeys=True))])
+    return found
+
+
+def digest_of_files(folder: str | None) -> str:
+    """Of a model's weights."""
+    return digest([*map(sampled, weight_files(folder) if folder else [])])
+
+
+def sampled(path: str | Path) -> str:
+    """Of a file: its size, and 64 kB at 64 places."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        return digest([size, *(os.pread(file.fileno(), 2**16, start)
+                               for start in range(0, size, size // 64 + 1))])
+
+
+def code_digests(flags: dict) -> dict[str, str]:
+    """{"code of --loss FILE.py:NAME": digest} of each such flag: comments and docstrings are not
+    in it."""
+    found = {}
+    for flag, value in flags.items():
+        for spec in value if isinstance(value, tuple) else [value]:
+            file, is_file, _ = str(spec).rpartition(".py:")
+            for path in Path(f"{file}.py"), loss_flags.ROOT / f"{file}.py":
+                if is_file and path.is_file():
+                    found.setdefault(f"code of --{flag} {spec}", digest_of_code(path))
+    return found
+
+
+def digest_of_code(path: Path) -> str:
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [line for line in node.body if not (
+                isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
+    return digest(ast.dump(tree))
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):

@@ -1,7 +1,7 @@
 """evaluate.py: completions of every evaluation row → pass@1 and pass@k, with intervals.
 
-A completion passes when its first --reward is at least --eval_pass. Its seed depends on its row and
-not on the step, so evaluations of two policies are paired.
+A completion passes when its first --reward that applies is at least --eval_pass. Its seed depends
+on its row and not on the step, so evaluations of two policies are paired.
 """
 from dataclasses import dataclass
 from math import comb, exp
@@ -12,7 +12,7 @@ import torch
 from data import Prompt
 from errors import Count, Number, not_default
 from keeping.samples import write_samples
-from rewards import score_samples
+from rewards import Score, score_samples
 from trainer.batch import Batch, Meter, Sample, given
 
 
@@ -57,7 +57,7 @@ def sampled_metrics(run, step: int) -> dict[str, float]:
     with run.log.time("eval"), run.engine.generating(run.policy):
         samples = run.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
         score_samples(run, samples, args.eval_samples)
-    write_samples(run.log, f"eval_{step:05d}", samples)
+    write_samples(run.log, f"eval_{step:05d}", samples, decode=run.engine.tokenizer.decode)
     return evaluation_metrics(samples, args)
 
 
@@ -78,8 +78,7 @@ def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float
 def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward.
     groups_equal: the share of rows whose scored rewards are equal: no gradient in grpo.py."""
-    n, firsts = args.eval_samples, [next(iter(s.score.parts.values())) for s in samples]
-    passed = [first is not None and first >= args.eval_pass for first in firsts]
+    n, passed = args.eval_samples, [passes(s.score, args.eval_pass) for s in samples]
     correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
     totals = [s.score.total for s in samples if s.score.total is not None]
     found = {}
@@ -95,6 +94,12 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
         groups = [{s.score.total for s in samples[i:i + n]} for i in range(0, len(samples), n)]
         found["groups_equal"] = np.mean([len(rewards - {None}) <= 1 for rewards in groups])
     return {prefix + name: value for name, value in found.items()}
+
+
+def passes(score: Score, least: float) -> bool:
+    """Is the first reward that applies at least this?"""
+    values = [value for value in score.parts.values() if value is not None]
+    return score.total is not None and values[0] >= least
 
 
 def held_out_metrics(run) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from dist import SettingsError
+from errors import SettingsError
 
 
 class NotWritten(SettingsError):

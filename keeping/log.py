@@ -12,12 +12,14 @@ import subprocess
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from dist import SettingsError, World, peak_memory
+from dist import World, peak_memory
+from errors import SettingsError
 from keeping.files import as_lines, read, write_whole, writing
 
 LINE = {  # what is printed of a step
@@ -41,6 +43,13 @@ def choose_folder(args) -> Path:
         raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
                             f"another --name or more --steps.")
     return folder
+
+
+def began(folder: Path | None) -> str:
+    """When the run in `folder` began for the first time: chat templates may write the date."""
+    path = Path(folder or "", "args.json")
+    kept = read(path).get("began") if folder and path.exists() else None
+    return kept or datetime.now().isoformat(" ", "seconds")
 
 
 def finished_steps(folder: Path) -> int:

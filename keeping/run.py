@@ -1,12 +1,10 @@
 """run.py: what all training scripts share: flags, set-up, saving, evaluation, the end."""
 import io
 import json
-import os
 import re
 import sys
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -17,14 +15,13 @@ import rewards
 from chats.carry import Carry
 from chats.turns import Episodes, TurnArgs
 from data import DataArgs, Stream
-from dist import Mistakes, SettingsError
-from errors import Count, Number, Positive, Range
+from errors import Count, Mistakes, Number, Positive, Range, SettingsError
 from keeping import checkpoint, log, summary
 from keeping.checkpoint import export_adapter, export_model
 from keeping.evaluate import EvalArgs, held_out_metrics, sampled_metrics
 from keeping.samples import write_samples
-from preflight import loss_flags, plan
-from preflight.inputs import eos_ids, is_tiny, read_inputs
+from preflight import plan
+from preflight.inputs import is_tiny, read_inputs
 from preflight.plan import PlanArgs
 from preflight.worst_case import try_worst_case
 from rewards import RewardArgs
@@ -190,32 +187,35 @@ def parse(kind: type, description: str):
 
 def set_up(args) -> "Run":
     """Everything that a loop needs, in five phases. Weights load in the last."""
-    # 1. Check flags and files alone. A mistake waits until all ranks have joined.
-    ranks, local_size = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    mistakes = Mistakes()
-    inputs = mistakes.attempt(read_inputs, args, ranks, local_size)
+    # 1. Join the other ranks. Rank 0's clock names the folder, and dates the prompts.
+    world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args)
-    # 2. Join the other ranks. Machines have their own command lines and disks: compare them.
-    world = dist.join(args.run_args.timeout)
+    folder, began = world.gather([(folder, mistakes.attempt(log.began, folder))])[0]
+    # 2. Check flags and files. Machines have their own command lines and disks: compare them.
+    inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)
-    flags, facts = plan.flags(args), {
-        "script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
-        "eval_rows": len(inputs.eval_rows), **loss_flags.digests(args)}
-    same = {f"--{name}": value for name, value in flags.items()} | facts
+    flags, facts = plan.flags(args), checkpoint.facts(args, inputs, world)
+    same = {f"--{name}": value for name, value in flags.items()} | facts | {
+        "row_digests": checkpoint.digest(facts["row_digests"]),
+        "eval_digests": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
     Mistakes(world.differences(same)).stop()
-    folder = world.gather([folder])[0]  # rank 0's clock may have named it
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
-    settings = flags | facts | {"ranks": ranks} | versions
+    settings = flags | facts | {"ranks": world.size} | versions
     saved = checkpoint.newest(args, world, folder, settings)
+    if saved:
+        settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.
     run = Run(args, world, folder, inputs, saved, settings)
-    open_folder(run, flags | {"script": args.script, "ranks": ranks, "versions": versions})
+    open_folder(run, flags | {"script": args.script, "ranks": world.size, "versions": versions,
+                              "began": began, "changes": settings.get("changes", [])})
     run.log.say(inputs.plan.text(short=True))
     for note in inputs.notes:
         run.log.say(f"  {note}")
     if saved:
         run.log.say(f"  resumed from {saved.path}")
+        for text in saved.changed:
+            run.log.say(f"  {text}")
     # 5. Build the models, the engine, the reward workers.
     with run.log.time("loading"):
         run.build()
@@ -260,6 +260,7 @@ class Run:
 
     def build(self):
         self.scorer = rewards.Scorer(list(self.args.reward), self.args.reward_args)  # starts now
+        self.scorer.progress["max_steps"] = self.args.steps
         self.build_models()
         self.engine = self.episodes = self.carry = None
         if self.args.needs_engine:
@@ -308,7 +309,7 @@ class Run:
         make = SeeingEngine if inputs.eyes else Engine
         self.engine = make(
             inputs.source, self.world, args.engine_args, tokenizer=inputs.tokenizer,
-            eos_ids=eos_ids(inputs.source, inputs.tokenizer), log=self.log,
+            eos_ids=inputs.ends, log=self.log,
             trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
             max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
             adapter=self.adapter if args.lora_args.in_engine(bfloat16) else None,
@@ -324,7 +325,9 @@ class Run:
         if self.carry:
             self.carry.restore(state["flight"], self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
-        if self.args.critic_args and self.args.kl_target is not None:
+        before = state["settings"].get("kl_reward_coef")  # another one begins anew
+        if self.args.critic_args and self.args.kl_target is not None and (
+                self.settings.get("kl_reward_coef") == before):
             self.kl_coef = state["kl_coef"]
         self.best = state["best"]
 
@@ -348,7 +351,8 @@ class Run:
             self.best = {"step": step, "score": score}
             if self.args.run_args.export and step:  # before the first step it is --model
                 export_model(self.policy, self.inputs.source, self.log.folder / "best",
-                             {"best.json": json.dumps(self.best | metrics, indent=1)})
+                             {"best.json": json.dumps(self.best | metrics, indent=1)}
+                             | self.inputs.exported)
 
     def record(self, step: int, samples: list):
         """Each --samples_every steps the samples go to samples/, those that an update has learned
@@ -399,7 +403,8 @@ class Run:
 
     def export(self):
         """The policy to model/, adapters alone to adapter/ too. A collective."""
-        export_model(self.policy, self.inputs.source, self.log.folder / "model")
+        export_model(self.policy, self.inputs.source, self.log.folder / "model",
+                     self.inputs.exported)
         if self.adapter:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 

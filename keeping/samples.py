@@ -28,12 +28,16 @@ def token_row(s: Sample, decode) -> dict:
 
 
 def sample_row(s: Sample, decode=None) -> dict:
-    """An object of samples/. With its tokens, if an update has learned from it."""
+    """An object of samples/. With its tokens, if an update has learned from it. decode: the
+    tokenizer's: the prompt is shown as the model saw it."""
     turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
-    row = {"position": s.prompt.position, "prompt": s.prompt.row.prompt, "completion": s.text,
-           "turns": turns, "answer": s.prompt.row.answer, "reward": s.score.total,
+    asked = s.prompt.row
+    ids = asked.pictures.short_ids if asked.pictures else asked.prompt_ids
+    prompt = decode(ids, clean_up_tokenization_spaces=False) if decode else asked.prompt
+    row = {"position": s.prompt.position, "prompt": prompt, "completion": s.text,
+           "turns": turns, "answer": asked.answer, "reward": s.score.total,
            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
-           "truncated": s.completion.truncated} | s.prompt.row.shown
+           "truncated": s.completion.truncated} | asked.shown
     if decode and s.advantages is not None:
         row |= token_row(s, decode)
     return row

@@ -44,7 +44,7 @@ def grade(run_log: Log, flags) -> bool:
 def draw_curve(run_log: Log):
     from tools import plot
     picture = io.BytesIO()
-    plot.draw([[run_log.folder]], picture)
+    plot.draw([plot.runs_in(run_log.folder)], picture)
     write_whole(run_log.folder / "curve.png", picture.getvalue())
 
 

@@ -5,7 +5,7 @@ number of tokens, and so does the whole, scaled to one tile.     https://arxiv.o
 """
 import io
 
-from dist import SettingsError
+from errors import SettingsError
 
 LARGEST = 50_000_000  # pixels of a picture: decoded it has 3 bytes for each
 

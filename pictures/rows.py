@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from data import PROMPTS, Row, not_null
-from dist import SettingsError
+from data import CHATS, PROMPTS, Row
+from errors import SettingsError
 from pictures.eyes import Eyes, opened
-from scoring.replies import is_message
+from scoring.messages import CHAT, MARK, chat_of, not_null
 
-MARK = "<image>"
 COLUMNS = ("images", "image")
 
 
@@ -43,9 +42,9 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
              make, eyes: Eyes, folder: Path) -> Row | None:
     """In the place of `make`, data.make_row or that of targets.py. folder: of the data."""
     sources = tuple(source_of(value, folder) for value in values_of(columns))
-    columns = {column: marked(value, len(sources)) if column in ("messages", *PROMPTS) else value
-               for column, value in columns.items() if column not in COLUMNS}
-    controls = [text for text in controls if text != MARK]  # a prompt may begin with it
+    columns = {column: value for column, value in columns.items() if column not in COLUMNS}
+    columns |= {column: marked(column, columns[column], len(sources))
+                for column in (*CHATS, *PROMPTS) if isinstance(columns.get(column), str | list)}
     row = make(index, columns, name, apart(tokenizer), controls, args)
     if row:
         place(row, sources, eyes)
@@ -72,14 +71,15 @@ def source_of(value, folder: Path) -> str | bytes:
     return value
 
 
-def marked(prompt, count: int):
+def marked(column: str, prompt, count: int):
     """A prompt column with a mark for each picture: in front, unless it has marks."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and not CHAT.match(prompt):
         return prompt if MARK in prompt or not prompt.strip() else MARK * count + prompt
-    if not isinstance(prompt, list) or MARK in str(prompt):
-        return prompt
-    asked = next((m for m in prompt if is_message(m) and m["role"] == "user"), None)
-    return [m | {"content": marked(m["content"], count)} if m is asked else m for m in prompt]
+    chat = chat_of(column, prompt, None, MARK)
+    asked = next((m for m in chat if m["role"] == "user"), None)
+    if asked and MARK not in str(chat):
+        asked["content"] = MARK * count + asked["content"]
+    return chat
 
 
 def place(row: Row, sources: tuple, eyes: Eyes) -> None:

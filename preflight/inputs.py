@@ -2,7 +2,8 @@
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import dist
 import rewards
 from chats import targets, toolcalls, turns
 from chats.teacher import add_teacher_prompts
-from dist import Mistakes, SettingsError
+from data import eos_ids
+from errors import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.eyes import Eyes
 from pictures.seeing import sees
@@ -23,6 +25,9 @@ from preflight.plan import Plan, problems
 from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
 from trainer import experts, model, weights
+
+TIMES = """-d -e -m -H -I -y -j a A b B c C d D e F G h H I j k l m M p S T u U V w W x X y Y Z
+    z""".split()  # of strftime
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Inputs:
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
     eyes: Eyes | None = None  # of a model that sees
+    ends: list[int] = field(default_factory=list)  # ids that end a completion
 
     @property
     def for_pictures(self) -> dict:
@@ -48,13 +54,25 @@ class Inputs:
         return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
                 "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
 
+    @property
+    def exported(self) -> dict[str, str]:
+        """{file: text} of an exported model: transformers and vLLM end where this run did."""
+        path = Path(self.source) / "generation_config.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        found["eos_token_id"] = self.ends
+        return {path.name: json.dumps(found, indent=2)} if self.ends else {}
+
 
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template, eos_token = {}, None, ""
+    added_tokens_decoder, chat_template = {}, ""
+    bos_token = eos_token = eos_token_id = None
 
     def __call__(self, text, **options):
         return {"input_ids": []}
+
+    def apply_chat_template(self, messages, **options):
+        return ""
 
 
 def show_plan(args) -> int:
@@ -66,24 +84,26 @@ def show_plan(args) -> int:
     return int(found.shape.fused and not planned.fits)
 
 
-def read_inputs(args, ranks: int, local_size: int) -> Inputs:
-    """All that a run needs, but no weights. local_size: ranks of this machine."""
-    found = read_files(args, ranks, local_size)
+def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> Inputs:
+    """All that a run needs, but no weights. local_size: ranks of this machine. began: the time for
+    chat templates that ask for it; None: now."""
+    found = read_files(args, ranks, local_size, began=began)
     if found.source is None or (args.teacher and found.teacher is None):
         # To make or fetch a model takes time: all else was looked at first.
-        found = read_files(args, ranks, local_size, make=True)
+        found = read_files(args, ranks, local_size, make=True, began=began)
     check_memory(found, gpu_bytes(), local_size)
     return found
 
 
-def read_files(args, ranks: int, local_size: int | None = None, make: bool = False) -> Inputs:
+def read_files(args, ranks: int, local_size: int | None = None, make: bool = False,
+               began: str | None = None) -> Inputs:
     """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
 
     local_size: ranks of this machine; None: not known. make: see find_model.
     """
     # `attempt` returns None where it finds a mistake.
     mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
-    source, lm, tokenizer, ends = load_model(args.model, make, mistakes, notes)
+    source, lm, tokenizer, ends = load_model(args, make, mistakes, notes, began)
     needs, tools, teacher, eyes = [], None, None, None
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
@@ -93,7 +113,6 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
         notes += weights.unread(teacher, "teacher") if teacher else []
     if args.turn_args.tools:
         tools = mistakes.attempt(toolcalls.load, args.turn_args.tools, args.reward_args)
-
     if lm and tokenizer and sees(lm.config):
         eyes = mistakes.attempt(find_eyes, args, lm, source, notes, teacher)
 
@@ -115,20 +134,26 @@ def read_files(args, ranks: int, local_size: int | None = None, make: bool = Fal
         mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
     mistakes.stop()
     return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes)
+                  Plan(args, *counts), eyes=eyes, ends=ends)
 
 
 # ---- the model ----
 
-def load_model(name: str, make: bool, mistakes: Mistakes, notes: list[str]):
+def load_model(args, make: bool, mistakes: Mistakes, notes: list[str], began: str | None = None):
     """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
-    source, lm, tokenizer = mistakes.attempt(find_model, name, make), None, None
+    source, lm, tokenizer = mistakes.attempt(find_model, args.model, make), None, None
     if source:
         lm = mistakes.attempt(model.skeleton, source)
         if lm and mistakes.attempt(weights.names_in_files, lm, source):
             notes += weights.unread(source)
-        tokenizer = mistakes.attempt(load_tokenizer, name, source)
-    return source, lm, tokenizer, eos_ids(source, tokenizer) if tokenizer else []
+        tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
+    if tokenizer:
+        tokenizer.chat_template = dated(tokenizer.chat_template, began)
+    if not (lm and tokenizer):
+        return source, lm, tokenizer, []
+    vocab = lm.config.get_text_config().vocab_size
+    ends = check_ends(args, eos_ids(source, tokenizer), vocab, mistakes, notes)
+    return source, lm, tokenizer, ends
 
 
 def is_tiny(name: str) -> bool:
@@ -191,12 +216,25 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
                             f"({why}).") from None
 
 
-def eos_ids(source: str, tokenizer) -> list[int]:
-    """What ends a completion, by the generation config and the tokenizer."""
-    path = Path(source) / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    ids = ids if isinstance(ids, list) else [ids]
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+def dated(template: str | None, began: str | None):
+    """A chat template whose strftime_now says when the run began: on all ranks, after a resume."""
+    if not began or "strftime_now" not in (template or ""):
+        return template
+    began = datetime.fromisoformat(began)
+    parts = "".join(f"|replace('%{part}', '{began.strftime('%' + part)}')" for part in TIMES)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n{template}"
+
+
+def check_ends(args, ends: list[int], vocab: int, mistakes: Mistakes, notes: list[str]):
+    """Those of `ends` that the model can write. It says if there are none."""
+    found = [i for i in ends if 0 <= i < vocab]
+    said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
+            f"{vocab:,} ids.")
+    if not found and args.supervised:
+        mistakes.append(said)
+    elif not found and not args.engine_args.stop:
+        notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
+    return found
 
 
 def find_shape(name: str, lm, planning: bool, flag: str = "model") -> Shape | None:
@@ -271,6 +309,9 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
     vocab = lm.config.get_text_config().vocab_size if lm and tokenizer else 0
     if not vocab:
         tokenizer = None
+    if any(row.columns.get("chat_template_kwargs") for row in rows) and (
+            args.turn_args.reply or tools):
+        mistakes.append("rows with chat_template_kwargs take neither --reply nor --tools.")
     if args.turn_args.reply:  # without a model the function alone is tried
         return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
     if tools and tokenizer:
@@ -280,7 +321,7 @@ def find_bridge(args, lm, tokenizer, ends: list[int], tools: list[dict] | None,
 
 def folder_of(spec: str) -> Path:
     """Of the data: paths of pictures begin there."""
-    path = Path(os.path.expanduser(spec))
+    path = Path(data.parts_of(spec)[0])
     return path if path.is_dir() else path.parent
 
 

@@ -3,10 +3,7 @@
 Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in variants/. The file is
 found from the current folder or from the project's, and loaded before weights are.
 """
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import losses
-from dist import SettingsError
-from errors import Number, Range
+from errors import Number, Range, SettingsError
+from scoring.signatures import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,7 +91,6 @@ class Own(NamedTuple):
     """A function of a file."""
     function: Callable
     refuses: Callable  # args -> why these settings do not fit it, or None
-    digest: str  # of the file's text
 
 
 def loss_of(name: str) -> Callable:
@@ -108,11 +104,8 @@ def loss_of(name: str) -> Callable:
 def own(flag: str, spec: str) -> Own:
     """FILE.py:NAME of --loss or --advantage. SettingsError if it cannot be loaded."""
     path, name = find(flag, spec)
-    sys.path.append(str(path.parent))  # for what the file imports
-    made = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    module = sys.modules[made.name] = importlib.util.module_from_spec(made)
     try:
-        made.loader.exec_module(module)
+        module = load(path)
     except Exception as error:
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
                             f"{error}. Would work: a file that `python {path}` runs.") from error
@@ -124,8 +117,7 @@ def own(flag: str, spec: str) -> Own:
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last.") from error
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return Own(function, getattr(module, "refuses", fits), digest)
+    return Own(function, getattr(module, "refuses", fits))
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -173,10 +165,3 @@ def rules(args):
             continue
         if refused:
             yield f"--{flag} {spec} {refused}"
-
-
-def digests(args) -> dict[str, str]:
-    """{"loss_file": digest}: of each FILE.py:NAME, the same on all ranks and in a resumed run."""
-    given = {flag: getattr(args, flag, names[0]) for flag, names in NAMES.items()}
-    return {f"{flag}_file": own(flag, spec).digest
-            for flag, spec in given.items() if spec not in NAMES[flag]}

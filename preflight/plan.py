@@ -1,8 +1,8 @@
 """plan.py: the sizes of every part of a step, from the settings alone."""
 from dataclasses import dataclass, is_dataclass, replace
 
-from dist import KEYS, SettingsError, assert_divisible
-from errors import Count, Positive, not_default, outside
+from dist import KEYS, assert_divisible
+from errors import Count, Positive, SettingsError, not_default, outside
 
 
 @dataclass

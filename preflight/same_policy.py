@@ -2,7 +2,7 @@
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from dist import SettingsError
+from errors import SettingsError
 from pictures.seeing import pictures_of
 from trainer.batch import Batch, Completion, Micro, Sample
 

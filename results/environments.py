@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from keeping.log import finished_steps
-from results.make import machine
-from tools.plot import cell, ends
+from results.collect import machine
+from tools.plot import cell, ends, run_of
 
 HERE = Path(__file__).resolve().parent
 FILE, PAGE = HERE / "environments.json", HERE / "environments.md"
@@ -122,7 +122,8 @@ def learn(key: str, seed: int, kept: dict, steps: int) -> None:
             "--lr", "3e-4", "--warmup_steps", "5", "--save_every", "0", "--no-export",
             "--eval_temperature", "1", "--eval_samples", "4", "--seed", str(seed),
             *game.flags.split(), "--reward", *reward])
-        kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(made, "reward/environment")
+        kept.setdefault(key, {}).setdefault(kind, {})[str(seed)] = ends(
+            run_of(made), "reward/environment")
 
 
 def page(kept: dict) -> str:

@@ -27,10 +27,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
+from scipy import stats
 
 from keeping.log import finished_steps, is_evaluation, read_metrics
-from results.make import machine
-from tools.compare import paired_t
+from results.collect import machine
 from tools.plot import cell
 
 HERE = Path(__file__).resolve().parent
@@ -124,7 +124,7 @@ def against(found: dict, road: str) -> str:
     pairs = [last[seed] - control[seed] for seed in sorted(last.keys() & control.keys())]
     if road == "grpo" or len(pairs) < 2:
         return ""
-    low, high = paired_t(pairs)
+    low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
     return f"{np.mean(pairs):+.3f} ({low:+.3f} to {high:+.3f})"
 
 

@@ -1,4 +1,5 @@
 """How does a completion become a number? Read verifiers.py, signatures.py, replies.py, worker.py.
 
-The code here runs in worker processes, which rewards.py starts and may kill. It imports no torch.
+messages.py reads the messages of rows, for data.py. The rest runs in worker processes, which
+rewards.py starts and may kill. Nothing here imports torch.
 """

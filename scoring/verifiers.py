@@ -8,12 +8,15 @@ import functools
 import logging
 import re
 
+from scoring.numbers import number_of, plain
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
     "environment": "scoring.verifiers:environment",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
-    "format": "scoring.verifiers:format_tags", "short": "scoring.verifiers:short",
+    "format": "scoring.verifiers:format_tags", "format_boxed": "scoring.verifiers:format_boxed",
+    "short": "scoring.verifiers:short",
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
     "reasoning_gym": "examples.reasoning_gym_tasks:score"}
@@ -27,15 +30,22 @@ NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.
          ast.Load, ast.Call)
 
 
+# math-verify reads the first part of "36\pi \approx 113", and adds "3 4" up.
+NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
+
+
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last \boxed{...}, or None. Its braces must be balanced."""
-    _, box, rest = text.rpartition(r"\boxed{")
-    depth = 1
-    for brace in re.finditer("[{}]", rest if box else ""):
-        depth += 1 if brace[0] == "{" else -1
+    r"""What is in the last \boxed{...} or \fbox{...}, or after \boxed up to a $ or the end of the
+    line. None: there is none. "": it is not closed."""
+    *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?:\s*(\{)|[ \t]([^$\n]*))", text)]
+    if not box or not box[1]:
+        return box and box[2].strip()
+    depth, rest = 1, text[box.end():]
+    for brace in re.finditer(r"\\.|[{}]", rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return rest[:brace.start()]
-    return None
+    return ""
 
 
 def last_answer(text: str) -> str | None:
@@ -53,12 +63,18 @@ def environment(turns) -> float | None:
 def math_reward(completion, answer, **row):
     r"""1 if math-verify finds the two answers equal, else 0.
 
-    The answer is LaTeX, or has a \boxed{}, or ends in GSM8K's "#### 72". math-verify's timers are
-    off: they give 0, and the worker has its own.
+    The answer is LaTeX, or has a box, or ends in GSM8K's "#### 72". The completion's last box
+    counts, or without one what math-verify finds. Its timers are off: they give 0, and the worker
+    has its own.
     """
     from math_verify import parse, verify
-    given = parse(completion, parsing_timeout=None)
-    return float(verify(math_gold(str(answer)), given, timeout_seconds=None))
+    gold, box = math_gold(str(answer)), last_boxed(completion)
+    text = plain(completion if box is None else box)
+    if box is not None:
+        if NOT_ONE.search(text) and not NOT_ONE.search(str(answer)):
+            return 0.0
+        text = in_box(text)
+    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=256)  # a group shares it
@@ -66,10 +82,14 @@ def math_gold(answer: str) -> list:
     """The row's answer as math-verify parses it."""
     from math_verify import parse
     text = answer.rpartition("####")[2].strip()
-    gold = parse(text if r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
+    gold = parse(in_box(plain(last_boxed(text) or text)), parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify finds no answer in {answer[:200]!r}")
     return gold
+
+
+def in_box(text: str) -> str:
+    return rf"\boxed{{{text.rstrip('. ')}}}"  # it cannot read "18."
 
 
 def guard_math() -> None:
@@ -97,16 +117,35 @@ def shut_sympy() -> None:
 
 def format_tags(completion, prompt="", **row):
     """1 if TAGS are there, each once, in this order. A <think> that ends the prompt counts."""
-    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
-        completion = "<think>" + completion
+    completion = with_think(completion, prompt)
     once = all(completion.count(tag) == 1 for tag in TAGS)
     places = [completion.find(tag) for tag in TAGS]
     return float(once and places == sorted(places))
 
 
+def format_boxed(completion, prompt="", **row):
+    r"""1 if it is <think>.*</think>.*\boxed{.*}.*, as EasyR1 asks for; else 0."""
+    text = re.sub(r"([<>/])\s+", r"\1", with_think(completion, prompt))  # "< / think >" too
+    text = re.sub(r"(?<!\s)\s+([<>/])", r"\1", text)
+    box = text.partition("</think>")[2].partition(r"\boxed{")[2]
+    return float(text.startswith("<think>") and "}" in box)
+
+
+def with_think(completion: str, prompt: str) -> str:
+    """With the <think> that ends the prompt."""
+    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
+        return "<think>" + completion
+    return completion
+
+
 def exact(completion, answer, **row):
-    """1 if the completion is the answer, else 0."""
-    return float(completion.strip() == str(answer).strip())
+    """1 if the completion is the answer, else 0. Of a number in the row any form is right; of the
+    text "18.0", as pandas writes, also 18."""
+    text = str(answer).strip()
+    if completion.strip() in (text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)):
+        return 1.0
+    value = None if isinstance(answer, str) else number_of(text)
+    return float(value is not None and number_of(completion) == value)
 
 
 def short(completion, tokens, **row):

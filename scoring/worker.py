@@ -4,6 +4,7 @@ In: pickles: what to load, then lists of calls. Out: lines of JSON: what it load
 it cannot), then a line for each list. What a reward prints goes where the trainer's does.
 """
 import asyncio
+import contextlib
 import ctypes
 import functools
 import json
@@ -15,7 +16,7 @@ import socket
 import traceback
 
 from scoring.replies import Tools
-from scoring.signatures import Item, Part, Reward, find, read_signature
+from scoring.signatures import GROUPS, TRAINER, Item, Part, Reward, find, read_signature
 
 TOGETHER = 64  # calls of `async def` rewards that a worker gets at once
 PAUSE = 1.0  # seconds before the first retry; each further pause is twice as long
@@ -38,17 +39,23 @@ class Call:
 
     def __init__(self, items: list[Item], rewards: list[Reward]):
         self.items, self.retries = items, 0
-        self.error = None  # the last one
+        self.errors = [None] * len(items)  # the last one of each
         self.values = [[None] * len(items) for _ in rewards]  # [reward][item]
 
     def answer(self) -> list:
-        return [[*zip(*self.values, strict=True)], self.error, self.retries]
+        return [[*zip(*self.values, strict=True)], self.errors, self.retries]
+
+    def fill(self, values: list, part: slice, found: list) -> None:
+        """Notes what a reward returned: numbers; a str is an error."""
+        values[part] = [None if isinstance(value, str) else value for value in found]
+        self.errors[part] = [value if isinstance(value, str) else error
+                             for value, error in zip(found, self.errors[part], strict=True)]
 
     def tasks(self, rewards: list[Reward], waits: bool) -> list[tuple[Reward, list, slice]]:
         """(reward, its values, the items of one call of its function), …"""
         found = []
         for reward, values in zip(rewards, self.values, strict=True):
-            size = len(self.items) if reward.kind == "trl" else 1
+            size = len(self.items) if reward.kind in GROUPS else 1
             if reward.waits == waits:
                 found += [(reward, values, slice(i, i + size))
                           for i in range(0, len(self.items), size)]
@@ -60,11 +67,11 @@ def score_plain(rewards: list[Reward], call: Call) -> None:
     for reward, values, part in call.tasks(rewards, waits=False):
         items = call.items[part]
         try:
-            values[part] = reward.values(reward.start(items), items)
+            call.fill(values, part, reward.values(reward.start(items), items))
         except MemoryError:  # it ends this process: what holds the memory may stay
             raise
         except Exception:
-            call.error = traceback.format_exc()[-2000:]
+            call.errors[part] = [traceback.format_exc()[-2000:]] * len(items)
 
 
 async def score_waiting(rewards: list[Reward], calls: list[Call], timeout: float,
@@ -94,13 +101,20 @@ async def score_one(call: Call, reward: Reward, values: list, part: slice, timeo
             task.cancel()
             error = f"no answer within {seconds:g} seconds"
         elif task.exception() is None:
-            values[part] = task.result()
-            return
+            return call.fill(values, part, task.result())
         elif isinstance(task.exception(), MemoryError):  # as in score_plain
             raise task.exception()
         else:
             error = "".join(traceback.format_exception(task.exception()))[-2000:]
-    call.error = error
+    call.errors[part] = [error] * len(items)
+
+
+def received(pipe: socket.socket):
+    """The trainer's messages, until it ends."""
+    inbox = pipe.makefile("rb")
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(inbox)
 
 
 def work(fd: int) -> None:
@@ -108,7 +122,7 @@ def work(fd: int) -> None:
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
     pipe = socket.socket(fileno=fd)
-    inbox = pipe.makefile("rb")
+    inbox = received(pipe)
 
     def send(message):
         # A surrogate alone has no bytes.
@@ -118,7 +132,10 @@ def work(fd: int) -> None:
         except OSError:  # this is a fork, or the trainer ended
             os._exit(1)
 
-    kind, parts, memory, timeout, retries = pickle.load(inbox)
+    started = next(inbox, None)
+    if not started:
+        return
+    kind, parts, memory, timeout, retries = started
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -127,11 +144,12 @@ def work(fd: int) -> None:
         return send(str(error))
     except Exception:
         return send(traceback.format_exc()[-2000:])
-    groups = any(reward.kind == "trl" for reward in rewards)
+    groups = any(reward.kind in GROUPS for reward in rewards)
     together = any(reward.waits for reward in rewards)
     send([groups, together, methods, [need for reward in rewards for need in reward.needs]])
-    while True:
-        calls = [Call(items, rewards) for items in pickle.load(inbox)]
+    for progress, batch in inbox:
+        vars(TRAINER).update(progress)
+        calls = [Call(items, rewards) for items in batch]
         for call in calls:
             score_plain(rewards, call)
         if together:

@@ -15,7 +15,7 @@ import data
 import dist
 import families
 import rewards
-from dist import SettingsError
+from errors import SettingsError
 from keeping.checkpoint import export_model
 from preflight import same_policy
 from rollout import Request, hash_seed

@@ -96,7 +96,7 @@ def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
 
 
 def engine_of(folder: str, world, policy, tp: int = 1, **more) -> Engine:
-    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False)
+    log = SimpleNamespace(time=lambda name: nullcontext(), count=False)
     return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=torch.float32,
                   max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
                   trained=[policy], tokenizer=None, log=log, **more)

@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -190,6 +192,17 @@ def receive(connection) -> tuple[dict, list[int]]:
     return json.loads(line), list(files)
 
 
+def without_switches(argv: list[str]) -> list[str]:
+    """What the interpreter runs: -u -BX dev -W ignore -Ic CODE ARGS → -c CODE ARGS."""
+    while argv and re.match("-[^-]", argv[0]):
+        switch, *rest = argv
+        what = switch.lstrip("-bBdEhiIOPqsSuvVx?")
+        if what[:1] in ("c", "m"):
+            return [f"-{what[0]}", *filter(None, [what[1:]]), *rest]
+        argv = rest[1:] if what in ("X", "W") else rest
+    return argv
+
+
 def become(request: dict, files: list[int]) -> None:
     """The child is now `python *argv`."""
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 500) for file in files]  # clear of all numbers
@@ -200,12 +213,13 @@ def become(request: dict, files: list[int]) -> None:
         os.close(copy)
     os.environ.clear()
     os.environ.update(request["environ"])
+    time.tzset()
     os.chdir(request["cwd"])
     os.getppid = partial(int, request["parent"])  # the client's, as where nothing is forked
     import torch
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
-    argv = [word for word in request["argv"] if word not in ("-u", "-B")]
+    argv = without_switches(request["argv"])
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     status = 1

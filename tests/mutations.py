@@ -117,7 +117,7 @@ ROWS = [
         "ids[:-1], logprobs[:-1], output.finish_reason",
         "details.py::test_the_end_token_is_trained_on", "sampled()",
         "{} → {} of 5 sampled tokens are in the loss"),
-    Row("preflight/inputs.py", "ids = ids if isinstance(ids, list) else [ids]",
+    Row("data.py", "ids = ids if isinstance(ids, list) else [ids]",
         "ids = ids[:1] if isinstance(ids, list) else [ids]",
         "details.py::test_every_end_token_of_the_generation_config_ends_a_completion",
         "end_tokens([2, 7])", "{} → {} of 2 end tokens end a completion"),

@@ -32,7 +32,7 @@ from dist import balance, cut, share, tokens  # noqa: F401
 from forked import PYTHON
 from keeping import evaluate  # noqa: F401
 from learning import Case, fabricate, whole
-from preflight import inputs, worst_case
+from preflight import worst_case
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -226,7 +226,7 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
     sample = SimpleNamespace(completion=worst_case.sample([1], np.ones(1)).completion)
     engine = SimpleNamespace(
         seed=0, world=SimpleNamespace(same_phase=lambda *_: None, gather=lambda x: x, rank=0),
-        log=SimpleNamespace(phase=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
+        log=SimpleNamespace(time=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
         engines=1,
         generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
     engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)
@@ -244,7 +244,14 @@ def end_tokens(ids) -> int:
     """What ends a completion, by a generation config with these ids."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        return len(inputs.eos_ids(folder, SimpleNamespace(eos_token_id=None)))
+        return len(data.eos_ids(folder, ending_in(None)))
+
+
+def ending_in(eos_token_id: int | None):
+    """A tokenizer of which only its end token is known."""
+    return SimpleNamespace(
+        eos_token_id=eos_token_id, added_tokens_decoder={}, bos_token=None,
+        chat_template=None, convert_tokens_to_ids=list)
 
 
 def sampled() -> int:

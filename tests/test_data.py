@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 from chats.teacher import add_teacher_prompts
 from data import DataArgs, Row, Stream, read
-from dist import SettingsError
+from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
 
@@ -272,7 +272,7 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
 @pytest.mark.parametrize("row, what", [
     ({"text": "q", "label": "a"},
      "no prompt column in (text, label); it needs prompt, question, problem, or --prompt"),
-    ({"prompt": [user([{"type": "image"}])]}, "the prompt must be text or a list of"),
+    ({"prompt": [user([{"type": "image"}])]}, "message 0 of prompt: its content cannot be used"),
     ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
     ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
 ])

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import data
 import families
 import grpo
 import learning
@@ -19,7 +19,6 @@ import probes
 import ranks
 import test_packing
 from keeping import evaluate
-from preflight import inputs
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -108,7 +107,7 @@ def test_the_end_token_is_trained_on():
     ([2, 7], 2, [2, 7]), ([2, 7], 5, [2, 5, 7]), (3, None, [3]), (None, None, [])])
 def test_every_end_token_of_the_generation_config_ends_a_completion(tmp_path, ids, own, expected):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ids or "null"}}}')
-    assert inputs.eos_ids(str(tmp_path), SimpleNamespace(eos_token_id=own)) == expected
+    assert data.eos_ids(str(tmp_path), probes.ending_in(own)) == expected
 
 
 def test_log_probs_are_at_least_float32():

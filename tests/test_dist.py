@@ -1,4 +1,8 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
+import datetime
+import os
+import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -6,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dist
+import forked
 import ranks
-from dist import KEYS, SettingsError, assert_divisible, balance, cut, share, tokens
+from dist import KEYS, assert_divisible, balance, cut, share, tokens
+from errors import SettingsError
 from learning import fabricate
 from trainer.batch import Batch
 
@@ -189,3 +196,79 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout(tmp_path):
     assert last == "came late"
     for text, missing in first, second:
         assert "Timed out waiting" in text and missing == [2], first
+
+
+# ---- who belongs to a run: the environment
+
+LAUNCHED = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a",
+                MASTER_PORT="7")
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, [0, 0, 1, 1]), ({"WORLD_SIZE": "1"}, [0, 0, 1, 1]), ({"RANK": "0"}, [0, 0, 1, 1]),
+    (LAUNCHED, [1, 1, 2, 2]),
+    # One rank of Kubeflow; one machine of two, each with one rank.
+    ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "no.such.host", "MASTER_PORT": "1"},
+     [0, 0, 1, 1]),
+    ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}, [1, 0, 2, 1]),
+    # An allocation of Slurm; srun with one torchrun a machine.
+    ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, [0, 0, 1, 1]),
+    (LAUNCHED | {"SLURM_STEP_NUM_TASKS": "2"}, [1, 1, 2, 2])])
+def test_the_environment_places_a_rank(monkeypatch, given, expected):
+    environ = dict(given)
+    monkeypatch.setattr(os, "environ", environ)
+    assert dist.place() == expected
+    alone = expected[2] == 1
+    assert environ["MASTER_ADDR"] == ("127.0.0.1" if alone else "a")
+    assert environ["MASTER_PORT"] == ("0" if alone else "7")
+
+
+@pytest.mark.parametrize("given", [
+    {"WORLD_SIZE": "2"}, {"RANK": "1"}, {"LOCAL_RANK": "3"}, {"LOCAL_WORLD_SIZE": "8"},
+    {"WORLD_SIZE": "x"}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "0"}, {"RANK": "-1"},
+    {"MASTER_PORT": "http"}, {"WORLD_SIZE": "2", "RANK": "0"},
+    {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a"}, LAUNCHED | {"RANK": "2"},
+    LAUNCHED | {"LOCAL_RANK": "two"}, {"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}])
+def test_what_is_left_in_the_environment_is_one_sentence(monkeypatch, given):
+    """At once: the run would wait for ranks that nobody started, or be several runs."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    with pytest.raises(SettingsError) as caught:
+        dist.place()
+    text = str(caught.value)
+    assert all(f"{name}={value}" in text for name, value in given.items()), text
+    assert "Would work: torchrun" in text
+    assert {*text.rpartition("unset ")[2].rstrip(".").split()} == given.keys()
+
+
+def test_a_rank_that_does_not_come_is_named_and_a_port_in_use_too(monkeypatch, capfd):
+    port, limit = ranks.free_port(), datetime.timedelta(seconds=2)
+    monkeypatch.setattr(dist, "LATE", 0.5)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(SettingsError, match=f"rank 0 of 3 .*:{port} .*rank 1.*unset RANK"):
+        dist.meet(0, 3, limit)
+    assert f"rank 0 of 3 does not find the others at 127.0.0.1:{port} yet" in capfd.readouterr().err
+    with pytest.raises(SettingsError, match="rank 1 of 2 does not find the others at .*timed out"):
+        dist.meet(1, 2, limit)
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        with pytest.raises(SettingsError, match="rank 0 of 2 .*address already in use"):
+            dist.meet(0, 2, limit)
+
+
+# ---- the stand-in for the interpreter
+
+@pytest.mark.parametrize("given, expected", [
+    ("-u x.py -u -B", "x.py -u -B"), ("-B -c CODE a", "-c CODE a"), ("-Bc CODE", "-c CODE"),
+    ("-cCODE -m", "-c CODE -m"), ("-I -X dev -Wignore -W error -Xutf8 -m mod -c", "-m mod -c"),
+    ("-E -s -S -q -OO -bb -P -vv x.py", "x.py"), ("-x -i -d --flag", "--flag"), ("", "")])
+def test_the_switches_of_the_interpreter_are_taken_off(given, expected):
+    assert forked.without_switches(given.split()) == expected.split()
+
+
+def test_a_container_that_writes_no_bytecode_starts_ranks():
+    """multiprocessing passes the parent's switches on: -B, where PYTHONDONTWRITEBYTECODE is set."""
+    words = ["-B", "-u", "-X", "dev", "-c", "import sys\nprint(sys.argv)", "-B"]
+    done = subprocess.run([forked.PYTHON, *words], text=True, capture_output=True)
+    assert done.stdout == "['-c', '-B']\n", done.stderr

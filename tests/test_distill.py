@@ -11,10 +11,9 @@ import faults
 import losses
 import ranks
 import sft
-from chats import teacher as beside
 from chats.teacher import add_teacher_prompts
 from data import DataArgs
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from live import Live
 from preflight import inputs, memory, plan, worst_case
@@ -41,7 +40,7 @@ def test_the_sampled_token_has_the_expected_gradient_of_the_exact_divergence():
     loss, _ = losses.clip_loss(logp, logp.detach(), advantages, torch.arange(V), clip_low=0.2,
                                clip_high=0.2, dual_clip=None)
     found = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (
-        logp.detach().exp() * loss, beside.divergence(policy, teacher, "reverse_kl"))]
+        logp.detach().exp() * loss, head.divergence(policy, teacher, "reverse_kl"))]
     assert torch.allclose(*found, rtol=0, atol=1e-14) and found[0].abs().max() > 0.01
 
 
@@ -53,7 +52,7 @@ def test_a_divergence_is_its_definition_and_its_gradient_autograds(kind):
     m = (p + q) / 2
     theirs = {"reverse_kl": (p * (p / q).log()).sum(-1), "forward_kl": (q * (q / p).log()).sum(-1),
               "jsd": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2}[kind]
-    ours = beside.divergence(logits, teacher, kind)
+    ours = head.divergence(logits, teacher, kind)
     assert torch.allclose(ours, theirs, rtol=1e-12)
     pairs = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (ours, theirs)]
     assert torch.allclose(*pairs, rtol=0, atol=1e-14)
@@ -62,11 +61,11 @@ def test_a_divergence_is_its_definition_and_its_gradient_autograds(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_that_is_the_student_gives_exactly_nothing(kind):
     logits = (10 * tables(3)).float().requires_grad_()
-    found = beside.divergence(logits, logits.detach().clone(), kind)
+    found = head.divergence(logits, logits.detach().clone(), kind)
     gradient, = torch.autograd.grad(found.sum(), logits)
     assert not found.any() and not gradient.any()
     far = torch.tensor([[0.0, -200.0, -1e4]]).requires_grad_()
-    found = beside.divergence(far, -far.detach(), kind)
+    found = head.divergence(far, -far.detach(), kind)
     found.sum().backward()
     assert found.isfinite().all() and far.grad.isfinite().all()
 
@@ -79,8 +78,8 @@ def test_chunks_give_the_same(kind):
     targets, found = torch.randint(11, (7,)), []
     for chunk in (2, 7):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        teacher = beside.Teacher(other, lambda x: x @ theirs.T, 1.5, kind)
-        out = beside.token_divergences(h, lambda x, w=w: x @ w.T, targets, 1.5, chunk, "value",
+        teacher = head.Teacher(other, lambda x: x @ theirs.T, 1.5, kind)
+        out = head.token_divergences(h, lambda x, w=w: x @ w.T, targets, 1.5, chunk, "value",
                                        teacher)
         plain = head.token_logprobs(h, lambda x, w=w: x @ w.T, targets, 1.5, 7, "value")
         assert torch.allclose(out[0], plain[0]) and torch.allclose(out[1], plain[1])
@@ -94,9 +93,9 @@ def test_the_divergences_memory_is_within_the_plan(kind):
     vocab, hidden, chunk, n = 2000, 8, 16, 64
     weight, theirs = torch.randn(vocab, hidden, requires_grad=True), torch.randn(vocab, hidden)
     h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
-    teacher = beside.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
+    teacher = head.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
     with Live() as live:
-        logp, _, divergence = beside.token_divergences(
+        logp, _, divergence = head.token_divergences(
             h, lambda x: x @ weight.T, t, 1.0, chunk, "value", teacher)
         (logp + divergence).sum().backward()
     assert live.largest <= chunk * vocab * 4
@@ -136,7 +135,7 @@ def arguments(**flags):
 
 def tried(world, folder: str) -> dict[str, tuple]:
     """The worst case of each script: its phases, and calls of the divergence."""
-    found, shipped = {}, beside.divergence
+    found, shipped = {}, head.divergence
     for name, args in {"sft": plan.changed(sft.Args(), **SMALL), "none": arguments(**SMALL),
                        "jsd": arguments(divergence="jsd", **SMALL)}.items():
         models = [model.Policy(
@@ -148,7 +147,7 @@ def tried(world, folder: str) -> dict[str, tuple]:
             calls.append((torch.is_grad_enabled(), logits.shape == theirs.shape, kind))
             return shipped(logits, theirs, kind)
 
-        beside.divergence = counted
+        head.divergence = counted
         reference = models[1] if args.needs_reference else None
         peaks = worst_case.measure_phases(
             plan.Plan(args, world.size, 64, 0), world, 64, models[0], reference)

@@ -15,13 +15,12 @@ import grpo
 import losses
 import ppo
 import sft
-from bench import loss_table, teacher_tokens
 from docs import check_links, make_flags
 from forked import PYTHON
 from keeping import checkpoint
 from preflight import memory, plan
 from preflight.shape import shape_of
-from results import roads
+from results import environments, roads
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
@@ -38,8 +37,9 @@ SOURCES = [path for path in FILES if path.suffix in {".py", ".sh", ".html"}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
-OTHERS = {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id",  # torchrun's
-          "shutdown-timeout", "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
+OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
+          "rdzv_id", "shutdown-timeout",  # torchrun's
+          "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "wirings", "fix", "write", "solution", "help"}
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
@@ -176,9 +176,7 @@ def test_every_recipe_passes_the_checks():
     _, _, *recipes = rows("docs/use/recipes.md", "Algorithms")
     commands = [row[1].strip("`") for row in recipes if len(row) == 2 and re.match(
         "`(ppo.*)?-", row[1])]
-    commands += [f"grpo.py {loss_table.JOB} {flags}" for methods in loss_table.METHODS.values()
-                 for flags in methods.values()]
-    assert len(commands) >= 38
+    assert len(commands) >= 19
     for command in commands:
         assert problems_of(command, 8)[1] <= {"--update_tokens"}, command   # the page says so
 
@@ -238,10 +236,8 @@ def test_the_page_of_flags_is_written_from_the_dataclasses():
 def test_a_flag_that_keeps_the_update_may_change_in_a_resumed_run():
     assert not make_flags.SAME_UPDATE & {*checkpoint.FIXED}
     text = BARE["docs/reference/metrics_and_files.md"]
-    listed = re.search(r"cannot change in the middle of a run:(.*?)All\s+others", text, re.S)[1]
-    assert {*re.findall("--(\\w+)", listed)} == {
-        *checkpoint.FIXED} - {"script", "source", "rows", "loss_file", "advantage_file"} | {
-        "loss", "advantage"}
+    listed = re.search(r"is refused in one sentence:(.*?)All\s+others", text, re.S)[1]
+    assert {*re.findall("--(\\w+)", listed)} == checkpoint.FIXED & {*FLAGS}
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
@@ -249,19 +245,20 @@ def test_pictures_are_what_the_script_draws(name):
     assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw.PICTURES[name]()
 
 
-def test_the_pages_of_numbers_are_what_the_committed_numbers_say(tmp_path, monkeypatch):
-    for module in (roads, teacher_tokens):
-        assert module.FILE.exists() == module.PAGE.exists()
-        if module.FILE.exists():
-            assert module.PAGE.read_text() == module.page(json.loads(module.FILE.read_text()))
-    before = loss_table.PAGE.read_text()
-    monkeypatch.setattr(loss_table, "PAGE", Path(shutil.copy(loss_table.PAGE, tmp_path)))
-    monkeypatch.setattr(loss_table, "PICTURE", tmp_path / "losses.svg")
-    loss_table.page()
-    assert loss_table.PAGE.read_text() == before
-    if loss_table.FILE.exists():
-        drawn = (tmp_path / "losses.svg").read_text()
-        assert drawn == (ROOT / "docs/pictures/losses.svg").read_text()
+def test_the_pages_of_numbers_are_what_the_committed_numbers_say():
+    for module in (roads, environments):
+        assert module.PAGE.read_text() == module.page(json.loads(module.FILE.read_text()))
+
+
+def test_measurements_have_their_commands_and_every_named_command_is_there():
+    measured = (ROOT / "bench/RESULTS.md").read_text()
+    for section in re.split("^## ", measured, flags=re.M)[1:]:
+        assert re.search(r"`[^`]*((bench|tests)/\w+\.py|\./run\.sh)", section), section
+    assert max(map(len, measured.splitlines())) <= 100
+    pages = [*TEXT.values(), measured, *(p.read_text() for p in ROOT.glob("results/*.md"))]
+    named = {*re.findall(r"\b(?:bench|tests|results|tools|docs|exercises)/[\w/]+\.py\b",
+                         "\n".join(pages))}
+    assert len(named) > 20 and not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_durations_are_those_of_the_results():
@@ -269,7 +266,7 @@ def test_durations_are_those_of_the_results():
             "./run.sh game": "game", "./run.sh real": "instructions"}
     table = {row[0].strip("`"): row[2] for row in rows("docs/use/start.md", "The jobs")}
     for command, folder in jobs.items():
-        seeds = json.loads((ROOT / "results" / folder / "result.json").read_text())["seeds"]
+        seeds = json.loads((ROOT / f"results/{folder}.json").read_text())["seeds"]
         mean = sum(seed["seconds"] for seed in seeds.values()) / len(seeds)
         assert table[command] == f"{mean:.0f}", command
     assert f"of {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last

@@ -14,7 +14,7 @@ import data
 import ranks
 from chats import turns
 from chats.turns import said
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from faults import Attempt, differences
 from rewards import RewardArgs, Scorer

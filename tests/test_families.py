@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel
 
 import families
 import grpo
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from preflight import inputs, plan
 from ranks import results

@@ -10,7 +10,8 @@ import torch
 import dist
 import grpo
 import rollout
-from dist import SettingsError, World
+from dist import World
+from errors import SettingsError
 from preflight import inputs, plan
 from preflight.memory import GIB
 from trainer import logprobs as head

@@ -148,8 +148,8 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         call = worker.Call([item(needed)], [reward])
         asyncio.run(worker.score_waiting([reward], [call], 0.2, 3))
         assert (call.values, pauses, call.retries) == ([[value]], waited, len(waited))
-        assert bool(call.error) == (value is None)
-    assert "the server is away" in call.error
+        assert bool(call.errors[0]) == (value is None)
+    assert "the server is away" in call.errors[0]
 
 
 # ---- examples/judge.py, examples/reward_model.py

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data import Prompt, Row
-from dist import SettingsError
+from errors import SettingsError
 from keeping import files, log, samples, summary
 from rewards import Score
 from trainer.batch import Completion, Sample

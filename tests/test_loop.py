@@ -40,7 +40,7 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
                         temperature=0.9, samples_every=2, lr_schedule="linear", **rate)
     given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, start=1)
     assert [options["lr"] for options in given] == pytest.approx([0.6, 0.4, 0.2])
-    assert all(options["phase"] is run.log.phase for options in given)
+    assert all(options["phase"] is run.log.time for options in given)
     assert run.stream.next.call_args_list == [call(5)] * 3
     # What `learn` returned goes to metrics.jsonl, and to the watch that ends a broken run.
     logged = [one.args for one in run.log.step.call_args_list]

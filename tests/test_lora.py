@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import families
 import grpo
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from families import ROOT
 from forked import PYTHON

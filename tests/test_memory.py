@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 import grpo
 import learning
 import ppo
-from dist import KEYS, SettingsError
+from dist import KEYS
+from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from keeping.checkpoint import export_model
 from ranks import results

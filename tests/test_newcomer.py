@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from preflight import inputs, plan
@@ -138,7 +138,7 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
     env = {**env, "RANKS": ranks} if ranks else {k: v for k, v in env.items() if k != "RANKS"}
     done = subprocess.run(["./run.sh", *line.split()], cwd=tmp_path, env=env, text=True,
                           capture_output=True)
-    assert done.stdout.startswith(f"--nproc_per_node {ranks or 2} "), done.stdout + done.stderr
+    words = f"--local_addr 127.0.0.1 --nproc_per_node {ranks or 2} {words}"
     assert done.stdout.endswith(" kept kept\n")
     given = iter(done.stdout.split())
     assert all(word in given for word in words.split())  # in this order

@@ -70,10 +70,10 @@ def test_a_large_run_is_under_the_limit_and_what_has_no_room_is_named(tmp_path, 
     """And where only so many bytes may be read: the first file, the last and the middle."""
     large = run_of(tmp_path, 24, lambda step: [
         made_up(i // 8, 16, random.Random(i)) for i in range(64)])
-    monkeypatch.setattr(report, "PAGE", 400_000)
+    monkeypatch.setattr(report, "PAGE", 260_000)
     page = write_page([large])
     head, blocks = parts(page)
-    assert page.stat().st_size < 400_000 and len(head["blocks"]) == 24
+    assert page.stat().st_size < 260_000 and len(head["blocks"]) == 24
     lacks = [b["lacks"] for b in head["blocks"]]
     assert lacks[0] == lacks[-1] == "" and {*lacks} == {"", "tokens"}
     for info, block in zip(head["blocks"], blocks, strict=True):

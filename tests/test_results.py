@@ -1,6 +1,5 @@
 """results/ against its table, and the tools that read runs: the intervals of tools/compare.py hold
-what they promise, tools/plot.py, tools/samples.py; the rewards of the controls."""
-import json
+what they promise, tools/plot.py, tools/samples.py; the reward of the real model's job."""
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from errors import SettingsError
 from examples import instructions
 from keeping import log
-from results import make
+from results import collect, table
 from test_report import write_run
-from tools import compare, plot, samples
+from tools import compare, plot, report, samples
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,43 +47,40 @@ def test_the_reward_is_1_where_the_rule_is_followed_and_0_for_hostile_completion
     assert not [text for text in bad + hostile if instructions.follows(text, rule)]
 
 
-# ---- intervals: 95 % of 95 % intervals hold the truth
+# ---- tools/compare.py
 
 def paired(rng):
     a = 0.5 + 0.1 * rng.normal(size=3)       # what a seed's prompts do to both
     b = a + 0.03 + 0.02 * rng.normal(size=3)
-    return compare.paired_t(b - a)
+    return dict(enumerate(a)), dict(enumerate(b)), 2
 
 
 def unpaired(rng):
-    return compare.welch_t(0.5 + 0.02 * rng.normal(size=10), 0.53 + 0.06 * rng.normal(size=4))
+    a, b = 0.5 + 0.02 * rng.normal(size=10), 0.53 + 0.06 * rng.normal(size=4)
+    return dict(enumerate(a)), dict(enumerate(b, 7)), 2
 
 
 def of_rows(rng):
     """100 rows are right or wrong, and a hard one is often hard for both."""
     hard = rng.uniform(size=100)
     other = np.where(rng.uniform(size=100) < 0.5, hard, rng.uniform(size=100))
-    return compare.bootstrap((other < 0.53).astype(float) - (hard < 0.5), draws=200)
+    passed = (hard < 0.5).astype(float), (other < 0.53).astype(float)
+    return *(dict(enumerate(side)) for side in passed), 20
 
 
-@pytest.mark.parametrize("interval, more", [
-    (paired, 0.0), (unpaired, 0.0), (of_rows, 0.01)])  # more: a percentile of 200 draws
-def test_an_interval_holds_the_truth_as_often_as_it_promises(interval, more):
-    rng, repeats = np.random.default_rng(7), 400
-    found = [interval(rng) for _ in range(repeats)]
-    share = np.mean([low <= 0.03 <= high for low, high in found])
+@pytest.mark.parametrize("sides, how", [
+    (paired, "paired, 3"), (unpaired, "Welch, 10 and 4"), (of_rows, "paired, 100")])
+def test_an_interval_holds_the_truth_as_often_as_it_promises(sides, how):
+    rng, repeats, held = np.random.default_rng(7), 400, 0
+    for _ in range(repeats):
+        a, b, least = sides(rng)
+        text = compare.report("x", a, b, "seeds", least)
+        low, high = map(float, re.search(r"95 %: (\S+) to (\S+) ", text).groups())
+        held += low <= 0.03 <= high
+        assert how in text
     error = 4 * np.sqrt(0.95 * 0.05 / repeats)   # four standard errors: 4.4 %
-    assert abs(share - 0.95) < error + more
+    assert abs(held / repeats - 0.95) < error + 0.005   # three digits are printed
 
-
-def test_t_is_the_published_table():
-    """https://www.itl.nist.gov/div898/handbook/eda/section3/eda3672.htm"""
-    assert [compare.t_quantile(n) for n in (1, 2, 4, 9)] == [12.706, 4.303, 2.776, 2.262]
-    assert compare.t_quantile(2.9) == compare.t_quantile(2)
-    assert compare.t_quantile(0.4) == 12.706 and compare.t_quantile(500) > 1.96
-
-
-# ---- tools/compare.py
 
 def made(folder: Path, seed: int, rewards: list[float], passes=None, **args) -> str:
     """A run. passes: the reward of each row in its last evaluation; the first one has 0.3."""
@@ -112,10 +109,10 @@ def test_equal_seeds_are_paired_and_the_last_common_steps_count(tmp_path, capsys
              [0.0] * 10 + [0.6 + 0.101 * seed] * 10 + [0.0] * 5)
     text = printed(capsys, tmp_path / "a", "--", tmp_path / "b")
     assert "reward/mean, steps 11 to 20\n  A 0.600   B 0.701   B - A +0.101" in text
-    assert "paired t, 3 seeds" in text and "B is better by 0.099 to 0.103." in text
+    assert "paired, 3 seeds" in text and "B is better by 0.099 to 0.103." in text
     # Seeds that differ are not paired, and hide so small a difference.
     text = printed(capsys, tmp_path / "a", "--", tmp_path / "b/0", tmp_path / "b/1")
-    assert "Welch's t, 3 and 2 runs" in text and "These runs do not tell." in text
+    assert "Welch, 3 and 2 seeds" in text and "These runs do not tell." in text
     text = printed(capsys, "--reward", "exact", tmp_path / "b", "--", tmp_path / "a")
     assert "reward/exact" in text and "A is better by 0.049 to 0.052." in text
 
@@ -123,25 +120,57 @@ def test_equal_seeds_are_paired_and_the_last_common_steps_count(tmp_path, capsys
 def test_one_run_a_side_claims_nothing_about_seeds(tmp_path, capsys):
     a = made(tmp_path / "a", 0, [0.1] * 10, [0, None, 0, 1] * 25)
     b = made(tmp_path / "b", 1, [0.9] * 10, [1, 1, 0, 1] * 25)
-    runs, scores, rows = re.split("^(?=pass)", printed(capsys, a, "--", b), flags=re.M)
+    runs, scores, rows = re.split("^(?=eval|pass)", printed(capsys, a, "--", b), flags=re.M)
     for part in (runs, scores):
-        assert "needs two seeds" in part and part.endswith("These runs do not tell.\n")
+        assert "needs 2 seeds a side" in part and part.endswith("These runs do not tell.\n")
     # But the models differ on rows. An unscored one has not passed.
-    assert "the 100 rows that all have" in rows and "A 0.250   B 0.750   B - A +0.500" in rows
+    assert "paired, 100 rows" in rows and "A 0.250   B 0.750   B - A +0.500" in rows
     assert re.search(r"B is better by 0\.4\d\d to 0\.[56]\d\d\.", rows)
     few = [made(tmp_path / f"few-{s}", s, [0.1], [s] * 5) for s in (0, 1)]
     assert "an interval needs 20 rows" in printed(capsys, few[0], "--", few[1])
 
 
+def test_a_row_is_its_text_its_pictures_and_its_answer(tmp_path, capsys):
+    """`./run.sh vision`: one text before all pictures. Its control has other answers."""
+    for name, passes in ("a", [1, 0, 1, 0]), ("b", [1, 1, 0, 0]), ("other", [1, 1, 1, 1]):
+        rows = [{"prompt": "How many?", "images": [f"{i}.png"], "answer": f"{i}{name == 'other'}",
+                 "rewards": {"exact": float(passed)}} for i, passed in enumerate(passes * 6)]
+        write_run(tmp_path / name, [], {"eval_00001": rows}, eval_pass=1.0)
+    text = printed(capsys, tmp_path / "a", "--", tmp_path / "b")
+    assert "A 0.500   B 0.500   B - A +0.000" in text and "paired, 24 rows" in text
+    with pytest.raises(SystemExit, match="share no step with reward/mean, and no evaluation"):
+        compare.main([str(tmp_path / "a"), "--", str(tmp_path / "other")])
+
+
+def test_names_are_ordered_by_their_numbers(tmp_path, capsys):
+    """As text, eval_99999 is the last evaluation, and kk-10 comes before kk-2."""
+    for side, last in ("a", 0.0), ("b", 1.0):
+        rows = {step: [{"prompt": f"p{i}", "rewards": {"exact": passed}} for i in range(20)]
+                for step, passed in (("99999", 1 - last), ("100000", last))}
+        write_run(tmp_path / side, [], {f"eval_{step}": found for step, found in rows.items()},
+                  eval_pass=1.0)
+    assert "A 0.000   B 1.000" in printed(capsys, tmp_path / "a", "--", tmp_path / "b")
+    steps = {f"eval_{step}": [] for step in (*range(99_996, 100_000), 100_000)}
+    run = write_run(tmp_path / "c", [], steps)
+    assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
+    for seed in (10, 2, 1):
+        made(tmp_path / f"kk/kk-{seed}", seed, [0.5])
+    assert [run.args["seed"] for run in plot.runs_in(tmp_path / "kk")] == [1, 2, 10]
+
+
 def test_mistakes_are_one_sentence(tmp_path):
     a, b = (made(tmp_path / x, 0, [0.5] * 3) for x in "ab")
     for words, sentence in [
-            ([a, "--"], "no set B"), ([a, "--", "x"], "x is not a run"),
-            ([a, b, "--", b], r"A has a seed twice \(\[0, 0\]\)"),
+            ([a, "--"], r"set B has the seeds \[\]"), ([a, "--", "x"], "x is not a run"),
+            ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
+            ([ROOT / "results/roads.json", "--", b], "roads.json is no job's file"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
-            compare.main(words)
+            compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
+    for tool in plot.find, report.page:   # beside a run that is there
+        with pytest.raises(SettingsError, match="x is not a run and has none"):
+            tool([Path(a), Path("x")])
 
 
 # ---- tools/plot.py, tools/samples.py
@@ -158,6 +187,23 @@ def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path, monkeypatch, 
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     made(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
     assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
+
+
+def test_the_reward_of_a_plot_is_the_one_that_is_named(tmp_path, monkeypatch, capsys):
+    """A control trains on a coin, and its page promises the task's reward."""
+    for name, task in ("job", 0.9), ("control", 0.1):
+        metrics = [{"step": i, "reward/mean": 0.5, "reward/exact": task} for i in range(1, 14)]
+        write_run(tmp_path / name, metrics, {}, kind=name)
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda groups, path, rewards: drawn.append(rewards))
+    monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--reward", "exact"])
+    plot.main()
+    shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert drawn == [("reward/exact",)]
+    assert shown.index("last 10 0.100") < shown.index("job") < shown.index("last 10 0.900")
+    monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--reward", "won"])
+    with pytest.raises(SystemExit, match="has no reward/won. Would work: --reward mean or exact"):
+        plot.main()
 
 
 def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monkeypatch):
@@ -191,26 +237,58 @@ def test_completions_are_shown_in_order_or_the_worst_first(tmp_path, monkeypatch
 # ---- results/
 
 def test_the_table_is_what_the_files_say():
-    page = (make.HERE / "README.md").read_text()
-    assert page.partition(make.BEGIN)[2] == make.table() + make.by_kind()
-    folders = {path.name for path in make.HERE.iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders <= make.COMMANDS.keys()
-    for folder in folders:
-        files = {path.name for path in (make.HERE / folder).iterdir()}
-        assert {"result.json", "before.jsonl", "after.jsonl", "curve.png", "seed_0"} <= files
-        result = json.loads((make.HERE / folder / "result.json").read_text())
-        assert result["command"] == make.COMMANDS[folder]
-        for seed in make.seeds(make.HERE / folder):
-            args = json.loads((seed / "args.json").read_text())
-            assert str(args["seed"]) in result["seeds"] and args["versions"]["torch"]
-            assert seed.name == f"seed_{args['seed']}"
-            lines = [json.loads(line) for line in (seed / "metrics.jsonl").open()]
-            steps = [line["step"] for line in lines if "eval/rows" not in line]
-            assert steps == list(range(1, args["steps"] + 1))
+    page = (table.HERE / "README.md").read_text()
+    assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind()
+    needed = {"reward/mean", "policy/entropy", "rollout/length_mean", "loss/policy", "grad/norm",
+              "rollout/logprob_gap_max", "time/step", "memory/peak_gb"}
+    assert len(table.jobs()) >= 30
+    for job in table.jobs().values():
+        assert job["command"].startswith("./run.sh") and job["machine"] and job["date"]
+        assert job["versions"]["torch"] and len(job["seeds"]) >= 3
+        for one in job["seeds"].values():
+            steps = one["steps"]["step"]
+            assert steps == list(range(1, len(steps) + 1)) and one["commit"]
+            assert needed | {table.task_reward(job)} <= one["steps"].keys()
+            assert one["evaluations"]["step"] == [0, len(steps)]
+            assert all(len(column) == len(steps) for column in one["steps"].values())
+    assert sum(path.stat().st_size for path in table.HERE.rglob("*.*")
+               if "__pycache__" not in path.parts) < 1_000_000
+
+
+def test_the_example_is_seed_0_of_its_job():
+    run, job = plot.run_of(table.HERE / "sort-grpo"), table.HERE / "sort-grpo.json"
+    assert run.metrics == plot.runs_of_job(job)[0].metrics and run.args["seed"] == 0
+
+
+def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
+    folders = []
+    for seed in (0, 1):
+        metrics = [{"step": 0, "eval/pass@1": 0.25, "eval/rows": 4, "time/eval": 2.0},
+                   {"step": 1, "reward/mean": 0.123456789, "reward/exact": 1, "time/sync": 1.0},
+                   {"step": 2, "reward/mean": None, "reward/exact": 0, "grad/norm": 1.5},
+                   {"step": 2, "eval/pass@1": 0.75, "eval/rows": 4}]
+        folders.append(write_run(tmp_path / f"a-{seed}", metrics, {}, seed=seed, reward=["exact"],
+                                 target_reward=[0.5, 1.0], target_eval=None,
+                                 versions={"commit": "c", "torch": "2"}))
+        (folders[-1] / "plan.txt").write_text("")
+        (folders[-1] / "done.json").write_text('{"steps": 2}')
+    job = collect.job_of(folders, "./run.sh", "loaded")
+    (tmp_path / "job.json").write_text(collect.as_text(job))
+    runs = plot.runs_in(tmp_path / "job.json")
+    assert [run.args["seed"] for run in runs] == [0, 1]
+    assert [len(group) for group in plot.find([tmp_path / "job.json"])] == [2]
+    assert runs[1].metrics == {
+        "step": {0: 0, 1: 1, 2: 2}, "reward/mean": {1: 0.123457}, "reward/exact": {1: 1, 2: 0},
+        "grad/norm": {2: 1.5}, "eval/pass@1": {0: 0.25, 2: 0.75}, "eval/rows": {0: 4, 2: 4}}
+    assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c"
+    ends = [plot.ends(run, "reward/exact") for run in runs]
+    assert table.passed(job, ends) == "0 of 2"   # 0.5 at the end, and 1.0 was asked
+    with pytest.raises(SettingsError, match="a-0 has not finished, or its flags are not those of"):
+        collect.job_of([folders[0], folders[0]], "./run.sh", "")
 
 
 def test_the_readme_quotes_the_results_of_the_real_model():
-    ends = [plot.ends(run) for run in make.seeds(make.HERE / "instructions")]
+    ends = [plot.ends(run) for run in plot.runs_of_job(table.HERE / "instructions.json")]
     low, high, before, after = (
         f"{sum(end[key] for end in ends) / len(ends):.2f}" for key in [*ends[0]][:4])
     readme = " ".join((ROOT / "README.md").read_text().split())
@@ -220,7 +298,7 @@ def test_the_readme_quotes_the_results_of_the_real_model():
 
 def test_the_readme_quotes_the_first_command():
     """By the functions that print these lines, from the published run."""
-    rows = log.read_metrics(make.HERE / "sort-grpo/seed_0/metrics.jsonl")
+    rows = log.read_metrics(table.HERE / "sort-grpo/metrics.jsonl")
     steps = [row for row in rows if not log.is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps]
     it = log.Log(ROOT, SimpleNamespace(rank=0), len(steps))

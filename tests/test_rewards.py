@@ -1,5 +1,7 @@
 """Rewards: settings, signatures, hostile rewards and completions, a batch on some ranks."""
 import json
+import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import pytest
 import data
 import ranks
 import rewards
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from rewards import Item, RewardArgs, Score, Scorer
 from trainer.batch import Completion, Sample
@@ -72,10 +74,10 @@ def own(tmp_path, monkeypatch):
     (["maths", "nope:2", "math", "math:2", "own.py:std", "gone.py:f"],
      "(?s)maths: no such reward.*nope.*math is given twice.*reward/std is.*no such file"),
     ([], "empty"), (["own.py:missing"], "own.py has no missing"),
-    (["own.py:batch"], r"it has \['data_sources'"), (["exit.py:g"], "ended with code 7"),
+    (["own.py:batch"], r"it has \['sources'"), (["exit.py:g"], "ended with code 7"),
     (["says.py:f"], r"GB\): set KEY first$")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
-    own(F + "return 1\ndef batch(data_sources): return 1\n")
+    own(F + "return 1\ndef batch(sources): return 1\n")
     own("os._exit(7)\n", "exit.py"), own("sys.exit('set KEY first')\n", "says.py")
     with pytest.raises(SettingsError, match=sentence):
         rewards.check(specs)
@@ -118,9 +120,9 @@ def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):
 
 @pytest.mark.parametrize("spec, answer, sentence", [
     ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
-    ("own.py:f", 3, "needs 'trainer_state'"), ("own.py:h", None, None)])
+    ("own.py:f", 3, "needs 'hint'"), ("own.py:h", None, None)])
 def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
-    own("def f(completions, trainer_state): pass\ndef h(completion, answer): pass")
+    own("def f(completions, hint): pass\ndef h(completion, answer): pass")
     rows = [data.Row(i, "q", [1], a, {}, "rows") for i, a in ((3, 5), (4, answer))]
     if not sentence:
         return rewards.check_rows(rewards.check([spec]), rows)
@@ -178,6 +180,158 @@ def test_a_score_is_a_weighted_sum_and_none_is_unscorable_without_a_failure(own)
     assert score(specs, rows) == [
         Score(2 - 0.2 - 0.5, {"exact": 1.0, "short": -2.0, "format": 0.0, "few": 1.0}, None),
         Score(None, {"exact": 0.0, "short": -0.01, "format": 0.0, "few": None}, None)]
+
+
+def test_trls_none_is_not_applicable_and_the_others_count(own):
+    """As TRL's nansum over weights. Two tasks, each None on the other's rows: every completion was
+    unscored, and the run ended with "every reward returned None"."""
+    own("def of(a, tasks): return [float(a) if t == a else None for t in tasks]\n"
+        "def one(completions, task, **_): return [1.0 if t == 'one' else None for t in task]\n"
+        "def two(completions, task, **_): return [2.0 if t == 'two' else None for t in task]\n"
+        "def odd(completions, **_): return [None if c == 'none' else 'x' if c == 'text' else\n"
+        "    float(c) for c in completions]\n"
+        "def ours(completion): return None if completion == 'nan' else 1")
+    items = [item("3", task=task) for task in ("one", "two", "three", "one")]
+    one, two, three, _ = score(["own.py:one:0.5", "own.py:two:10"], items, group=2)
+    assert one == Score(0.5, {"one": 1.0, "two": None}, None)
+    assert two == Score(20.0, {"one": None, "two": 2.0}, None)
+    assert three.total is None and three.error == rewards.NONE_APPLIES
+    assert totals(score(["own.py:one", "own.py:two", "short:-1000"], items, 2)) == [2, 3, 1, 2]
+    # What is no number costs its own completion, and says why; ours: None cannot be scored.
+    texts = ["1", "none", "text", "nan", "inf", "2"]
+    scores = score(["own.py:odd", "own.py:ours"], texts, 6)
+    assert totals(scores) == [2, 1, None, None, None, 3]
+    assert [bool(s.error) for s in scores] == [False, False, True, True, True, False]
+    assert "finite number" in scores[4].error and "got 'x', a str" in scores[2].error
+    assert totals(score(["own.py:ours", "own.py:odd"], ["nan"])) == [None]
+
+
+def test_a_batch_says_who_returned_none():
+    said, scorer = [], SimpleNamespace(kind="reward", unscored=0, warned=False)
+    rewards.report(scorer, SimpleNamespace(say=said.append),
+                   [Score(None, {"a": None, "b": 1.0}, None)], 1)
+    assert "a reward returned None" in said[0]
+
+
+RETURNED = """
+import decimal, fractions, numpy, torch
+def f(completions, prompts, completion_ids, trainer_state, log_extra, log_metric, kind, **columns):
+    log_extra("text", completions), log_metric("mean", 1.0)
+    assert trainer_state.global_step == 7 and kind == columns["tokens"]
+    return {0: (1, 2), 1: numpy.array([1.0, 2.0]), 2: torch.tensor([1, 2], dtype=torch.bfloat16),
+            3: numpy.array([[1.0], [2.0]]), 4: [True, numpy.float32(2)], 5: iter([1, 2]),
+            6: [fractions.Fraction(1), decimal.Decimal(2)], 7: [{"score": 1}, {"overall": 2}],
+            8: [numpy.bool_(True), torch.tensor(2)], 9: [1], 10: "12", 11: 1.0, 12: {"score": 1},
+            13: [1, {"acc": 1}], 14: [1, numpy.array([1, 2])], 15: [1, 1j], 16: [1, 10**400],
+            17: [1, True]}[kind[0]]
+"""
+
+
+def test_what_a_function_of_trl_may_take_and_return(own, monkeypatch):
+    """Its current signature; and a sentence for what is no list of as many numbers."""
+    monkeypatch.setattr(rewards, "MEMORY_GB", 16)
+    with closing(Scorer([own(RETURNED)], RewardArgs(1, 60.0))) as scorer:
+        scorer.wait()
+        scorer.progress["global_step"] = 7
+        items = [item("x", kind=kind, tokens=kind) for kind in range(18) for _ in range(2)]
+        scores = scorer.score(items, 2)
+    pairs = [totals(scores[i:i + 2]) for i in range(0, 36, 2)]
+    assert pairs == [[1, 2]] * 9 + [[None, None]] * 4 + [[1, None]] * 4 + [[1, 1]]
+    for kind, text in {9: "1 values for 2", 10: "got '2', a str", 11: "'float' object is not iter",
+                       12: "1 values for 2", 13: "KeyError: 'score'", 14: "ValueError",
+                       15: "complex", 16: "OverflowError"}.items():
+        assert text in scores[2 * kind + 1].error, (kind, scores[2 * kind + 1].error)
+
+
+EASYR1 = r"""
+import re
+def check(one):
+    assert one.keys() == {"response", "response_length", "ground_truth"}
+    return float(one["response"] == one["ground_truth"]) + one["response_length"]
+def batch(reward_inputs: list, format_weight: float = 0.1) -> list:
+    if not isinstance(reward_inputs, list): raise ValueError("reward_type=batch")
+    return [{"overall": check(one), "format": 9.0, "accuracy": 9.0} for one in reward_inputs]
+def alone(reward_input: dict, format_weight: float = 0.5) -> dict:
+    if not isinstance(reward_input, dict): raise ValueError("reward_type=sequential")
+    return {"overall": check(reward_input), "score": 9.0}
+def needy(reward_inputs, max_response_length): pass
+"""
+
+
+def test_easyr1s_functions_unchanged(own):
+    """Named math.py, as EasyR1's own file is."""
+    own(EASYR1, "math.py")
+    items = [item(text, "b", tokens=5) for text in ("a", "b", "b", "a")]
+    assert parts(score(["math.py:batch", "math.py:alone"], items, 2)) == [
+        (5, 5), (6, 6), (6, 6), (5, 5)]
+    assert rewards.check(["math.py:needy"]) == [["needy", "max_response_length"]]
+
+
+NEIGHBOURS = {
+    "one/mine.py": "import utils, data, examples.helper\nfrom examples import helper\n"
+                   "from scoring.verifiers import last_boxed\ndef f(completion):\n"
+                   "    import rewards, utils as late\n    assert late is utils\n"
+                   "    return utils.N + data.N + helper.N + rewards.N\n"
+                   "class Game:\n    def __init__(self, row, seed): import dist; self.n = dist.N\n"
+                   "    def reply(self, turns): import losses; return str(self.n + losses.N)",
+    "two/mine.py": "from utils import N\ndef g(completion):\n    import utils\n"
+                   "    return N + utils.N",
+    "one/utils.py": "N = 1", "two/utils.py": "N = 7", "one/data.py": "N = 10",
+    "one/rewards.py": "N = 1000", "one/dist.py": "N = 3", "one/losses.py": "N = 4",
+    "one/scoring.txt": "", "one/examples/__init__.py": "", "one/examples/helper.py": "N = 100",
+    "one/loss.py": "import losses, utils\ndef own(logprobs, old_logprobs, advantages, mask, **_):\n"
+                   "    return losses.N + utils.N"}
+
+
+@pytest.mark.parametrize("specs, expected", [
+    (["one/mine.py:f", "gsm8k"], (1111, 1)), (["gsm8k", "one/mine.py:f"], (1, 1111)),
+    (["one/mine.py:f", "two/mine.py:g", "countdown"], (1111, 14, 0)),
+    (["two/mine.py:g", "kk01", "one/mine.py:f"], (14, 0, 1111))])
+def test_what_lies_beside_a_reward_is_its_own_and_hides_nothing(tmp_path, monkeypatch, specs,
+                                                                 expected):
+    """An examples/ beside the file: gsm8k after it was "No module named 'examples.gsm8k'"."""
+    monkeypatch.chdir(tmp_path)
+    write_neighbours(tmp_path)
+    assert parts(score(specs, [item("5", answer=KK if "kk01" in specs else "5", nums=[4],
+                                    target=5)])) == [expected]
+
+
+def write_neighbours(folder):
+    for name, code in NEIGHBOURS.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(code)
+
+
+def test_an_environment_and_a_loss_have_their_neighbours_too(tmp_path, monkeypatch):
+    """The loss is loaded in the trainer's process, whose own modules stay."""
+    from preflight import loss_flags
+    from rewards import Move
+    monkeypatch.chdir(tmp_path)
+    write_neighbours(tmp_path)
+    with closing(Scorer(["one/mine.py:Game"], RewardArgs(1, 60.0), "reply")) as scorer:
+        scorer.wait()
+        found, = scorer.score([Move({}, 0, [], [])])
+    assert found.parts["reply"] == [{"role": "user", "content": "7"}], found.error
+    before = {name: sys.modules[name] for name in ("losses", "rewards", "data")}
+    assert loss_flags.own("loss", "one/loss.py:own").function(1, 2, 3, 4) == 5
+    assert {name: sys.modules[name] for name in before} == before and "utils" not in sys.modules
+
+
+def test_a_worker_ends_in_silence_when_the_trainer_does():
+    """Its traceback, an EOFError, once followed the run's own error. Before its first message,
+    between two, and inside one."""
+    message = pickle.dumps(("reward", rewards.parse(["exact"]), 2**32, 1.0, 0))
+    for sent in b"", message, message + message[:20]:
+        ours, theirs = socket.socketpair()
+        code = f"from scoring import worker; worker.work({theirs.fileno()})"
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()],
+                                       cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        ours.sendall(sent)
+        if len(sent) >= len(message):
+            assert b"\n" in ours.recv(1 << 16)
+        ours.shutdown(socket.SHUT_WR)
+        assert process.communicate(timeout=60) == (None, "") and process.returncode == 0
 
 
 @pytest.mark.parametrize("fault, kind", [
@@ -302,10 +456,11 @@ def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_do
 def scored_on(world, specs, groups, group):
     """(text and score of each sample, how often this rank decoded)"""
     decoded, tokenizer = [], tiny.make_tokenizer()
+    reads = data.reader(tokenizer, [tokenizer.eos_token_id])
 
-    def decode(ids, **options):
+    def text(ids):
         decoded.append(len(ids))
-        return tokenizer.decode(ids, **options)
+        return reads(ids)
     samples = []
     for i in range(groups * group):
         row = data.Row(i, "q", [1], "12" if i % 2 else "3", {}, "")
@@ -314,8 +469,7 @@ def scored_on(world, specs, groups, group):
     with closing(Scorer(specs, RewardArgs(1))) as scorer:
         scorer.wait()
         rewards.score_samples(SimpleNamespace(
-            scorer=scorer, world=world, engine=SimpleNamespace(
-                tokenizer=SimpleNamespace(decode=decode)),
+            scorer=scorer, world=world, engine=SimpleNamespace(text=text),
             log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, group)
     return [(s.text, s.score.total) for s in samples], len(decoded)
 

@@ -10,10 +10,11 @@ import torch
 import tyro
 
 import dist
+import errors
 import grpo
 import losses
 from data import Prompt, Row
-from dist import SettingsError
+from errors import SettingsError
 from keeping import evaluate, log, run, summary
 from keeping.files import NotWritten
 from rewards import Score
@@ -37,7 +38,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
         kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
         policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
-        inputs=SimpleNamespace(eval_rows=[1], source="source"))
+        inputs=SimpleNamespace(eval_rows=[1], source="source", exported={}))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
     it.close = MagicMock()
@@ -58,7 +59,8 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
     prompts, group, temperature, purpose = it.engine.sample.call_args.args
     assert [p.row for p in prompts] == ["a", "b"] and [p.position for p in prompts] == [0, 1]
     assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
-    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample())
+    it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample(),
+                                       decode=it.engine.tokenizer.decode)
 
 
 @pytest.mark.parametrize("scores, flags, expected", [
@@ -213,8 +215,14 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     (SettingsError("a sentence"), 2, "error: a sentence\n", True),
     (NotWritten("a sentence"), 1, "error: a sentence\n", True),
     (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback", True),
-    (RuntimeError("[a] Connection closed by peer [b]"), 1,
-     "[rank 0] ends because another rank ended\n", False)])
+    (RuntimeError("[rank 3] Broken pipe: the judge is gone"), 1, "[rank 0] failed:\nTraceback",
+     True),
+    (BrokenPipeError("Broken pipe"), 1, "[rank 0] failed:\nTraceback", True),
+    (errors.PeerEnded(), 1, "[rank 0] ends because another rank ended\n", False),
+    (dist.td.DistBackendError("NCCL: remote process exited or there was a network error"), 1,
+     "[rank 0] ends because another rank ended\n", False),
+    (RuntimeError("[/a/gloo/transport/tcp/pair.cc:537] Read error [::1]:9: Connection reset by "
+                  "peer"), 1, "[rank 0] ends because another rank ended\n", False)])
 def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words, is_cause):
     """What torchrun shows of a failure is in its error file."""
     def leave(status):
@@ -226,10 +234,11 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
     monkeypatch.setattr("faulthandler.enable", lambda **options: None)
     monkeypatch.setattr(dist.os, "_exit", leave)
     monkeypatch.setattr(dist.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(dist.World, "joined", SimpleNamespace(size=2))
     main = MagicMock(side_effect=[ending])             # an exception is raised, a number returned
     with pytest.raises(SystemExit) as ended:
         dist.run(main)
-    said, is_bug = capsys.readouterr().err, isinstance(ending, ValueError)
+    said, is_bug = capsys.readouterr().err, "failed" in words
     assert ended.value.code == status
     assert said.startswith(words) if is_bug else said == words
     assert file.exists() == is_cause
@@ -237,6 +246,25 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
         told = json.loads(file.read_text())["message"]
         assert told["message"].endswith(str(ending))
         assert ("Traceback" in told["extraInfo"]["py_callstack"]) == is_bug
+
+
+def test_one_rank_alone_has_no_peer_that_ended(monkeypatch):
+    """Its errors keep their tracebacks, whatever they say."""
+    error = RuntimeError("[/a/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    for size, expected in (1, False), (2, True):
+        monkeypatch.setattr(dist.World, "joined", SimpleNamespace(size=size))
+        assert dist.is_of_peer(error) is expected
+
+
+@pytest.mark.parametrize("now, coef", [(0.1, 0.07), (0.3, 0.3)])
+def test_a_new_kl_reward_coef_is_taken_and_an_adapted_one_goes_on(tmp_path, monkeypatch, now, coef):
+    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
+    state = {"position": 3, "bad_steps": 0, "best": None, "kl_coef": 0.07,
+             "settings": {"kl_reward_coef": 0.1}}
+    it = made(tmp_path, saved=MagicMock(), kl_coef=now, settings={"kl_reward_coef": now},
+              args=SimpleNamespace(critic_args=True, kl_target=0.1))
+    it.restore(state)
+    assert it.kl_coef == coef
 
 
 def test_the_rank_that_ends_first_prints_a_mistake(tmp_path, monkeypatch):
@@ -285,7 +313,7 @@ def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, tool, fi
     monkeypatch.setattr("sys.argv", ["tool.py", *flags])
     with pytest.raises(SystemExit, match=f"^error: .*{words}") as error:
         if tool is compare:
-            compare.main([*flags, "--", str(ROOT / "results/kk/seed_0")])
+            compare.main([*flags, "--", str(ROOT / "results/kk.json")])
         else:
             tool.main()
     assert "\n" not in str(error.value)

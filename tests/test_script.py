@@ -67,7 +67,7 @@ def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchr
     printed, summary = done.stderr.split("Root Cause")
     words = "Unrecognized options: --bach, 3"
     assert words in printed and words in summary and "exitcode  : 2" in summary
-    assert "traceback : dist.SettingsError: " in summary and ', line ' not in summary
+    assert "traceback : errors.SettingsError: " in summary and ', line ' not in summary
 
 
 # ---- a real run

@@ -14,6 +14,7 @@ import torch
 import data
 import dist
 import distill
+import errors
 import grpo
 import ppo
 import rewards
@@ -21,7 +22,7 @@ import rollout
 import sft
 from chats import turns
 from data import Prompt, Row, Stream
-from dist import Mistakes
+from errors import Mistakes
 from keeping import evaluate, run
 from keeping.log import Log
 from preflight import inputs, memory, plan, same_policy
@@ -49,10 +50,8 @@ def completion(n: int = 3, sampled=None, **more) -> Completion:
 
 class Log0:
     """It measures nothing."""
-    def phase(self, name):
+    def time(self, name):
         return nullcontext()
-
-    time = phase
 
 
 def world_of(rank: int = 0, size: int = 1) -> dist.World:
@@ -170,9 +169,8 @@ def scorer_of(world, groups: bool = False):
         return [Score(1.0, {"exact": 1.0}, None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, score=score, unscored=0, warned=False, kind="reward")
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
     return asked, SimpleNamespace(
-        world=world, scorer=scorer, engine=SimpleNamespace(tokenizer=tokenizer),
+        world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
 
 
@@ -206,7 +204,7 @@ def test_calls_without_a_score_are_counted_and_not_completions():
     for count in 2, 4, 6:
         rewards.report(scorer, None, nothing, 2)
         assert scorer.unscored == count
-    with pytest.raises(dist.SettingsError):
+    with pytest.raises(errors.SettingsError):
         rewards.report(scorer, None, nothing, 2)
 
 
@@ -234,7 +232,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
     path.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (2, 3, 4)))
 
     class Letters:
-        added_tokens_decoder, chat_template = {}, None
+        added_tokens_decoder, chat_template, bos_token, eos_token_id = {}, None, None, None
 
         def __call__(self, text, **options):
             return {"input_ids": [1] * len(text)}
@@ -245,7 +243,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
 
 def test_the_ranks_wait_as_long_as_the_flag_says(monkeypatch):
     waits = []
-    monkeypatch.setattr(dist.td, "init_process_group", lambda backend, timeout=None: (
+    monkeypatch.setattr(dist.td, "init_process_group", lambda backend, timeout=None, **o: (
         waits.append(timeout)))
     monkeypatch.setattr(dist.td, "new_group", lambda backend, timeout=None: waits.append(timeout))
     monkeypatch.setattr(dist.World, "joined", None)
@@ -256,7 +254,7 @@ def test_the_ranks_wait_as_long_as_the_flag_says(monkeypatch):
 def test_a_mistake_of_another_rank_is_raised_here_too():
     world = world_of()
     world.gather = lambda mine: [*mine, "rank 1 has no disk"]
-    with pytest.raises(dist.SettingsError, match="rank 1 has no disk"):
+    with pytest.raises(errors.SettingsError, match="rank 1 has no disk"):
         world.together(int)
 
 
@@ -278,7 +276,7 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "eyes": None, "for_pictures": {},
+                                "eyes": None, "for_pictures": {}, "ends": [4],
                                 **inputs})
     return run.Run(given, world_of(), tmp_path, inputs, None, {"a": 1})
 
@@ -286,12 +284,13 @@ def run_of(tmp_path, given=None, **inputs):
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
     it.policy = it.reference = it.critic = it.adapter = it.episodes = None
-    monkeypatch.setattr(run, "eos_ids", lambda source, tokenizer: [4])
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     it.build_engine()
-    asked = {name: made[0][name] for name in ("max_len", "max_tokens", "seed", "kv_cache")}
-    assert asked == {"max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0}
+    asked = {name: made[0][name] for name in (
+        "max_len", "max_tokens", "seed", "kv_cache", "eos_ids")}
+    assert asked == {
+        "max_len": 50, "max_tokens": 11, "seed": 3, "kv_cache": 5.0, "eos_ids": [4]}
 
 
 @pytest.mark.parametrize("teacher, source", [(None, "start"), ("x", "teacher")])
@@ -355,7 +354,7 @@ def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
     it.log.open = lambda *given: (tmp_path / ".lock").touch()
     it.inputs.plan.text = str
     it.world.any_rank = lambda flag: asked.append(flag) or True  # another rank does not see it
-    with pytest.raises(dist.SettingsError, match="a folder that all machines share"):
+    with pytest.raises(errors.SettingsError, match="a folder that all machines share"):
         run.open_folder(it, {})
     assert asked == [False]
 
@@ -377,7 +376,7 @@ def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
     monkeypatch.setattr(same_policy, "plain_logprobs", lambda run, sample: half[0].double())
     sample = Sample(Prompt(0, Row(0, "", [1, 2], "", {}, "")), completion(), "", Score(0, {}, None))
     sample.completion.logprobs[:] = -0.5
-    with pytest.raises(dist.SettingsError, match="engine and trainer differ"):
+    with pytest.raises(errors.SettingsError, match="engine and trainer differ"):
         same_policy.compare_policies(its, [sample])
 
 
@@ -395,7 +394,7 @@ def test_an_engine_is_compared_in_a_step_that_has_tokens_of_its_own(monkeypatch,
     world.step = 4
     assert not same_policy.compare_policies(its, [sample])
     world.step = 3
-    with pytest.raises(dist.SettingsError, match="engine and trainer differ before an update by"):
+    with pytest.raises(errors.SettingsError, match="engine and trainer differ before an update by"):
         same_policy.compare_policies(its, [sample])
     sample.completion.logprobs[:] = -0.5
     assert same_policy.compare_policies(its, [sample]) == whole
@@ -413,9 +412,10 @@ def test_an_evaluation_scores_the_completions_of_a_row_together(monkeypatch):
     its = SimpleNamespace(
         args=args(eval_samples=5, eval_temperature=0.5), policy=None,
         inputs=SimpleNamespace(eval_rows=rows(2)), engine=SimpleNamespace(
-            generating=generating, sample=lambda *given: []),
+            generating=generating, sample=lambda *given: [], tokenizer=SimpleNamespace(
+                decode=None)),
         log=SimpleNamespace(time=Log0().time))
-    monkeypatch.setattr(evaluate, "write_samples", lambda *given: None)
+    monkeypatch.setattr(evaluate, "write_samples", lambda *given, **named: None)
     evaluate.sampled_metrics(its, 0)
     assert groups == [5]
 

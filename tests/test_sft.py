@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import sft
 from chats import targets as chats
 from data import Prompt
-from dist import SettingsError
+from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from keeping import evaluate

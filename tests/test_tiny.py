@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import ranks
-from dist import SettingsError
+from errors import SettingsError
 from examples import kk, tiny
 from forked import PYTHON
 

@@ -14,7 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 import data
 import rollout
 from chats import toolcalls, turns
-from dist import SettingsError
+from errors import SettingsError
 from examples import calculator, tiny
 from rewards import RewardArgs, Scorer
 from scoring import replies

@@ -17,7 +17,7 @@ import learning
 import ranks
 import rollout
 from chats import turns
-from dist import SettingsError
+from errors import SettingsError
 from examples import again, calculator, guess, tiny
 from forked import PYTHON
 from learning import begin_with
@@ -143,7 +143,7 @@ def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="
     return prompts, done, engine, said
 
 
-ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None)
+ALONE = SimpleNamespace(mine=lambda x: x, gather=lambda x: x, same_phase=lambda *_: None, step=0)
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +202,11 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
-        groups=False, kind="reward", unscored=0,
+        groups=False, kind="reward", unscored=0, progress={},
         score=lambda items, size: [Score(1.0, {"r": 1.0}, None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
-        engine=SimpleNamespace(tokenizer=TOKENIZER)), samples, 1)
+        engine=SimpleNamespace(text=data.reader(TOKENIZER, [EOT, END]))), samples, 1)
     assert [s.score.total for s in samples] == [None if c.failed else 1.0 for c in done]
     metrics = batch.sample_metrics(samples, 1.0)
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
@@ -304,7 +304,7 @@ def test_the_examples_answer_the_last_words_of_the_model():
 @pytest.mark.parametrize("code, words", [
     ("def reply(row): return None", r"with a parameter turns \(it has \['row'\]"),
     ("def reply(turns, colour): return None", "reply needs 'colour'; 1 of 1 rows"),
-    ("def reply(row, turns): return None", "system, user, assistant .*only user")])
+    ("def reply(row, turns): return None", "system, user .*only user")])
 def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, words):
     (tmp_path / "own.py").write_text(code)
     args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/own.py:reply"),

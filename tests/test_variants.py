@@ -1,6 +1,7 @@
 """A loss or an advantage of a file: what is refused before anything loads, and that the file stays
 the same. Their formulas are in test_losses.py."""
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import grpo
 import ranks
-from dist import SettingsError
+from errors import SettingsError
 from keeping import checkpoint
 from preflight import loss_flags, plan
 from test_losses import (
@@ -86,22 +87,17 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
 
 def files_of(world, folder: str) -> list[str]:
     """What set_up compares, where rank 2 has a file of its own."""
-    path = Path(folder, f"{world.rank // 2}.py")
-    return world.differences(loss_flags.digests(plan.changed(grpo.Args(), loss=f"{path}:good")))
+    os.chdir(f"{folder}/{world.rank // 2}")
+    return world.differences(checkpoint.code_digests({"loss": "mine.py:good"}))
 
 
-def test_a_file_is_the_same_on_all_ranks_and_in_a_resumed_run(tmp_path):
-    (tmp_path / "0.py").write_text(MINE)
-    (tmp_path / "1.py").write_text(MINE.replace("-A", "-2 * A"))
+def test_a_file_is_the_same_on_all_ranks(tmp_path):
+    for machine, text in ("0", MINE), ("1", MINE.replace("-A", "-2 * A")):
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "mine.py").write_text(text)
     found, = ranks.results(3, files_of, str(tmp_path))[0]
-    assert found.startswith("loss_file is ") and "rank 2; it must be the same" in found
-    digests = [loss_flags.digests(plan.changed(grpo.Args(), loss=f"{tmp_path}/{name}.py:good"))
-               for name in "01"]
-    saved = checkpoint.Saved(tmp_path, {"settings": digests[0]})
-    checkpoint.check(saved, digests[0])
-    with pytest.raises(SettingsError, match="loss_file was .* and is now"):
-        checkpoint.check(saved, digests[1])
-    assert loss_flags.digests(grpo.Args()) == {}
+    assert found.startswith("code of --loss mine.py:good is ")
+    assert "rank 2; it must be the same" in found
 
 
 @pytest.mark.parametrize("name", BOUNDS)

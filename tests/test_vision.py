@@ -22,8 +22,8 @@ from transformers import AutoConfig, Qwen2Config
 import data
 import distill
 import grpo
-from dist import SettingsError
-from examples import squares
+from errors import SettingsError
+from examples import squares, tiny
 from forked import PYTHON
 from keeping import samples
 from keeping.checkpoint import export_model
@@ -226,8 +226,12 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
     found = plan.problems(args, 1, shape=shape_of("tiny"))
     assert len(found) == 1 and re.search("needs a model that sees|--model sees no pict", found[0])
     read(folder, {"prompt": "q", "image": "a.png"})
-    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64)
-    with pytest.raises(SettingsError, match="has pictures, and --model tiny sees none"):
+    tokenizer = tiny.make_tokenizer()  # a fresh clone has no runs/tiny
+    for part in tokenizer, tiny.make_model(tokenizer):
+        part.save_pretrained(folder / "plain")
+    args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
+                        model=f"{folder}/plain")
+    with pytest.raises(SettingsError, match="has pictures, and --model .*/plain sees none"):
         inputs.read_files(args, 1, 1)
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
-from dist import SettingsError
+from errors import SettingsError
 from ranks import results
 from trainer import model, weights
 

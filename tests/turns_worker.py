@@ -25,7 +25,7 @@ def main(folder: str, reply: str, out: str) -> None:
         folder)
     policy = model.Policy(model.build(model.LogprobModel, folder, world, weights), world, weights,
                           model.OptimizerArgs())
-    log = SimpleNamespace(phase=lambda name: nullcontext(), count=False, say=lambda text: None)
+    log = SimpleNamespace(time=lambda name: nullcontext(), count=False, say=lambda text: None)
     args = SimpleNamespace(
         turn_args=TurnArgs(reply, 4), max_tokens=240, reward_args=RewardArgs(1, 3.0))
     episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)

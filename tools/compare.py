@@ -1,176 +1,83 @@
 """compare.py: two sets of runs, A and B. The difference B - A with a 95 % interval, and a sentence.
 
-    python tools/compare.py runs/a-0 runs/a-1 runs/a-2 -- runs/b-0 runs/b-1 runs/b-2
-    python tools/compare.py --reward kk01 results/kk-coin -- results/kk
+    python tools/compare.py [--reward kk01] results/kk-coin.json -- runs/kk-0 runs/kk-1 runs/kk-2
 
-A run is runs/NAME. A folder of runs stands for all of them. What all runs have is compared:
-
-1. The sampled reward: of each run, the mean over the last 10 steps that all have.
-2. pass@1 of the last evaluation: of each run, one number.
-3. pass@1 of each row of that evaluation (samples/eval_*.jsonl).
-
-1 and 2 are about the methods: what other seeds would give, on the same rows. The interval is
-Student's t over runs, so it needs two a side; three are few. Equal seeds have equal prompts: where
-A and B have the same seeds, the runs are paired. Otherwise it is Welch's t.
-
-3 is about these trained models: what other rows of the same kind would give. The rows are paired,
-and resampled 2,000 times (percentile bootstrap). It knows nothing about other seeds.
+Compared are the reward of the last 10 steps that all runs have, the last pass@1 that all have, and
+the rows of their last evaluations. The interval (Student's t) over seeds tells what other seeds
+would give; the same seeds are paired. Over rows it tells what other rows would give these models.
 """
 import argparse
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dist import SettingsError
-from keeping import files
-from keeping.log import read_metrics
-
-LEAST_ROWS = 20   # for a bootstrap
-# 95 % of Student's t lies within ± this, for 1, 2, … 12 degrees of freedom.
-STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179]
+from errors import SettingsError
+from tools import plot, samples
 
 
-class Run(NamedTuple):
-    seed: int
-    rewards: dict[int, float]   # by step
-    score: float | None   # pass@1 of the last evaluation
-    rows: dict[str, float]   # by prompt: how often it passed in the last evaluation
+def report(title: str, a: dict, b: dict, of: str, least: int) -> str:
+    """a, b: a number for each seed or row. An interval needs `least` of them on each side."""
+    ours, theirs = [*a.values()], [*b.values()]
+    mean_a, mean_b = np.mean(ours), np.mean(theirs)
+    text = f"{title}\n  A {mean_a:.3f}   B {mean_b:.3f}   B - A {mean_b - mean_a:+.3f}"
+    sentence = "These runs do not tell."
+    if min(len(a), len(b)) < least:
+        return f"{text} (an interval needs {least} {of} a side)\n  {sentence}"
+    if a.keys() == b.keys():
+        how, test = f"paired, {len(a)}", stats.ttest_rel([b[key] for key in a], ours)
+    else:
+        how, test = f"Welch, {len(a)} and {len(b)}", stats.ttest_ind(theirs, ours, equal_var=False)
+    low, high = test.confidence_interval()
+    if low > 0:
+        sentence = f"B is better by {low:.3f} to {high:.3f}."
+    elif high < 0:
+        sentence = f"A is better by {-high:.3f} to {-low:.3f}."
+    return f"{text}, 95 %: {low:+.3f} to {high:+.3f} ({how} {of})\n  {sentence}"
 
 
-# ---- intervals: (low, high)
-
-def t_quantile(freedom: float) -> float:
-    """Rounded down: fewer degrees of freedom make a wider interval."""
-    return STUDENT[min(max(int(freedom), 1), len(STUDENT)) - 1]
-
-
-def paired_t(differences):
-    """Of the mean of n >= 2 differences."""
-    n, mean = len(differences), np.mean(differences)
-    half = t_quantile(n - 1) * np.std(differences, ddof=1) / np.sqrt(n)
-    return mean - half, mean + half
+def read(side: str, paths: list[str]) -> dict[int, plot.Run]:
+    """The runs of a side, by seed."""
+    runs = [run for path in paths for run in plot.runs_in(Path(path))]
+    seeds = [run.args["seed"] for run in runs]
+    if not runs or len({*seeds}) < len(seeds):
+        raise SettingsError(f"set {side} has the seeds {seeds}; give one run of each seed.")
+    return dict(zip(seeds, runs, strict=True))
 
 
-def welch_t(a, b):
-    """Of mean(b) - mean(a), at least 2 of each.   https://doi.org/10.1093/biomet/34.1-2.28"""
-    in_a, in_b = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
-    spread = in_a**2 / (len(a) - 1) + in_b**2 / (len(b) - 1)
-    freedom = (in_a + in_b)**2 / spread if spread else 1
-    mean, half = np.mean(b) - np.mean(a), t_quantile(freedom) * np.sqrt(in_a + in_b)
-    return mean - half, mean + half
-
-
-def bootstrap(differences, draws: int = 2000):
-    """Of the mean of many differences. The same draws in each call."""
-    rng = np.random.default_rng(0)
-    means = [rng.choice(differences, len(differences)).mean() for _ in range(draws)]
-    return np.quantile(means, [0.025, 0.975])
-
-
-# ---- runs
-
-def read(folder: Path, reward: str) -> Run:
-    args, metrics = files.read(folder / "args.json"), read_metrics(folder / "metrics.jsonl")
-    last = sorted(folder.glob("samples/eval_*.jsonl"))[-1:]
-    samples = [row for file in last for row in files.read(file)]
-    seed, least = args["seed"], args["eval_pass"]
-    name, score, passed = f"reward/{reward}", None, {}
-    rewards = {row["step"]: row[name] for row in metrics if row.get(name) is not None}
-    for row in metrics:   # the last evaluation stays
-        score = row.get("eval/pass@1", score)
-    for sample in samples:
-        first = next(iter(sample["rewards"].values()))   # None: unscored
-        right = first is not None and first >= least
-        passed.setdefault(sample["prompt"], []).append(right)
-    return Run(seed, rewards, score, {row: np.mean(right) for row, right in passed.items()})
-
-
-def read_all(side: str, folders: list[str], reward: str) -> list[Run]:
-    runs = []
-    for folder in map(Path, folders):
-        inside = [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))]
-        if (folder / "metrics.jsonl").exists():
-            inside = [folder]
-        if not inside:
-            raise SettingsError(f"{folder} is not a run and has none: there is no metrics.jsonl.")
-        runs += [read(run, reward) for run in inside]
-    seeds = [run.seed for run in runs]
-    if len({*seeds}) < len(seeds):
-        raise SettingsError(f"{side} has a seed twice ({seeds}); give one run of each seed.")
-    return runs
-
-
-# ---- comparisons
-
-def report(title: str, a, b, interval, how: str) -> str:
-    """a, b: the values of each side. interval: None if there are too few; `how` tells why."""
-    difference, sentence = f"{np.mean(b) - np.mean(a):+.3f}", "These runs do not tell."
-    if interval is not None:
-        low, high = interval
-        difference += f", 95 %: {low:+.3f} to {high:+.3f}"
-        if low > 0:
-            sentence = f"B is better by {low:.3f} to {high:.3f}."
-        elif high < 0:
-            sentence = f"A is better by {-high:.3f} to {-low:.3f}."
-    return (f"{title}\n  A {np.mean(a):.3f}   B {np.mean(b):.3f}   B - A {difference} ({how})\n"
-            f"  {sentence}")
-
-
-def over_runs(title: str, a: dict[int, float], b: dict[int, float]) -> str:
-    """A number for each run, by seed."""
-    sides = [*a.values()], [*b.values()]
-    if min(len(a), len(b)) < 2:
-        return report(title, *sides, None, "an interval needs two seeds or more of each")
-    if {*a} == {*b}:
-        interval = paired_t([b[seed] - a[seed] for seed in a])
-        return report(title, *sides, interval, f"paired t, {len(a)} seeds")
-    return report(title, *sides, welch_t(*sides), f"Welch's t, {len(a)} and {len(b)} runs")
-
-
-def compare(a: list[Run], b: list[Run], reward: str) -> list[str]:
-    """The comparisons that these runs allow."""
-    texts = []
-    if steps := sorted(set.intersection(*({*run.rewards} for run in a + b)))[-10:]:
-        means = [{run.seed: np.mean([run.rewards[step] for step in steps]) for run in side}
-                 for side in (a, b)]
-        texts.append(over_runs(f"reward/{reward}, steps {steps[0]} to {steps[-1]}", *means))
-    if None not in [run.score for run in a + b]:
-        scores = [{run.seed: run.score for run in side} for side in (a, b)]
-        texts.append(over_runs("pass@1, last evaluation", *scores))
-    if rows := sorted(set.intersection(*({*run.rows} for run in a + b))):
-        ours, theirs = ([np.mean([run.rows[row] for run in side]) for row in rows]
-                        for side in (a, b))
-        interval, how = None, f"an interval needs {LEAST_ROWS} rows"
-        if len(rows) >= LEAST_ROWS:
-            interval, how = bootstrap(np.subtract(theirs, ours)), "paired, rows resampled"
-        title = f"pass@1, last evaluation: these models on the {len(rows):,} rows that all have"
-        texts.append(report(title, ours, theirs, interval, how))
+def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
+    """What these runs tell, for each number that all have."""
+    runs, texts = [run for side in sides for run in side.values()], []
+    for name, last in (reward, 10), ("eval/pass@1", 1):
+        steps = sorted(set.intersection(*(set(run.metrics.get(name, ())) for run in runs)))[-last:]
+        if steps and steps[-1] > 0:   # 0: not trained yet
+            means = [{seed: np.mean([run.metrics[name][step] for step in steps])
+                      for seed, run in side.items()} for side in sides]
+            texts.append(report(f"{name}, steps {steps[0]} to {steps[-1]}", *means, "seeds", 2))
+    found = [[samples.passed(run) for run in side.values()] for side in sides]
+    rows = set.intersection(*(set(one) for side in found for one in side))
+    if rows:
+        means = [{row: np.mean([one[row] for one in side]) for row in rows} for side in found]
+        texts.append(report("pass@1, rows of the last evaluation", *means, "rows", 20))
+    if not texts:
+        raise SettingsError(f"these runs share no step with {reward}, and no evaluation.")
     return texts
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        usage="python tools/compare.py [--reward NAME] A [A ...] -- B [B ...]",
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--reward", default="mean", help="compare reward/NAME of metrics.jsonl")
-    parser.add_argument("a", nargs="+", metavar="A")
+    parser.add_argument("a", nargs="+", metavar="A ... -- B")
     cut = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:cut])
     try:
-        if not words[cut + 1:]:
-            raise SettingsError("there is no set B; would work: tools/compare.py A ... -- B ...")
-        a = read_all("A", asked.a, asked.reward)
-        b = read_all("B", words[cut + 1:], asked.reward)
-        texts = compare(a, b, asked.reward)
-        if not texts:
-            raise SettingsError(f"the runs share no step with reward/{asked.reward}, and no row.")
+        sides = [read("A", asked.a), read("B", words[cut + 1:])]
+        print("\n".join(compare(sides, f"reward/{asked.reward}")))
     except SettingsError as error:
         sys.exit(f"error: {error}")
-    print("\n".join(texts))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """tools/plot.py: the curves of one or several runs in a picture, and a table.
 
     python tools/plot.py RUN [RUN ...]     writes runs/plot.png
+    python tools/plot.py --reward kk01 results/kk.json results/kk-coin.json
 
-RUN is runs/NAME, or a folder of such folders, as in results/. Runs whose args.json differ in the
-seed and the name only are one group. A group alone has a curve for each seed. Beside others it has
-its mean, and a band from the lowest to the highest.
+RUN is runs/NAME, a folder of such folders, or a file of results/. Runs whose args.json differ in
+the seed and the name only are one group, and so are the runs of a file. A group alone has a curve
+for each seed. Beside others it has its mean, and a band from the lowest to the highest.
 """
 import argparse
 import json
@@ -13,12 +14,13 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dist import SettingsError
+from errors import SettingsError
 from keeping.files import read
 from keeping.log import read_metrics
 
@@ -26,40 +28,81 @@ PANELS = "eval/pass@1", "policy/entropy", "rollout/length_mean"
 UNITS = {"eval/pass@1": "share of rows", "policy/entropy": "nats", "rollout/length_mean": "tokens"}
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """The folder itself, or the runs in it."""
-    if (folder / "metrics.jsonl").exists():
-        return [folder]
-    return [path.parent for path in sorted(folder.glob("*/metrics.jsonl"))]
+class Run(NamedTuple):
+    path: Path                             # its folder, or results/JOB/seed_N of a file
+    args: dict                             # its flags; of a file the seed alone
+    metrics: dict[str, dict[int, float]]   # each one by steps done; null counts as not there
 
 
-def find(folders) -> list[list[Path]]:
-    """The runs in `folders`, in groups that differ in the seed and the name only."""
+# ---- runs
+
+def run_of(folder: Path) -> Run:
+    """The run of a folder."""
+    metrics = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        for name, value in row.items():
+            if value is not None:
+                metrics.setdefault(name, {})[row["step"]] = value
+    return Run(folder, read(folder / "args.json"), metrics)
+
+
+def runs_of_job(file: Path) -> list[Run]:
+    """The runs of a file that results/collect.py made, one a seed."""
+    job = read(file)
+    if not isinstance(job, dict) or "seeds" not in job:
+        raise SettingsError(f"{file} is no job's file: it has no seeds. Would work: a run's folder "
+                            f"or a file that results/collect.py made.")
+    found = []
+    for seed, one in job["seeds"].items():
+        metrics = {}
+        for columns in one["steps"], one["evaluations"]:   # {name: one value a row}
+            for name, values in columns.items():
+                rows = zip(columns["step"], values, strict=True)
+                metrics.setdefault(name, {}).update({k: v for k, v in rows if v is not None})
+        found.append(Run(file.with_suffix("") / f"seed_{seed}", {"seed": int(seed)}, metrics))
+    return found
+
+
+def by_number(path: Path) -> list:
+    """A key that sorts a-2 before a-10, and eval_99999 before eval_100000."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
+
+def runs_in(path: Path) -> list[Run]:
+    """The run of a folder, the runs in a folder, or those of a file of results/."""
+    if path.is_file():
+        return runs_of_job(path)
+    if (path / "metrics.jsonl").exists():
+        return [run_of(path)]
+    folders = [file.parent for file in path.glob("*/metrics.jsonl")]
+    if not folders:
+        raise SettingsError(f"{path} is not a run and has none: there is no metrics.jsonl.")
+    return [run_of(folder) for folder in sorted(folders, key=by_number)]
+
+
+def find(paths) -> list[list[Run]]:
+    """The runs in `paths`, in groups that differ in the seed and the name only."""
     groups, seen = {}, Counter()  # a seed that comes twice is of another version, or a repetition
-    for folder in folders:
-        for run in runs_in(Path(folder)):
-            args = read(run / "args.json")
-            same = json.dumps([(k, v) for k, v in sorted(args.items())
-                               if k not in ("seed", "name", "versions")])
-            groups.setdefault((same, seen[same, args["seed"]]), []).append(run)
-            seen[same, args["seed"]] += 1
+    for path in map(Path, paths):
+        for run in runs_in(path):
+            flags = [(k, v) for k, v in sorted(run.args.items())
+                     if k not in ("seed", "name", "versions")]
+            same = json.dumps(flags) if flags else str(path)
+            groups.setdefault((same, seen[same, run.args["seed"]]), []).append(run)
+            seen[same, run.args["seed"]] += 1
     return [*groups.values()]
 
 
-def series(run: Path, name: str) -> dict[int, float]:
-    """A metric by steps done. null counts as not there."""
-    rows = read_metrics(run / "metrics.jsonl")
-    return {row["step"]: row[name] for row in rows if row.get(name) is not None}
-
+# ---- numbers
 
 def mean(values: list[float]) -> float:
     """nan of none."""
     return float(np.mean(values)) if values else float("nan")
 
 
-def ends(run: Path, reward: str = "reward/mean") -> dict[str, float]:
+def ends(run: Run, reward: str = "reward/mean") -> dict[str, float]:
     """The ends of a run's curves: nan for what it has not."""
-    rewards, scores = [*series(run, reward).values()], [*series(run, "eval/pass@1").values()]
+    rewards, scores = ([*run.metrics.get(name, {}).values()] for name in (reward, "eval/pass@1"))
     return {"reward, first 3 steps": mean(rewards[:3]), "last 10": mean(rewards[-10:]),
             "pass@1 before": mean(scores[:1]), "after": mean(scores[1:][-1:]),
             "steps": len(rewards)}
@@ -74,12 +117,12 @@ def cell(values: list[float], digits: int = 3) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def titles(groups: list[list[Path]]) -> list[str]:
+def titles(groups: list[list[Run]]) -> list[str]:
     """A name for each group: the folder of its runs, or what their names begin with; without the
     folders that all groups are in."""
     names = []
     for runs in groups:
-        shared = os.path.commonprefix([str(run.resolve()) for run in runs])
+        shared = os.path.commonprefix([str(run.path.resolve()) for run in runs])
         if len(runs) > 1:  # results/kk/seed_, or runs/kk-
             shared = re.sub("(seed)?[-_./]*$", "", shared)
         names.append(shared.strip("/").split("/"))
@@ -89,11 +132,11 @@ def titles(groups: list[list[Path]]) -> list[str]:
             for name, runs in zip(names, groups, strict=True)]
 
 
-def table(groups: list[list[Path]]) -> str:
+def table(groups: list[list[Run]], reward: str = "reward/mean") -> str:
     lines = []
     for name, runs in zip(titles(groups), groups, strict=True):
         lines.append(name)
-        found = [ends(run) for run in runs]
+        found = [ends(run, reward) for run in runs]
         for key in found[0]:
             text = cell([one[key] for one in found], 0 if key == "steps" else 3)
             if text:
@@ -101,16 +144,19 @@ def table(groups: list[list[Path]]) -> str:
     return "\n".join(lines)
 
 
-def draw(groups: list[list[Path]], path, rewards: tuple[str, ...] = ("reward/mean",)):
+# ---- pictures
+
+def draw(groups: list[list[Run]], path, rewards: tuple[str, ...] = ("reward/mean",)):
     """A panel for each metric that all runs have, `rewards` first. path: or a file."""
     from matplotlib.figure import Figure
     runs = [run for group in groups for run in group]
-    panels = [name for name in (*rewards, *PANELS) if all(series(run, name) for run in runs)]
+    panels = [name for name in (*rewards, *PANELS) if all(name in run.metrics for run in runs)]
     if not panels:
-        raise SettingsError(f"{', '.join(map(str, runs))}: no metric has a number in all of them; "
+        names = ", ".join(str(run.path) for run in runs)
+        raise SettingsError(f"{names}: no metric has a number in all of them; "
                             f"a run without a step has no curve.")
     if len(groups) == 1:
-        labels = [f"seed {read(run / 'args.json')['seed']}" for run in runs]
+        labels = [f"seed {run.args['seed']}" for run in runs]
         groups = [[run] for run in runs]
     else:
         labels = titles(groups)
@@ -118,7 +164,7 @@ def draw(groups: list[list[Path]], path, rewards: tuple[str, ...] = ("reward/mea
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, name in zip(axes, panels, strict=True):
         for i, (label, group) in enumerate(zip(labels, groups, strict=True)):
-            curve(axis, [series(run, name) for run in group], f"C{i}", label)
+            curve(axis, [run.metrics[name] for run in group], f"C{i}", label)
         axis.set(title=name, xlabel="step", ylabel=UNITS.get(name, "mean of a step"))
         low, high = axis.get_ylim()
         if name in (*rewards, "eval/pass@1") and -0.2 < low and high < 1.2:
@@ -146,15 +192,19 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
+    parser.add_argument("--reward", default="mean", help="show reward/NAME of metrics.jsonl")
     parser.add_argument("--out", default="runs/plot.png", type=Path, help="the picture's file")
     args = parser.parse_args()
     try:
         groups = find(args.runs)
-        if not groups:
-            names = ", ".join(map(str, args.runs))
-            raise SettingsError(f"no metrics.jsonl in {names} or one folder below.")
-        print(table(groups))
-        draw(groups, args.out)
+        reward = f"reward/{args.reward}"
+        for run in (run for group in groups for run in group):
+            if args.reward != "mean" and reward not in run.metrics:
+                others = [name[7:] for name in run.metrics if name.startswith("reward/")]
+                raise SettingsError(f"--reward {args.reward}: {run.path} has no {reward}. Would "
+                                    f"work: --reward {' or '.join(others)}.")
+        print(table(groups, reward))
+        draw(groups, args.out, (reward,))
     except SettingsError as error:
         sys.exit(f"error: {error}")
     except (OSError, ValueError) as error:  # ValueError: a name that ends in no kind of picture

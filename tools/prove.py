@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dist import Mistakes, SettingsError
+from errors import Mistakes, SettingsError
 from keeping.run import parse
 from preflight import plan
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss

@@ -205,7 +205,7 @@ def sample_files(runs: list[Path]) -> list[tuple]:
     found = []
     for k, run in enumerate(runs):
         for kind, pattern in ("evaluation", "eval_*.jsonl"), ("step", "step_*.jsonl"):
-            paths = sorted(run.glob(f"samples/{pattern}"))
+            paths = sorted(run.glob(f"samples/{pattern}"), key=plot.by_number)
             for rank, i in enumerate(in_order(len(paths))):
                 found.append((rank, k, kind, int(re.sub(r"\D", "", paths[i].stem)), paths[i]))
     return sorted(found)
@@ -244,9 +244,9 @@ def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], lis
 def page(folders: list[Path], most_read: int = 2**32, folder: Path | None = None) -> str:
     """The page of these runs. most_read: bytes of samples/ to read. folder: where it will be."""
     groups = plot.find(folders)
-    runs = [run for group in groups for run in group]
+    runs = [run.path for group in groups for run in group]
     place = (folder or folders[0]).resolve()
-    head = {"runs": [about(run, g) for g, group in enumerate(groups) for run in group],
+    head = {"runs": [about(run.path, g) for g, group in enumerate(groups) for run in group],
             "groups": plot.titles(groups), "healthy": healthy(),
             "docs": os.path.relpath(ROOT / SICK, place)}
     empty = (ROOT / "tools" / "report.html").read_text()
@@ -261,8 +261,6 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
     parser.add_argument("--out", type=Path, help="the page's file")
     args = parser.parse_args()
-    if not any(plot.runs_in(run) for run in args.runs):
-        sys.exit(f"error: no metrics.jsonl in {', '.join(map(str, args.runs))} or one folder below")
     path = args.out or args.runs[0] / "report.html"
     try:
         text = page(args.runs, folder=path.parent)

@@ -4,6 +4,7 @@
     python tools/samples.py runs/NAME --sort reward    the worst first
 """
 import argparse
+import json
 import math
 import pydoc
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dist import SettingsError
+from errors import SettingsError
 from keeping import files
+from tools.plot import Run
 
 TEXTS = "prompt", "completion", "turns"
 
@@ -31,6 +33,20 @@ def in_order(path: Path) -> tuple[int, str]:
     """step_00001, …, step_00010, eval_00010, …: by steps done; the evaluation comes after them."""
     kind, _, steps = path.stem.partition("_")
     return int(steps), {"step": "a", "eval": "b"}[kind]
+
+
+def passed(run: Run) -> dict[str, float]:
+    """How often each row passed in a run's last evaluation. {}: it has none, as in results/.
+
+    A row is its text, its pictures and its answer: one text may stand before many pictures.
+    """
+    last = max(run.path.glob("samples/eval_*.jsonl"), key=in_order, default=None)
+    found = {}
+    for one in files.read(last) if last else []:
+        row = json.dumps([one.get(name) for name in ("prompt", "images", "answer")])
+        first = next(iter(one["rewards"].values()))  # None: unscored
+        found.setdefault(row, []).append(first is not None and first >= run.args["eval_pass"])
+    return {row: sum(times) / len(times) for row, times in found.items()}
 
 
 def worst_first(row: dict) -> float:

@@ -7,15 +7,22 @@ from typing import Literal
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dist import SettingsError, World
+from dist import World
+from errors import SettingsError
 from pictures import seeing
 from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.experts import ExpertArgs
-from trainer.logprobs import hidden_alone, recomputed, token_logprobs
+from trainer.logprobs import (
+    Teacher,
+    hidden_alone,
+    token_divergences,
+    token_logprobs,
+)
 from trainer.lora import LoraArgs
 from trainer.weights import config_of, load, names_in_files
 
@@ -138,7 +145,7 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
         if checkpointing:  # inside FSDP's hooks
-            layer.forward = partial(recomputed, layer.forward)
+            checkpoint(layer, preserve_rng_state=False)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
     if mesh.size() == 1:  # a factor costs a copy of every gradient there
@@ -285,9 +292,11 @@ class Policy(Trained):
             self.metrics = self.routing.load(self.world, self.replays)
         return super().step(lr)
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
-        """log π and entropy of each sampled token: (n,) each, or what another formula gives
-        (chats/teacher.py)."""
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
+                 teacher: Teacher | None = None):
+        """log π and entropy of each sampled token: (n,) each. With a teacher (chats/teacher.py) the
+        divergence from it too."""
+        formula = teacher and partial(token_divergences, teacher=teacher)
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def hidden(self, micro: Micro):

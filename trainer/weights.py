@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import list_repo_files, snapshot_download
 from safetensors import SafetensorError, safe_open
 
-from dist import SettingsError
+from errors import SettingsError
 from pictures import seeing
 from trainer import experts, lora
 

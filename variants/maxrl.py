@@ -8,7 +8,7 @@ reward ends the run.
 import torch
 
 import losses
-from dist import SettingsError
+from errors import SettingsError
 
 
 def maxrl(rewards, group, *, scored, eps, **others):

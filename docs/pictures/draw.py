@@ -3,12 +3,13 @@
     python docs/pictures/draw.py             # all of them
     python docs/pictures/draw.py memory      # one
 
-Numbers come from where they are made: docs/learn/one_step.md, preflight/memory.py,
-bench/curves.json, results/.
+Numbers come from where they are made: docs/learn/one_step.md, preflight/memory.py, results/,
+exercises/curves/.
 """
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +42,12 @@ def arrow(x1, y1, x2, y2, color=GREY) -> str:
 def rule(x1, y1, x2, y2, color=LINE, dash="") -> str:
     dash = f' stroke-dasharray="{dash}"' if dash else ""
     return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}"{dash}/>')
+
+
+def curve(points, color, dash="none") -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (f'<polyline fill="none" stroke="{color}" stroke-width="1.3" '
+            f'stroke-dasharray="{dash}" points="{points}"/>')
 
 
 def page(height: float, *parts: str) -> str:
@@ -228,62 +235,51 @@ def turns() -> str:
     return page(y + 172, *out)
 
 
-def curves() -> str:
-    """bench/curves.json: the reward of five algorithms, three seeds each."""
-    found = json.loads((ROOT / "bench/curves.json").read_text())
-    titles = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "dapo": "DAPO", "gspo": "GSPO", "ppo": "PPO"}
-    mean = [sum(step) / len(step) for step in zip(
-        *(seed["reward"] for seed in found["grpo"].values()), strict=True)]
-    out = [text(20, 24, "Mean reward of a step, three seeds each (grey: the mean of GRPO)", 14,
-                weight="bold")]
-    for i, name in enumerate(titles):
-        x0, y0, w, h = 50 + i % 3 * 240, 68 + i // 3 * 200, 190, 130
-        out.append(text(x0, y0 - 8, titles[name], 13, DARK[i], weight="bold"))
-        for reward in (0, 0.5, 1):
-            y = y0 + h * (1 - reward)
-            out += [rule(x0, y, x0 + w, y, PALE if reward else LINE),
-                    text(x0 - 6, y + 4, f"{reward:g}", 11, GREY, "end")]
-        for step in (1, len(mean) // 2, len(mean)):
-            out.append(text(x0 + w * step / len(mean), y0 + h + 16, step, 11, GREY, "middle"))
+def scale(x0, y0, w, h, last: int, low=0.0, high=1.0) -> list[str]:
+    """The lines and the numbers of a panel: values, and steps up to the last."""
+    out = []
+    for part in (0, 0.5, 1):
+        y, value = y0 + h * (1 - part), low + (high - low) * part
+        out += [rule(x0, y, x0 + w, y, PALE if part else LINE),
+                text(x0 - 6, y + 4, f"{value:.2g}", 11, GREY, "end")]
+    return out + [text(x0 + w * step / last, y0 + h + 16, step, 11, GREY, "middle")
+                  for step in (1, last // 2, last)]
 
-        def line(values, color, width, x0=x0, y0=y0, w=w, h=h) -> str:
-            points = " ".join(f"{x0 + w * (k + 1) / len(values):.1f},{y0 + h * (1 - v):.1f}"
-                              for k, v in enumerate(values))
-            return (f'<polyline fill="none" stroke="{color}" stroke-width="{width}" '
-                    f'points="{points}"/>')
 
-        out.append(line(mean, LINE, 3))
-        out += [line(seed["reward"], DARK[i], 1.1) for seed in found[name].values()]
-    x, y = 530, 290
-    out += [text(x, y, "512 completions a step; DAPO", 12, GREY),
-            text(x, y + 18, "samples up to 2,048, and trains", 12, GREY),
-            text(x, y + 36, "on at most 512 of them.", 12, GREY)]
-    return page(446, *out)
+def sick(name: str, metrics: str) -> str:
+    """Metrics of exercises/curves/NAME.json."""
+    found = json.loads((ROOT / f"exercises/curves/{name}.json").read_text())
+    out = []
+    for i, metric in enumerate(metrics.split()):
+        both = [found[run][metric] for run in ("healthy", "run")]
+        low, high = min(0, *map(min, both)), max(map(max, both))
+        x0, y0, w, h, n = 60 + 245 * i, 30, 190, 120, len(both[0])
+        out.append(text(x0, y0 - 10, metric, 13, weight="bold"))
+        out += scale(x0, y0, w, h, n, low, high)
+        for values, color in zip(both, (DARK[1], DARK[4]), strict=True):
+            out.append(curve([(x0 + w * step / n, y0 + h * (high - value) / (high - low))
+                              for step, value in enumerate(values, 1)], color))
+    for x, color, words in (60, DARK[1], "healthy"), (140, DARK[4], "sick"):
+        out += [rule(x, 188, x + 16, 188, color), text(x + 21, 192, words, 12)]
+    return page(204, *out, text(645, 182, "step", 11, GREY, "middle"))
 
 
 def reward_panel(x0, y0, result: str, reward: str, title: str) -> list[str]:
     """The task's reward of each seed of a result, and that of a coin if it was trained on one."""
     w, h, out = 190, 130, [text(x0, y0 - 10, title, 13, INK, weight="bold")]
-    folders = sorted((ROOT / "results" / result).glob("seed_*"))
-    runs = [[json.loads(row) for row in (folder / "metrics.jsonl").open()] for folder in folders]
-    runs = [[row for row in run if reward in row] for run in runs]
-    last = runs[0][-1]["step"]
-    for value in (0, 0.5, 1):
-        y = y0 + h * (1 - value)
-        out += [rule(x0, y, x0 + w, y, PALE if value else LINE),
-                text(x0 - 6, y + 4, f"{value:g}", 11, GREY, "end")]
-    for step in (1, last // 2, last):
-        out.append(text(x0 + w * step / last, y0 + h + 16, step, 11, GREY, "middle"))
+    found = json.loads((ROOT / f"results/{result}.json").read_text())["seeds"]
+    runs = [one["steps"] for one in found.values()]
+    last = runs[0]["step"][-1]
+    out += scale(x0, y0, w, h, last)
     out += [text(x0 + w / 2, y0 + h + 30, "step", 11, GREY, "middle"),
             f'<g transform="translate({x0 - 32} {y0 + h / 2}) rotate(-90)">'
             f'{text(0, 0, "mean reward", 11, GREY, "middle")}</g>']
     for color, run in zip(DARK, runs, strict=False):
         for key, dash in (("reward/coin", "2 3"), (reward, "none")):
-            points = " ".join(f"{x0 + w * row['step'] / last:.1f},{y0 + h * (1 - row[key]):.1f}"
-                              for row in run if key in row)
-            if points:
-                out.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.3" '
-                           f'stroke-dasharray="{dash}" points="{points}"/>')
+            if key in run:
+                steps = zip(run["step"], run[key], strict=True)
+                out.append(curve([(x0 + w * step / last, y0 + h * (1 - value))
+                                  for step, value in steps], color, dash))
     return out
 
 
@@ -339,11 +335,8 @@ def roads() -> str:
         for color, (road, seeds) in zip(DARK, found.items(), strict=True):
             for seed, run in seeds.items():
                 before = sum(found[one][seed][what] for one in BEFORE[road])
-                points = " ".join(
-                    f"{x0 + w * (before + p[what]) / most:.1f},{y0 + h * (1 - p['pass']):.1f}"
-                    for p in run["points"])
-                out.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.4" '
-                           f'points="{points}"/>')
+                out.append(curve([(x0 + w * (before + p[what]) / most, y0 + h * (1 - p["pass"]))
+                                  for p in run["points"]], color))
     for i, (color, road) in enumerate(zip(DARK, found, strict=True)):
         x = 60 + 130 * i
         out += [rule(x, y0 + h + 56, x + 22, y0 + h + 56, color),
@@ -352,7 +345,15 @@ def roads() -> str:
 
 
 PICTURES = {"shift": shift, "denominator": denominator, "packed": packed, "memory": memory_table,
-            "turns": turns, "curves": curves, "roads": roads, "game": game, "controls": controls}
+            "turns": turns, "roads": roads, "game": game, "controls": controls}
+SICK = {  # the metrics that show it
+    "stale": ("10", "rollout/logprob_gap_mean policy/entropy reward/mean"),
+    "temperature": ("9", "rollout/logprob_gap_mean policy/entropy reward/mean"),
+    "kl_sign": ("11", "loss/kl grad/norm reward/mean"),
+    "rate": ("13", "policy/entropy rollout/length_mean reward/mean"),
+    "collapse": ("collapse", "policy/entropy grad/norm reward/mean"),
+    "hacked": ("12", "reward/mean reward/exact rollout/length_mean")}
+PICTURES |= {f"sick_{name}": partial(sick, *what) for name, what in SICK.items()}
 
 
 def main() -> None:

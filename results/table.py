@@ -1,0 +1,82 @@
+"""table.py: the tables of results/README.md, from the files beside it: python results/table.py"""
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import numpy as np  # noqa: E402
+
+from keeping.files import read  # noqa: E402
+from tools import plot  # noqa: E402
+
+BEGIN = "<!-- the tables: written by results/table.py -->\n"
+HEAD = ("| result | command | reward, first 3 steps | last 10 | held-out before | after "
+        "| passed its grade | seconds | of a step | GiB |\n" + "|---" * 10 + "|\n")
+
+
+def jobs() -> dict[str, dict]:
+    """The files that collect.py made, by name."""
+    found = {path.stem: read(path) for path in HERE.glob("*.json")}
+    return {name: found[name] for name in sorted(found) if "seeds" in found[name]}
+
+
+def task_reward(job: dict) -> str:
+    """The metric of its first reward: a control has the task's there, with weight 0."""
+    name = re.sub(":[0-9.]+$", "", job["reward"][0])
+    return "reward/" + name.rpartition(":")[2]  # FILE.py:NAME:WEIGHT
+
+
+def passed(job: dict, ends: list[dict]) -> str:
+    """How many of its runs reached --target_reward and --target_eval."""
+    targets = {("reward, first 3 steps", "last 10"): job["target_reward"],
+               ("pass@1 before", "after"): job["target_eval"]}
+    limits = [(*names, *target) for names, target in targets.items() if target]
+    if not limits:
+        return "no grade"
+    reached = [all(one[before] <= low and one[after] >= high
+                   for before, after, low, high in limits) for one in ends]
+    return f"{sum(reached)} of {len(ends)}"
+
+
+def table() -> str:
+    """A row a job: the mean over its seeds, the lowest and the highest."""
+    lines = []
+    for name, job in jobs().items():
+        runs = plot.runs_of_job(HERE / f"{name}.json")
+        ends = [plot.ends(run, task_reward(job)) for run in runs]
+        cells = [plot.cell([one[key] for one in ends]) for key in (
+            "reward, first 3 steps", "last 10", "pass@1 before", "after")]
+        steps = [np.median([*run.metrics["time/step"].values()]) for run in runs]
+        most = max(max(run.metrics["memory/peak_gb"].values()) for run in runs)
+        note = f" ({job['note']})" if job["note"] else ""
+        cells = [f"[{name}]({name}.json)", f"`{job['command']}`{note}", *cells, passed(job, ends),
+                 plot.cell([seed["seconds"] for seed in job["seeds"].values()], 0),
+                 plot.cell(steps, 2), f"{most:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return HEAD + "".join(lines)
+
+
+def by_kind() -> str:
+    """Held-out accuracy of each data source, before → after, of the jobs with several sources."""
+    lines = []
+    for name in jobs():
+        runs = plot.runs_of_job(HERE / f"{name}.json")
+        kinds = [key for key in runs[0].metrics if re.fullmatch("eval/.*/pass@1", key)]
+        if len(kinds) < 2:
+            continue
+        if not lines:
+            head = " | ".join(kind.split("/")[1] for kind in kinds)
+            lines = [f"\n| held-out | {head} |\n|---{'|---' * len(kinds)}|\n"]
+        curves = [[[*run.metrics[kind].values()] for run in runs] for kind in kinds]
+        cells = [f"{np.mean([c[0] for c in kind]):.2f} → {np.mean([c[-1] for c in kind]):.2f}"
+                 for kind in curves]
+        lines.append(f"| {name} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    page = HERE / "README.md"
+    text, mark, _ = page.read_text().partition(BEGIN)
+    page.write_text(text + mark + table() + by_kind())

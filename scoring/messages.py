@@ -1,0 +1,131 @@
+"""messages.py: messages as people store them → as chat templates want them.
+
+Where they cannot be read a ValueError names the message and the key.
+"""
+import json
+import re
+
+from jinja2 import TemplateError
+
+from errors import SettingsError
+
+MARK = "<image>"  # a picture, in a text
+# ShareGPT's, ms-swift's. The content of a function_call is a call.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool",
+         "function_call": "assistant", "tool_call": "assistant"}
+WEIGHTS = ("weight", "train", "training", "train_on_turn", "loss")  # 0: the turn is not learned
+# Keys of a message that change what is learned: a chat template must know them.
+MEANT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal",
+         "images", "audio", "train", "training", "train_on_turn", "train_detail", "loss", "masked")
+UNREAD = ("history", "videos", "audios")  # columns: lists that would change the prompt
+FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
+        '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')
+CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # JSON, or Python's
+
+
+def not_null(columns: dict) -> dict:
+    return {column: value for column, value in columns.items()
+            if value is not None and value == value}  # NaN differs from itself
+
+
+def from_json(value):
+    """What a JSON text says; other texts and values as they are."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def chat_of(column: str, value, role: str | None, image: str | None = None) -> list[dict]:
+    """The messages of a column: OpenAI's or ShareGPT's, a list or its JSON text. Each content
+    becomes a text; a weight stays where it is 0.
+
+    role: of a plain text; None: it must be a chat. image: the text for a picture; None: refused.
+    """
+    if isinstance(value, str) and role and not CHAT.match(value):
+        return [{"role": role, "content": value}]
+    stored, found = from_json(value), []
+    if not isinstance(stored, list):
+        text = "text or " if role else ""
+        raise ValueError(f"the {column} must be {text}a list of {FORM}, not {value!r:.300}")
+    for i, m in enumerate(stored):
+        try:
+            found.append(message_of(m, image))
+        except ValueError as wrong:
+            raise ValueError(f"message {i} of {column}: its {wrong} cannot be used: {m!r:.300}. "
+                             f"Would work: {FORM}") from None
+    return found
+
+
+def message_of(stored, image: str | None) -> dict:
+    """ValueError: the key that is wrong."""
+    m = not_null(stored) if isinstance(stored, dict) else {}
+    if "from" in m and "role" not in m:
+        m = {"role": m.pop("from"), "content": m.pop("value", None)} | m
+        if m["role"] not in (*ROLES, *ROLES.values(), "system", "developer"):
+            raise ValueError("from")
+    role = m.get("role")
+    if not isinstance(role, str):
+        raise ValueError("role")
+    calls = m.pop("content", None) if role.endswith("_call") else m.pop("tool_calls", None)
+    m["role"] = ROLES.get(role, role)
+    if calls:
+        calls = from_json(calls)
+        m["tool_calls"] = [call_of(c) for c in (calls if isinstance(calls, list) else [calls])]
+    m["content"] = text_of(m.get("content", "" if calls else None), image)
+    weights = [m.pop(key) for key in WEIGHTS if key in m and m["role"] == "assistant"]
+    if any(weight not in (0, 1) for weight in weights):
+        raise ValueError("weight")
+    return m if all(weights) else m | {"weight": 0}
+
+
+def text_of(content, image: str | None) -> str:
+    """The texts of its parts, one after another."""
+    text, parts = "", content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        part = not_null(part) if isinstance(part, dict) else {}
+        said = image if part == {"type": "image"} else part.get("text")
+        if not isinstance(said, str) or part.get("type") not in ("text", "image"):
+            raise ValueError("content")
+        text += said
+    return text
+
+
+def call_of(stored) -> dict:
+    """A call. Its arguments become an object: OpenAI's are a JSON text."""
+    call = stored if isinstance(stored, dict) and "function" in stored else {"function": stored}
+    function = call["function"] if isinstance(call["function"], dict) else {}
+    arguments = from_json(function.get("arguments") or {})
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise ValueError("tool_calls")
+    return not_null(call) | {"function": not_null(function) | {"arguments": arguments}}
+
+
+# ---- what the chat template gets ----
+
+def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+    except (TemplateError, TypeError) as error:
+        raise SettingsError(f"the chat template: {error}") from error
+
+
+def options_of(columns: dict, messages: list[dict], tokenizer,
+               tools: list[dict] | None = None) -> dict:
+    """What the chat template gets beside the messages: a row's tools and chat_template_kwargs, or
+    the schemas of --tools. SettingsError: it has no place for them, or for a key of a message."""
+    there, template = not_null(columns), tokenizer.chat_template
+    own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
+    own, more = own or [], more or {}
+    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])) or (
+            own and tools):
+        raise SettingsError("tools must be a list of schemas, without --tools, and "
+                            f"chat_template_kwargs an object, not {own!r:.300} and {more!r:.300}.")
+    options = more | ({"tools": own} if own else {})
+    meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
+    meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
+    for key in [*options, *meant]:
+        if template != "" and not re.search(rf"\b{re.escape(key)}\b", str(template)):
+            raise SettingsError(f"the chat template of the model has no place for {key}. Would "
+                                "work: rows without it, or another model.")
+    return options | ({"tools": tools} if tools else {})

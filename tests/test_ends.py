@@ -1,0 +1,383 @@
+"""What begins and what ends: prompts, completions, the texts of rewards, what sft.py learns. The
+tokenizers are made here; what is expected is what transformers and vLLM give."""
+import json
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from trainer.teacher import add_teacher_prompts
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+import data
+import grpo
+import sft
+from chats import targets, toolcalls, turns
+from data import DataArgs, make_row
+from errors import Mistakes, SettingsError
+from examples import tiny
+from keeping.samples import sample_row
+from preflight import inputs
+from preflight.plan import changed
+from rewards import Score
+from scoring.verifiers import format_tags
+from test_sft import CHAT, SAID, TEMPLATES, template, tokenizer_of
+from trainer.batch import Completion, Sample
+
+ROOT = Path(__file__).parent.parent
+BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+THOUGHT = "<think>1</think><answer>2</answer>"
+QA = {"question": "Sort 31", "answer": "13"}
+
+
+def processed(tokenizer, before: list[str], after: list[str]):
+    """It puts these tokens around each text, as a tokenizer.json can say."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=" ".join([*before, "$A", *after]), special_tokens=[
+            (t, tokenizer.convert_tokens_to_ids(t)) for t in {*before, *after}])
+    return tokenizer
+
+
+def plain(before=(), after=(), **tokens):
+    """A byte-level tokenizer with <s> and </s>, and no chat template."""
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(BYTES),
+        **({"bos_token": "<s>", "eos_token": "</s>"} | tokens))
+    return processed(made, before, after)
+
+
+def row_of(columns, tokenizer, **flags):
+    return make_row(0, columns, "", tokenizer, data.marks(tokenizer)[0], DataArgs(**flags))
+
+
+def tags_in(tokenizer):
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+def base_of(name: str):
+    """The tokenizer of a base model with a chat template: its eos_token is another."""
+    controls, end, text = TEMPLATES[name]
+    made = tokenizer_of(controls, text)
+    made.eos_token = tiny.END_OF_TEXT
+    return made, made.convert_tokens_to_ids(end)
+
+
+# ---- a tokenizer that appends EOS
+
+@pytest.mark.parametrize("before", [[], ["<s>"]])
+def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
+    """Each completion was one token, and sft.py learned an answer behind an EOS."""
+    tokenizer = plain(before, ["</s>"])
+    bos, eos = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    ids = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
+    assert tokenizer("Sort 31")["input_ids"] == [bos][:len(before)] + ids + [eos]
+    row = row_of(QA, tokenizer)
+    assert row.prompt_ids == [bos][:len(before)] + ids
+    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
+    assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
+    learned = targets.make_row(0, QA, "", tokenizer, [], sft.Args().data_args, eos_ids=[eos])
+    assert learned.prompt_ids == row.prompt_ids
+    assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
+                              [True] * 3)
+    bridge = turns.Bridge(tokenizer, [eos], 999, None)
+    assert bridge.ids(eos, [{"role": "user", "content": "z"}]) == tokenizer(
+        "\n\nz\n\n", add_special_tokens=False)["input_ids"]
+
+
+def test_samples_show_the_prompt_that_the_model_saw():
+    tokenizer = plain(["<s>"])
+    sample = Sample(data.Prompt(0, row_of(QA, tokenizer)), Completion(
+        np.array([5], np.int32), np.zeros(1, np.float32), False), text="x",
+        score=Score(1.0, {}, None))
+    assert sample_row(sample, tokenizer.decode)["prompt"] == "<s>Sort 31"
+
+
+def test_a_template_that_ends_a_prompt_in_eos_is_refused():
+    tokenizer = plain()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
+    with pytest.raises(SettingsError, match="the prompt must not end in </s>"):
+        row_of(QA, tokenizer)
+
+
+# ---- the chat template's end of a turn
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_base_model_ends_where_its_chat_template_ends_a_turn(tmp_path, name):
+    """Qwen2.5 base: <|im_end|> is in the template, <|endoftext|> is its eos_token. Completions ran
+    on to --max_tokens, and sft.py refused two turns."""
+    tokenizer, end = base_of(name)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    ends = data.eos_ids(str(tmp_path), tokenizer)
+    assert ends == sorted({0, end})
+    row = targets.make_row(0, {"messages": CHAT}, "", tokenizer, [], sft.Args().data_args,
+                           eos_ids=ends)
+    last = [i for i, (now, then) in enumerate(zip(
+        row.target[1], [*row.target[1][1:], False], strict=True)) if now and not then]
+    assert [row.target[0][i] for i in last] == [end] * 3
+
+
+def test_the_next_speaker_ends_a_turn_that_the_template_does_not_end(tmp_path):
+    """GLM's."""
+    tokenizer = tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
+        f"<|{{{{ m['role'] }}}}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert data.eos_ids(str(tmp_path), tokenizer) == sorted(
+        tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"]))
+
+
+@pytest.mark.parametrize("files, expected", [
+    ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, [7, 9]),
+    ({"config": {"eos_token_id": 8}}, [8]),  # what GenerationConfig.from_model_config reads
+    ({"config": {"text_config": {"eos_token_id": [8, 9]}}}, [8, 9]), ({"config": {}}, [])])
+def test_ids_in_the_models_files(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = plain()
+    assert data.eos_ids(str(tmp_path), tokenizer) == [*expected, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
+def test_a_model_that_cannot_end_is_said(ends, left):
+    for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
+        args, mistakes, notes = changed(args, stop=stop), Mistakes(), []
+        assert inputs.check_ends(args, ends, 320, mistakes, notes) == left
+        words = [f"no token that ends a completion: its files name {ends} of 320 ids"]
+        for found, expected in (mistakes, not left and args.supervised), (
+                notes, not (left or args.supervised or stop)):
+            assert len(found) == expected and all(w in str(found[0]) for w in words if expected)
+
+
+def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
+    """The engine stops at them (test_seams.py), and what they end is learned."""
+    folder = shutil.copytree(tiny.ensure(str(ROOT / "runs")), tmp_path / "base")
+    for name, text in ("tokenizer_config.json", '"eos_token"'), ("generation_config.json", ""):
+        made = json.loads((folder / name).read_text())
+        made["eos_token" if text else "eos_token_id"] = tiny.END_OF_TEXT if text else 0
+        (folder / name).write_text(json.dumps(made))
+    found = inputs.read_files(changed(grpo.Args(), model=str(folder)), 1)
+    assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
+    # So does whoever loads the export, with transformers or vLLM.
+    (text,) = found.exported.values()
+    before = GenerationConfig.from_pretrained(folder).to_dict()
+    (folder / "generation_config.json").write_text(text)
+    assert GenerationConfig.from_pretrained(folder).to_dict() == before | {"eos_token_id": [0, 2]}
+
+
+# ---- tags that are special tokens
+
+def test_a_reward_an_environment_and_a_tool_see_the_tags_that_a_model_wrote():
+    tokenizer = tags_in(tiny.make_tokenizer())
+    ids = tokenizer(f"{THOUGHT}<|im_end|>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
+    text = data.reader(tokenizer, [0, 2])(np.array(ids))
+    assert text == THOUGHT and format_tags(text) == 1.0
+    episodes = object.__new__(turns.Episodes)
+    episodes.world = SimpleNamespace(mine=list, gather=list)
+    episodes.bridge = turns.Bridge(tokenizer, [0, 2], 999, None)
+    turn = SimpleNamespace(ids=np.array(ids))
+    assert episodes.read([turn], 1) == [turns.said(THOUGHT)]
+    episodes.bridge.calls = calls = toolcalls.Calls([], tokenizer, [0, 2])
+    calls.parse = lambda text: (text, [])
+    assert episodes.read([turn], 1) == [turns.said(THOUGHT)]
+
+
+def test_what_begins_ends_or_pads_is_no_text_wherever_it_stands():
+    """Three of Llama 3's ends, the header of a reply, <s> and the pad in the middle. Special or
+    not: DeepSeek's <|User|> is not."""
+    controls, _, text = TEMPLATES["llama 3"]
+    tokenizer = tags_in(tokenizer_of(controls + " <|eom_id|> <|pad|> <|eot_id|>", text))
+    tokenizer.pad_token = "<|pad|>"
+    ends = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
+    written = ("<think>1<|pad|></think><|eom_id|><|start_header_id|>user<|end_header_id|>\n\n"
+               "a , b<|begin_of_text|><|eot_id|>")
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    assert data.reader(tokenizer, ends)(ids) == "<think>1</think>user\n\na , b"
+    assert data.reader(tokenizer, ends)(ids[:3]) == "<think>1"
+    # GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word.
+    glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
+        f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
+    ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
+    assert data.reader(glm, [0])(ids) == THOUGHT
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]  # may be an end, as a word
+    assert data.reader(tokenizer, newline)(2 * newline) == "\n" and len(newline) == 1
+
+
+ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
+        "{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: <think>")
+
+
+@pytest.mark.parametrize("text", [tiny.CHATML, ZERO])
+def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
+    tokenizer = tags_in(tiny.make_tokenizer())
+    tokenizer.chat_template = text
+    for prompt in "<think>a", "<|im_end|>", "<|endoftext|>a":
+        row = row_of({"prompt": prompt}, tokenizer)
+        assert not row.finished and prompt in row.prompt != prompt
+    assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
+    assert "<think>" not in data.marks(tokenizer)[0]
+    row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
+    add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
+    assert row.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
+
+
+# ---- --stop
+
+def test_a_stop_string_may_be_a_special_token(monkeypatch):
+    """vLLM's own detokenizer, with the parameters of a request: with skip_special_tokens a --stop
+    that is a special token would never be seen."""
+    import vllm
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    import rollout
+    made, tokenizer, engine = [], tags_in(tiny.make_tokenizer()), object.__new__(rollout.Engine)
+    engine.args, engine.max_tokens = rollout.EngineArgs(stop=("</answer>",)), 9
+    engine.eos_ids, engine.bar, engine.request = [2], False, None
+    engine.llm = SimpleNamespace(generate=lambda prompts, params, **named: made.extend(params))
+    engine.outputs([rollout.Request([5], 1)], 1.0)
+    known = {name: None for name in EngineCoreRequest.__struct_fields__}
+    request = EngineCoreRequest(**known | {
+        "request_id": "0", "prompt_token_ids": [5], "sampling_params": made[0]})
+    reads = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    assert reads.update(tokenizer(THOUGHT)["input_ids"], False) == "</answer>" and vllm
+
+
+# ---- a sweep
+
+WORD, ROLE = SAID, "{{ m['role'] }}"
+CHATML = f"<|im_start|>{ROLE}\n{WORD}<|im_end|>\n"
+FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn)
+    "chatml": ("", CHATML, CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
+    "default system": ("<|im_start|>system\nUse <think>.<|im_end|>\n", CHATML, CHATML,
+                       "<|im_start|>assistant\n", "<|im_end|>"),
+    "llama": ("<s>", f"<|h|>{ROLE}<|/h|>\n\n{WORD}<|eot|>", f"<|h|>{ROLE}<|/h|>\n\n{WORD}<|eot|>",
+              "<|h|>assistant<|/h|>\n\n", "<|eot|>"),
+    "mistral": ("<s>", f"[INST] {WORD} [/INST]", f" {WORD}</s>", "", "</s>"),
+    "phi": ("", f"<|{ROLE}|>\n{WORD}<|end|>\n", f"<|assistant|>\n{WORD}<|end|>\n",
+            "<|assistant|>\n", "<|end|>"),
+    "gemma": ("<s>", f"<turn>{ROLE}\n{WORD}</turn>\n", f"<turn>model\n{WORD}</turn>\n",
+              "<turn>model\n", "</turn>"),
+    "glm": ("[gMASK]<sop>", f"<|{ROLE}|>\n{WORD}", f"<|assistant|>\n{WORD}", "<|assistant|>\n",
+            "<|user|>"),
+    "speaker": ("", f"<|x|>{ROLE}: {WORD}", f"<|x|>{ROLE}: {WORD}", "<|x|>assistant: ", "<|x|>"),
+    "texts": ("", f"### {ROLE}\n{WORD}\n", f"### {ROLE}\n{WORD}\nEND\n", "### assistant\n", None),
+    "eos last": ("", f"<|{ROLE}|>\n{WORD}</s>\n", f"<|{ROLE}|>\n{WORD}</s>\n", "<|assistant|>\n",
+                 "</s>"),
+    "none": None}
+CONTROLS = """<s> </s> <pad> <|im_start|> <|im_end|> <|h|> <|/h|> <|eot|> [INST] [/INST] <|user|>
+    <|assistant|> <|system|> <|end|> <turn> </turn> [gMASK] <sop> <|x|>""".split()
+LETTERS = [chr(c) for c in range(33, 127)] + ["\n", "▁", "é"]
+
+
+def pieces():
+    """As sentencepiece has them: a space before the first word, that decoding takes away."""
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(["<unk>", *LETTERS])}, [],
+                                unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    return made
+
+
+def drawn(seed: int):
+    """(a tokenizer, its family, what a generation_config.json has, what was drawn)"""
+    rng = random.Random(seed)
+    names = [*FAMILIES]
+    name = names[seed % len(names)]  # each as often
+    pick = dict(special=rng.random() < 0.7, words=rng.random() < 0.3, tags=rng.choice([
+        True, False, None]), bos=rng.random() < 0.6, appends=rng.random() < 0.4,
+        eos=rng.choice(["</s>", "</s>", "<|im_end|>", None]),
+        pad=rng.choice([None, "<pad>", "</s>", "<s>"]), clean=rng.random() < 0.3)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=pieces() if pick["words"] else Tokenizer.from_str(BYTES),
+        clean_up_tokenization_spaces=pick["clean"])
+    made.add_tokens([AddedToken(t, special=pick["special"], normalized=False) for t in CONTROLS])
+    if pick["tags"] is not None:
+        made.add_tokens([AddedToken(t, special=pick["tags"], normalized=False) for t in TAGS])
+    made.bos_token, made.eos_token, made.pad_token = "<s>", pick["eos"], pick["pad"]
+    if family := FAMILIES[name]:
+        begin, user, assistant, header, _ = family
+        made.chat_template = template(user, assistant, header, begin)
+    processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
+    given = rng.choice(["absent", None, "~", "~`"])
+    return made, name, given, pick
+
+
+def in_order(tokenizer, parts: list[str]) -> list[int]:
+    return [i for part in parts for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
+
+
+def check(tmp_path, seed: int) -> None:
+    tokenizer, name, given, pick = drawn(seed)
+    to_id = tokenizer.convert_tokens_to_ids
+    bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][-1]
+    asked = [{"role": "user", "content": "Sort 31"}]
+    # The prompt.
+    row = row_of({"prompt": "Sort 31"}, tokenizer)
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert row.prompt_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert row.prompt_ids.count(bos) == text.count("<s>")
+    else:
+        bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
+        assert row.prompt_ids == [bos][:pick["bos"]] + bare
+    finished = row_of({"prompt": row.prompt}, tokenizer)
+    if name not in ("texts", "none"):
+        assert finished.finished and finished.prompt_ids == row.prompt_ids
+    assert not row_of({"prompt": "<think>1"}, tokenizer).finished
+    # What ends.
+    files = {"absent": [to_id("^")], None: []}.get(given, given and [*map(to_id, given)])
+    eos = {"absent": files[0] if files else None, None: None, "~": to_id("~")}.get(given, files)
+    file = "config" if given == "absent" else "generation_config"
+    (tmp_path / f"{file}.json").write_text(json.dumps({"eos_token_id": eos}))
+    own = [to_id(t) for t in (pick["eos"], end) if t]
+    ends = data.eos_ids(str(tmp_path), tokenizer)
+    assert ends == sorted({*files, *own})
+    # The text. What sentencepiece would give is its own decoding.
+    written, reads = "a , b <think>1</think> n't", data.reader(tokenizer, ends)
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert pick["words"] or expected == written
+    closing = [to_id(end)] if end else own[:1]
+    assert reads(ids) == reads(ids + closing) == expected
+    assert reads([bos, *ids, *([to_id(pick["pad"])] if pick["pad"] else []), *closing]) == expected
+    # What is learned, and what stands between two turns.
+    if not ends:
+        return
+    chat = [*asked, {"role": "assistant", "content": "13"}, *asked,
+            {"role": "assistant", "content": "true"}]
+    for messages in chat[:2], chat:
+        try:
+            made = targets.make_row(0, {"messages": messages}, "", tokenizer, [],
+                                    sft.Args().data_args, eos_ids=ends)
+        except SettingsError as error:
+            assert (name in ("texts", "none")) and len(messages) == 4 and str(error)
+            return
+        ids, learned = made.target
+        assert made.prompt_ids == row.prompt_ids
+        last = [i for i, now in enumerate(learned) if now and not (learned + [False])[i + 1]]
+        assert len(last) == len(messages) // 2 and all(ids[i] in ends for i in last)
+        if end and name not in ("glm", "speaker"):
+            assert {ids[i] for i in last} == {to_id(end)}
+        said = reads([i for i, now in zip(ids, learned, strict=True) if now][:last[0] + 1])
+        assert said.strip().removesuffix("\nEND") == "13"
+    if end:
+        bridge = turns.Bridge(tokenizer, ends, 10**6, None)
+        ids = row.prompt_ids + ids[:last[0] + 1] if len(last) == 1 else made.prompt_ids + ids
+        between = bridge.ids(to_id(end), asked)
+        whole = made.prompt_ids + made.target[0]
+        start = len(made.prompt_ids) + made.target[1].index(False)
+        assert whole[start:start + len(between)] == between
+
+
+SWEEP = [pytest.param(i, marks=[pytest.mark.slow] if i % 10 else []) for i in range(110)]
+
+
+@pytest.mark.parametrize("seed", SWEEP)
+def test_of_many_tokenizers_and_templates_each_is_right(tmp_path, seed):
+    check(tmp_path, seed)

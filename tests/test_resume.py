@@ -1,0 +1,334 @@
+"""A resume is the same run: what may change, what is refused, what is taken over and said."""
+import copy
+import json
+import os
+import subprocess
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.utils.chat_template_utils import render_jinja_template
+
+import distill
+import faults
+import grpo
+import ppo
+import sft
+from data import Row
+from errors import Mistakes, SettingsError
+from forked import PYTHON
+from keeping import checkpoint, log
+from keeping.checkpoint import FIXED, SAME_UPDATE
+from preflight import inputs, plan
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
+SAID = set("""advantage advantage_eps aggregation betas carry_age carry_tokens clip_high clip_low
+    correction_high correction_low critic_lr critic_warmup_steps distill_coef divergence dual_clip
+    dynamic_sampling engine_correction entropy_coef epochs gamma kl_estimator kl_horizon
+    kl_loss_coef kl_reward_coef kl_target lam loss lr lr_schedule max_grad_norm max_tokens max_turns
+    minibatches overlong_buffer overlong_filter refills replay_routing reward reward_coef
+    router_aux_coef steps stop temperature value_clip warmup_steps weight_decay""".split())
+FACTS = {"script", "source", "rows", "model_files", "teacher_files", "precision"}  # no flags
+
+
+def flags_of(kind) -> dict[str, object]:
+    """Every field of a script's Args, those in groups too, with its value."""
+    found = {}
+    for field in fields(kind):
+        value = getattr(kind(), field.name)
+        found |= vars(value) if is_dataclass(value) else {field.name: value}
+    return found
+
+
+# ---- one rule for flags
+
+def test_each_flag_is_in_one_table():
+    """A new flag: does another value change the update, and may it change in a resumed run?"""
+    every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
+    tables = (FIXED - FACTS, SAME_UPDATE, SAID)
+    assert set.union(*map(set, tables)) == every and sum(map(len, tables)) == len(every)
+    assert FACTS <= FIXED
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_value_of_a_flag_is_refused_or_said_or_free(script, tmp_path):
+    flags = flags_of(SCRIPTS[script].Args)
+    state = {"step": 7, "settings": json.loads(json.dumps(flags))}
+    for name, value in flags.items():
+        saved = checkpoint.Saved(tmp_path / "step_7", copy.deepcopy(state))
+        other = {bool: not value, tuple: ["another"], str: "another"}.get(type(value), 17)
+        changed, text = flags | {name: other}, f"{name} was {saved.state['settings'][name]}"
+        if name in FIXED:
+            with pytest.raises(SettingsError) as caught:
+                checkpoint.check(saved, changed, flags)
+            assert f"{text} and is now {other}" in str(caught.value), name
+            assert str(caught.value).endswith("Would work: those of before, or another --name.")
+            continue
+        said = checkpoint.check(saved, changed, flags).changed
+        expected = f"resumed with --{name} {other} (was {state['settings'][name]}) from step 8 on"
+        assert said == ([] if name in SAME_UPDATE else [expected]), name
+    assert checkpoint.check(saved, flags, flags).changed == []
+
+
+def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is_said(tmp_path):
+    was = dict(group=8, lr=1e-3, betas=(0.9, 0.99), seed=1, mine="a", torch="2.12")
+    saved = checkpoint.Saved(tmp_path, {"step": 1, "settings": json.loads(json.dumps(was))})
+    with pytest.raises(SettingsError, match="group was 8 and is now 4; seed was 1 and is now 2"):
+        checkpoint.check(saved, was | {"group": 4, "seed": 2, "lr": 1.0})
+    changed = was | {"mine": "b", "torch": "2.13", "fresh": 1}
+    assert checkpoint.check(saved, changed, {"mine"}).changed == [
+        "resumed with --mine b (was a) from step 2 on",
+        "resumed with torch 2.13 (was 2.12) from step 2 on"]
+
+
+@pytest.mark.parametrize("was, now, refused", [
+    (dict(carry=0.0, max_tokens=9), dict(carry=0.5, max_tokens=9), "carry was 0.0 and is now 0.5"),
+    (dict(carry=0.5, max_tokens=9), dict(carry=0.0, max_tokens=9), "carry was 0.5 and is now 0.0"),
+    (dict(carry=0.5, max_tokens=9), dict(carry=0.5, max_tokens=5), "max_tokens was 9 and is now 5"),
+    (dict(carry=0.0, max_tokens=9), dict(carry=0.0, max_tokens=5), None)])
+def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
+    saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
+    if refused:
+        with pytest.raises(SettingsError, match=refused):
+            checkpoint.check(saved, now)
+    else:
+        assert checkpoint.check(saved, now).changed == [
+            "resumed with max_tokens 5 (was 9) from step 3 on"]
+
+
+# ---- rows
+
+def rows(**changes) -> list[Row]:
+    made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
+            for i in (0, 2, 5)]  # 1, 3 and 4 were too long
+    for name, value in changes.items():
+        setattr(made[1], name, value)
+    return made
+
+
+@pytest.mark.parametrize("changes", [
+    dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9}),
+    dict(target=([4], [True])), dict(teacher_ids=[7]),
+    dict(pictures=SimpleNamespace(sources=(b"other",)))])
+def test_another_row_is_refused_and_named(tmp_path, changes):
+    settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
+    saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
+    assert checkpoint.check(saved, settings).changed == []
+    again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
+    with pytest.raises(SettingsError, match=r"row 2 of --data \(counted from 0\) differs"):
+        checkpoint.check(saved, again)
+
+
+def test_another_picture_under_the_same_name_is_another_row(tmp_path):
+    path, found = tmp_path / "a.png", []
+    for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
+        path.write_bytes(content)
+        found += checkpoint.row_digests(rows(pictures=SimpleNamespace(sources=(str(path),))))[1][1:]
+    assert len(set(found)) == len(found) == 4
+
+
+# ---- files
+
+MINE = '''"""A loss."""
+def good(a, *, eps):  # a comment
+    """What it does."""
+    return a + eps
+'''
+
+
+def test_a_file_is_what_it_does(tmp_path, monkeypatch):
+    """A comment is no change. A reward, a tool or an environment counts as a loss does."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for text in (MINE, MINE.replace("comment", "word").replace("What it", "All that it"),
+                 "def good(a, *, eps):\n\n    return (a + eps)\n", MINE.replace("+", "-")):
+        Path("mine.py").write_text(text)
+        found.append(checkpoint.code_digests({
+            "loss": "mine.py:good", "reward": ("exact", "mine.py:good:0.5"), "reply": None,
+            "tools": ("mine.py:good",), "system": "see other.py:1"}))
+    assert found[0] == found[1] == found[2] != found[3]
+    assert [*found[0]] == ["code of --loss mine.py:good", "code of --reward mine.py:good:0.5",
+                           "code of --tools mine.py:good"]
+    saved = checkpoint.Saved(tmp_path, {"step": 4, "settings": found[0]})
+    said = checkpoint.check(saved, found[3]).changed
+    assert len(said) == 3 and said[0].startswith("resumed with code of --loss mine.py:good ")
+    variant = checkpoint.code_digests({"advantage": "variants/lite_ppo.py:lite_ppo"})
+    assert len(variant) == 1  # of the project's folder
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    """Also one of the same sizes and names."""
+    found = []
+    for n, value in ((8, 0.0), (8, 1.0), (9, 0.0)):
+        save_file({"w": torch.full((n, 70_000), value)}, tmp_path / "model.safetensors")
+        found.append({"model_files": checkpoint.digest_of_files(str(tmp_path))})
+    saved = checkpoint.Saved(tmp_path, {"step": 4, "settings": found[0]})
+    assert not checkpoint.check(saved, found[0]).changed
+    for other in found[1:]:
+        with pytest.raises(SettingsError, match="model_files was .* and is now "):
+            checkpoint.check(saved, other)
+
+
+# ---- the date in a chat template
+
+LLAMA = ("{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+         "{%- endif %}Today Date: {{ date_string }}\n{{ messages[0]['content'] }}")
+SMOL = ("{%- set today = strftime_now(\"%d %B %Y\") -%}\n{{- 'Today Date: ' ~ today ~ '\\n' -}}\n"
+        "{% macro turn(m) %}{{ strftime_now(format='%H:%M') + m['content'] }}{% endmacro %}"
+        "{{ turn(messages[0]) }}")
+OTHERS = ["  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
+          "\n{{ strftime_now('%-d') }}",
+          "{{ strftime_now('" + " ".join(f"%{part}" for part in inputs.TIMES) + "|100%') }}"]
+
+
+@pytest.mark.parametrize("template", [LLAMA, SMOL, *OTHERS])
+def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch):
+    """As transformers would have written it then."""
+    then = datetime(2024, 2, 3, 4, 5, 6)
+    chat = [[{"role": "user", "content": "x"}]]
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime",
+                        SimpleNamespace(now=lambda: then))
+    expected = render_jinja_template(chat, chat_template=template)[0]
+    monkeypatch.undo()
+    dated = inputs.dated(template, then.isoformat(" ", "seconds"))
+    assert render_jinja_template(chat, chat_template=dated)[0] == expected
+    assert inputs.dated(template, None) == template
+
+
+def test_a_template_without_a_clock_stays_as_it_is():
+    for template in None, "{{ messages[0]['content'] }}":
+        assert inputs.dated(template, "2024-02-03 04:05:06") == template
+
+
+@pytest.fixture(scope="module")
+def with_date(tmp_path_factory) -> str:
+    """The tiny model, whose chat template writes the date."""
+    source, folder = Path(faults.model()), tmp_path_factory.mktemp("dated")
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path)
+    template = (folder / "chat_template.jinja")
+    text = template.read_text()
+    template.unlink()
+    template.write_text("{{ '<|im_start|>system\n' + strftime_now('%Y%m%d') + '<|im_end|>\n' }}"
+                        + text)
+    return str(folder)
+
+
+def test_all_that_a_run_renders_has_its_date(with_date):
+    """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
+    args = plan.changed(
+        distill.Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
+        max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
+        reply=str(ROOT / "examples/again.py:reply"))
+    found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
+    date = "<|im_start|>system\n20190304<|im_end|>"
+    decode = found.tokenizer.decode
+    for row in found.rows[:3] + found.eval_rows[:3]:
+        assert row.prompt.startswith(date) and decode(row.prompt_ids).startswith(date)
+    assert decode(found.rows[0].teacher_ids).startswith(date)
+    assert found.bridge.render([], True).startswith(date)
+
+
+def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
+    now = datetime.now().isoformat(" ", "seconds")
+    assert log.began(None) >= now and log.began(tmp_path) >= now
+    (tmp_path / "args.json").write_text("{}")
+    assert log.began(tmp_path) >= now  # of an earlier version
+    (tmp_path / "args.json").write_text('{"began": "2024-02-03 04:05:06"}')
+    assert log.began(tmp_path) == "2024-02-03 04:05:06"
+    (tmp_path / "args.json").write_text("{")
+    mistakes = Mistakes()
+    assert mistakes.attempt(log.began, tmp_path) is None and "damaged" in mistakes[0]
+
+
+# ---- real runs
+
+def go(folder: Path, *flags: str, script: str = "grpo", **env: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [PYTHON, ROOT / f"{script}.py", *faults.FLAGS, "--max_prompt_tokens", "64", "--no-report",
+         "--no-export", "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)
+    return done.returncode, done.stdout
+
+
+def dates(folder: Path) -> set[str]:
+    return {json.loads(line)["prompt"].split("\n")[1][:8]
+            for path in (folder / "runs/x/samples").glob("step_*") for line in path.open()}
+
+
+EAST, WEST = "<+14>-14", "<-12>12"  # it is never the same day there
+
+
+def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
+    """And says what it takes over, on the screen and in args.json."""
+    (tmp_path / "mine.py").write_text("def mine(completion, **row): return len(completion)\n")
+    flags = "--model", with_date, "--reward", "mine.py:mine"
+    assert go(tmp_path, *flags, "--steps", "1", TZ=EAST)[0] == 0
+    (tmp_path / "mine.py").write_text("def mine(completion, **row): return -len(completion)\n")
+    status, text = go(tmp_path, *flags, "--steps", "2", "--temperature", "0.7", TZ=WEST)
+    assert status == 0 and len(dates(tmp_path)) == 1, text
+    said = [line.strip() for line in text.splitlines() if line.startswith("  resumed with ")]
+    assert len(said) == 3 and "code of --reward mine.py:mine" in said[2], text
+    assert said[:2] == ["resumed with --temperature 0.7 (was 1.0) from step 2 on",
+                        "resumed with --steps 2 (was 1) from step 2 on"]
+    kept = json.loads((tmp_path / "runs/x/args.json").read_text())
+    assert kept["changes"] == said and kept["temperature"] == 0.7
+    # A second resume keeps what the first one said.
+    status, text = go(tmp_path, *flags, "--steps", "3", "--lr", "2e-3", TZ=EAST)
+    kept = json.loads((tmp_path / "runs/x/args.json").read_text())["changes"]
+    assert kept[:3] == said and kept[3].startswith("resumed with --temperature 1.0 (was 0.7)")
+    assert "was 0.7" in text and "was 1.0" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, refused", [
+    (["--carry", "0.5", "--engine_correction", "truncate"], "carry was 0.0 and is now 0.5"),
+    (["--batch", "5"], "batch was 4 and is now 5"),
+    (["--data", "rows.jsonl"], "row 3 of --data"), (["--model", "other"], "model_files was")])
+def test_a_real_run_refuses_another_run_in_one_sentence(tmp_path, flags, refused):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(
+        {"question": f"Sort {i}", "answer": f"{i}"}) + "\n" for i in range(9)))
+    (tmp_path / "other").symlink_to(faults.model())
+    data = ["--data", "rows.jsonl"] if "--data" in flags else []
+    model = ["--model", "other" if "--model" in flags else faults.model()]
+    assert go(tmp_path, *data, *model, "--steps", "1")[0] == 0
+    if data:  # as many rows
+        text = (tmp_path / "rows.jsonl").read_text().replace('"answer": "3"', '"answer": "4"')
+        (tmp_path / "rows.jsonl").write_text(text)
+    if "--model" in flags:
+        (tmp_path / "other").unlink()
+        (tmp_path / "other").mkdir()
+        for path in Path(faults.model()).iterdir():
+            (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+        with open(tmp_path / "other/model.safetensors", "r+b") as file:
+            file.seek(-4096, os.SEEK_END)
+            file.write(bytes(4096))
+    status, text = go(tmp_path, *data, *model, *flags, "--steps", "2")
+    assert status == 2 and refused in text and "Traceback" not in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags", [
+    ("grpo", "--score_tokens 999 --reward_workers 2 --samples_every 3"),
+    ("grpo", "--head_chunk 16 --checkpointing --update_tokens 300"),
+    ("ppo", "--critic_update_tokens 300 --keep 5"), ("sft", "--update_tokens 400 --strict")])
+def test_a_free_flag_changes_no_number(tmp_path, script, flags):
+    """The run goes on with it as the uninterrupted run does, up to rounding."""
+    rewards = []
+    for name, more in ("whole", ""), ("resumed", flags):
+        (tmp_path / name).mkdir()
+        for steps, added in ("1", ""), ("2", more):
+            status, text = go(tmp_path / name, "--model", faults.model(), "--steps", steps,
+                              *added.split(), script=script)
+            assert status == 0, text
+        assert text.count("resumed with") == 1, text  # --steps
+        rewards.append(faults.metrics(tmp_path / name / "runs/x")[-1])
+    one, other = rewards
+    for key in "grad/norm", "loss/policy", "batch/tokens":
+        assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-6), key

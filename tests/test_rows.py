@@ -1,0 +1,400 @@
+"""Rows as they are stored: each form is read as OpenAI, TRL and transformers say, or refused.
+
+The right value is what transformers' apply_chat_template gives for messages written by hand.
+"""
+import json
+from pathlib import Path
+
+import pytest
+
+import data
+import rewards
+import sft
+from chats import targets
+from chats.teacher import add_teacher_prompts
+from data import DataArgs
+from errors import SettingsError
+from examples import tiny
+from preflight import inputs, loss_flags, plan
+from scoring.signatures import Part
+
+TEMPLATE = (
+    "{% if effort %}Effort: {{ effort }}{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}")
+STORES = ("jsonl", "json", "parquet", "folder", "saved", "csv")
+
+
+def make_tokenizer(template=TEMPLATE):
+    made = tiny.make_tokenizer()
+    made.chat_template = template
+    return made
+
+
+TOKENIZER, PLAIN = make_tokenizer(), make_tokenizer(tiny.CHATML)
+
+
+def store(folder: Path, kind: str, rows: list[dict]) -> str:
+    """Writes the rows in one of STORES → the value of --data. A .csv has texts and JSON texts."""
+    import datasets
+    path = folder / f"rows.{kind}"
+    if kind in ("jsonl", "json"):
+        lines = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) if kind == "jsonl" else f"[{', '.join(lines)}]")
+    elif kind == "csv":
+        flat = [{key: value if isinstance(value, str) else json.dumps(value)
+                 for key, value in row.items()} for row in rows]
+        datasets.Dataset.from_list(flat).to_csv(path)
+    else:
+        try:
+            made = datasets.Dataset.from_list(rows)
+        except ValueError:  # a content is a text here and a list there: Arrow's extension for JSON
+            made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+        if kind == "folder":
+            path.mkdir()
+        if kind == "saved":
+            made.save_to_disk(path)
+        else:
+            made.to_parquet(path if kind == "parquet" else path / "train.parquet")
+    return str(path)
+
+
+def asked(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
+    return data.load(spec, tokenizer, DataArgs(4096, **flags))[0]
+
+
+def learned(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
+    args = plan.changed(sft.Args(), max_prompt_tokens=4096, max_tokens=4096, **flags)
+    return targets.load(spec, tokenizer, args, [tokenizer.eos_token_id])[0]
+
+
+def texts(row: data.Row) -> tuple[str, str, str]:
+    """The prompt, all that follows, and what of it is learned."""
+    ids, marks = row.target
+    kept = [i for i, mark in zip(ids, marks, strict=True) if mark]
+    return row.prompt, TOKENIZER.decode(ids), TOKENIZER.decode(kept)
+
+
+def of(load, row: dict, folder: Path, kind: str = "jsonl", **flags):
+    return load(store(folder, kind, [row]), **flags)[0]
+
+
+def template(messages, goes_on=True, **options) -> str:
+    """What transformers gives."""
+    return TOKENIZER.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=goes_on, **options)
+
+
+def user(text="q"):
+    return {"role": "user", "content": text}
+
+
+def said(text="A", **more):
+    return {"role": "assistant", "content": text} | more
+
+
+def call(arguments, **more):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}} | more
+
+
+def schema(name, **properties):
+    return {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": properties}}}
+
+
+def refusal(load, row, folder, **flags) -> str:
+    with pytest.raises(SettingsError) as error:
+        of(load, row, folder, **flags)
+    assert "row 0 (counted from 0): " in str(error.value)
+    return str(error.value).partition("from 0): ")[2]
+
+
+# ---- nulls that Arrow adds
+
+CITY, DATE = call({"city": "Bern"}), call({"date": "today", "to": {"h": 9}})
+SCHEMAS = [schema("f", city={"type": "string"})], [schema("f", date={"enum": ["today"]})]
+TURNED = [{"messages": [user(), said("", tool_calls=[made]), {"role": "tool", "content": "3"},
+                        said()], "tools": tools, "extra_info": {key: 1}}
+          for made, tools, key in ((CITY, SCHEMAS[0], "a"), (DATE, SCHEMAS[1], "b"))]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STORES if kind != "csv"])
+def test_what_is_learned_does_not_depend_on_how_rows_are_stored(tmp_path, kind):
+    """Arrow gives each struct the keys of all rows: {"city": "Bern", "date": null}."""
+    rows = learned(store(tmp_path, kind, TURNED))
+    for row, right in zip(rows, TURNED, strict=True):
+        chat, tools = right["messages"], right["tools"]
+        prompt = template(chat[:1], tools=tools)
+        whole = template(chat, False, tools=tools)
+        assert (prompt, (prompt + texts(row)[1]).rstrip()) == (row.prompt, whole.rstrip())
+        assert row.columns["extra_info"] == right["extra_info"]  # what a reward gets
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_prompts_of_a_policy_and_of_its_teacher_have_no_such_nulls(tmp_path, kind):
+    stored = [{"prompt": row["messages"][:3], "tools": row["tools"]} for row in TURNED]
+    rows = asked(store(tmp_path, kind, stored))
+    assert [row.prompt for row in rows] == [
+        template(row["prompt"], tools=row["tools"]) for row in stored]
+    add_teacher_prompts(rows, TOKENIZER, DataArgs(4096), "Think. {question}")
+    assert [TOKENIZER.decode(row.teacher_ids) for row in rows] == [
+        template([*row["prompt"][:2], {"role": "tool", "content": "Think. 3"}],
+                 tools=row["tools"]) for row in stored]
+
+
+def test_a_null_that_somebody_wrote_stays(tmp_path):
+    chat = [user(), said(None, tool_calls=[call({"city": None}, id=None)], name=None)]
+    right = said("", tool_calls=[call({"city": None})])
+    row = of(learned, {"messages": chat}, tmp_path)
+    assert texts(row)[2] == template([user(), right], False)[len(row.prompt):].rstrip()
+    import datasets
+    place = tmp_path / "kept.parquet"  # its arguments are JSON, which has no nulls of other rows
+    datasets.Dataset.from_list(
+        [{"messages": [user(), said("", tool_calls=[call(arguments)])]}
+         for arguments in ({"city": None}, {"city": 1}, {"city": "x"})],
+        on_mixed_types="use_json").to_parquet(place)
+    assert texts(learned(str(place))[0])[2] == texts(row)[2]
+
+
+# ---- keys and columns with a meaning
+
+def test_schemas_of_a_row_are_in_its_prompt(tmp_path):
+    tools = SCHEMAS[0]
+    right = template([user()], tools=tools)
+    for i, stored in enumerate((tools, json.dumps(tools))):
+        spec = store(tmp_path, ("jsonl", "parquet")[i], [{"prompt": "q", "tools": stored}])
+        assert asked(spec)[0].prompt == right
+    flat = [tools[0]["function"]]
+    row = of(asked, {"prompt": "q", "tools": flat, "x": 1}, tmp_path)
+    assert row.prompt == template([user()], tools=flat) and row.columns["x"] == 1
+    assert of(asked, {"prompt": "q", "tools": []}, tmp_path).prompt == template([user()])
+    for load, tokenizer in (asked, PLAIN), (asked, make_tokenizer(None)), (learned, PLAIN):
+        words = refusal(load, {"prompt": "q", "answer": "a", "tools": tools}, tmp_path,
+                        tokenizer=tokenizer)
+        assert "no place for tools" in words
+    assert "tools must be a list of schemas" in refusal(
+        asked, {"prompt": "q", "tools": ["f"]}, tmp_path)
+    with pytest.raises(SettingsError, match="without --tools"):
+        data.make_row(0, {"prompt": "q", "tools": tools}, "", TOKENIZER, [], DataArgs(), tools)
+
+
+def test_switches_of_the_template_are_those_of_the_row(tmp_path):
+    row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
+    right = template([user()], enable_thinking=False)
+    assert right.endswith("<think></think>") and of(asked, row, tmp_path).prompt == right
+    row |= {"chat_template_kwargs": {"effort": "low"}}
+    made, whole = of(learned, row, tmp_path), template([user(), said("a")], False, effort="low")
+    assert made.prompt + texts(made)[1] == whole.rstrip()
+    for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "an object"),
+                          ({"add_generation_prompt": False}, "multiple values")):
+        assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
+    args = plan.changed(sft.Args(), reply="x.py:f")
+    mistakes = inputs.Mistakes()
+    inputs.find_bridge(args, None, None, [], None, [of(asked, row, tmp_path)], mistakes)
+    assert "chat_template_kwargs take neither --reply" in str(mistakes)
+
+
+@pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False)])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
+def test_a_turn_of_weight_0_is_not_learned(tmp_path, key, off, tokenizer):
+    chat = [user(), said("no", **{key: off}), user(), said("yes", **{key: 1}), user(),
+            said("never", **{key: off})]
+    row = of(learned, {"messages": chat}, tmp_path, tokenizer=tokenizer)
+    _, after, kept = texts(row)
+    assert kept == f"yes{tokenizer.eos_token}" and after.startswith("no")
+    assert "never" not in after  # nothing is learned after it
+    assert "weight is not 0" in refusal(learned, {"messages": chat[:2]}, tmp_path)
+    for weight in 0.5, "1":
+        assert "message 1 of messages: its weight cannot be used" in refusal(
+            learned, {"messages": [user(), said(weight=weight)]}, tmp_path)
+
+
+def test_calls_as_openai_writes_them(tmp_path):
+    """Arguments as a JSON text, no content, nulls: vLLM and transformers want an object."""
+    stored = said(None, tool_calls=[call('{"a": [1, null]}', id="c1")], refusal=None)
+    right = template([user(), said("", tool_calls=[call({"a": [1, None]}, id="c1")])], False)
+    for made in (stored, {**stored, "tool_calls": json.dumps(stored["tool_calls"])},
+                 stored | {"tool_calls": [{"name": "f", "arguments": {"a": [1, None]}}]}):
+        row = of(learned, {"messages": [user(), made]}, tmp_path)
+        assert row.prompt + texts(row)[2] == right.rstrip()
+    for nothing in "", None:
+        row = of(learned, {"messages": [user(), said("", tool_calls=[call(nothing)])]}, tmp_path)
+        assert '"arguments": {}}' in texts(row)[2]
+    for wrong in call("[1]"), call("{"), {"function": "f"}, {"id": "1"}, "f":
+        assert "message 1 of messages: its tool_calls cannot be used" in refusal(
+            learned, {"messages": [user(), said("", tool_calls=[wrong])]}, tmp_path)
+    calls = {"messages": [user(), said("", tool_calls=[call({})])]}
+    assert "no place for tool_calls" in refusal(learned, calls, tmp_path, tokenizer=PLAIN)
+    answered = {"prompt": [*calls["messages"], {"role": "tool", "content": ""}]}
+    assert of(asked, answered, tmp_path).prompt == template(answered["prompt"])
+
+
+def test_contents_in_parts(tmp_path):
+    parts = [{"type": "text", "text": "Sort "}, {"type": "text", "text": "31"}]
+    for kind in "jsonl", "parquet":
+        row = of(asked, {"prompt": [{"role": "user", "content": parts}]}, tmp_path, kind)
+        assert row.prompt == template([user("Sort 31")])
+    long = "x" * 200
+    words = refusal(asked, {"prompt": [user(long), {"role": "user", "content": [
+        *parts, {"type": "image_url", "image_url": {"url": "u"}}]}]}, tmp_path)
+    assert words.startswith("message 1 of prompt: its content cannot be used")
+    assert "image_url" in words and "Would work: " in words
+
+
+def test_sharegpt(tmp_path):
+    stored = [{"from": "system", "value": "S"}, {"from": "human", "value": "q"},
+              {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+              {"from": "observation", "value": "1"}, {"from": "gpt", "value": "A", "weight": 1}]
+    right = [{"role": "system", "content": "S"}, user(), said("", tool_calls=[call({"a": 1})]),
+             {"role": "tool", "content": "1"}, said()]
+    for kind in "jsonl", "parquet":
+        row = of(learned, {"conversations": stored, "tools": SCHEMAS[0]}, tmp_path, kind)
+        assert row.prompt == template(right[:2], tools=SCHEMAS[0])
+        assert row.prompt + texts(row)[1] == template(right, False, tools=SCHEMAS[0]).rstrip()
+    assert of(asked, {"conversations": stored[:2]}, tmp_path).prompt == template(right[:2])
+    own = {"system": "S", "conversations": stored[1:2]}
+    assert of(asked, own, tmp_path).prompt == template(right[:2])
+    assert of(asked, own, tmp_path, system="T").prompt == template(
+        [{"role": "system", "content": "T"}, user()])
+    assert "message 0 of conversations: its from cannot be used" in refusal(
+        asked, {"conversations": [{"from": "bing", "value": "x"}]}, tmp_path)
+
+
+@pytest.mark.parametrize("load, row, words", [
+    (asked, {"prompt": [user(), {"role": "assistant", "content": None}, user()]},
+     "message 1 of prompt: its content cannot be used"),
+    (asked, {"prompt": ["q"]}, "message 0 of prompt: its role cannot be used"),
+    (asked, {"prompt": 5}, "the prompt must be text or a list of"),
+    (asked, {"prompt": str([user()])}, "the prompt must be text or a list of"),  # of pandas
+    (asked, {"prompt": [user(), said("", tool_calls=[CITY])]}, "prompt ends with what"),
+    (asked, {"messages": [user(), said()]}, "messages ends with what the assistant says"),
+    (asked, {"prompt": [user() | {"images": ["x.png"]}]}, "no place for images"),
+    (asked, {"prompt": "q", "videos": ["x.mp4"]}, "no place for videos"),
+    (asked, {"instruction": "q", "input": "", "output": "a"}, "such as '{instruction} {input}'"),
+    (learned, {"question": "q", "answer": 5}, "the answer must be text or a list of"),
+    (learned, {"messages": "q"}, "the messages must be a list of"),
+    (learned, {"prompt": "q", "chosen": "a", "rejected": "b"}, "this one has prompt, chosen, rej"),
+    (learned, {"prompt": "q", "completion": "a", "label": False}, "its label is false"),
+    (learned, {"messages": [user(), said(function_call={"name": "f"})]}, "for function_call"),
+    (learned, {"messages": [user(), said(train_detail=[1])]}, "no place for train_detail"),
+    (learned, {"messages": [user() | {"train": True}, said()]}, "no place for train")])
+def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, load, row, words):
+    assert words in refusal(load, row, tmp_path)
+
+
+def test_thoughts_need_a_place(tmp_path):
+    row = {"messages": [user(), said(reasoning_content="hm")]}
+    assert texts(of(learned, row, tmp_path))[2] == "<think>hm</think>A<|im_end|>"
+    assert "no place for reasoning_content" in refusal(learned, row, tmp_path, tokenizer=PLAIN)
+    deaf = make_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
+                          "{% endif %}{% endfor %}")
+    chat = {"prompt": [{"role": "developer", "content": "D"}, user()]}
+    assert of(asked, chat, tmp_path).prompt == template(chat["prompt"])
+    assert "leaves out the message of role developer" in refusal(
+        asked, chat, tmp_path, tokenizer=deaf)
+
+
+def test_keys_that_are_there_twice(tmp_path):
+    for name, text in ("a.jsonl", '{"prompt": "a", "prompt": "b"}'), ("a.csv", "q,q\n1,2\n"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SettingsError, match="is there twice"):
+            data.read(str(tmp_path / name))
+
+
+# ---- paths
+
+@pytest.mark.parametrize("name", ["me@lab.org", "a:b", "a b", "with:c@d", "@", "x@train"])
+def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
+    (tmp_path / name).mkdir()
+    rows = [{"prompt": str(i)} for i in range(3)]
+    for kind in "folder", "saved", "jsonl":
+        spec = store(tmp_path / name, kind, rows)
+        assert data.read(spec)[0] == rows
+        assert inputs.folder_of(spec) == Path(spec) if kind != "jsonl" else tmp_path / name
+        if kind != "jsonl":
+            assert data.read(f"{spec}@train[1:]")[0] == rows[1:]
+            assert inputs.folder_of(f"{spec}@train[1:]") == Path(spec)
+            assert data.read(f"{spec}:default@train")[0] == rows or kind == "saved"
+    for end in "@train", ":main", "x.jsonl":
+        with pytest.raises(SettingsError):
+            data.read(spec + end)
+
+
+def test_flags_of_files_may_hold_them_too(tmp_path):
+    (tmp_path / "a@b:1 c").mkdir()
+    path = tmp_path / "a@b:1 c/my@re:w.py"
+    path.write_text("def tidy(): pass\n")
+    for weight in "", ":0.5":
+        assert rewards.parse([f"{path}:tidy{weight}"]) == [
+            Part("tidy", float(weight[1:] or 1), str(path))]
+    assert loss_flags.find("loss", f"{path}:tidy") == (path, "tidy")
+    (path.parent / "config.json").write_text("{}")
+    assert inputs.find_model(str(path.parent), flag="teacher") == str(path.parent)
+
+
+# ---- the sweep: the formats of the field, each in each store
+
+def pair(i: int) -> tuple[str, str]:
+    return f"What is {i} and {i}? é\n", f"It is {2 * i}."
+
+
+def formats(i: int) -> dict[str, tuple[dict, list[dict], dict]]:
+    """name: (a row, its messages, what the template gets beside them). The last message is to
+    learn, if it is the assistant's."""
+    q, a = pair(i)
+    made, tools = call({("a", "b", "c")[i % 3]: i}), [schema("f", **{f"x{i % 4}": {"type": "t"}})]
+    text_call = made | {"function": made["function"] | {
+        "arguments": json.dumps(made["function"]["arguments"])}}
+    turned = [user(q), said("", tool_calls=[made]), {"role": "tool", "content": "3"}, said(a)]
+    openai = [{"role": "user", "content": [{"type": "text", "text": q}]},
+              said(None, tool_calls=[text_call]), {"role": "tool", "content": "3"},
+              said(a, weight=1)]
+    return {
+        "trl, standard": ({"prompt": q, "answer": a}, [user(q)], {}),
+        "trl, conversational": ({"prompt": [user(q)], "solution": a}, [user(q)], {}),
+        "prompt and completion": ({"prompt": q, "completion": a}, [user(q), said(a)], {}),
+        "both conversational": ({"prompt": [user(q)], "completion": [said(a)]},
+                                [user(q), said(a)], {}),
+        "messages": ({"messages": turned, "tools": tools}, turned, {"tools": tools}),
+        "openai": ({"messages": openai, "tools": json.dumps(tools)}, turned, {"tools": tools}),
+        "sharegpt": ({"conversations": [{"from": "human", "value": q},
+                                        {"from": "gpt", "value": a}]}, [user(q), said(a)], {}),
+        "verl": ({"data_source": "s", "prompt": [user(q)], "reward_model": {
+            "style": "rule", "ground_truth": a}, "extra_info": {f"k{i % 3}": i}}, [user(q)], {}),
+        "easyr1": ({"problem": q, "answer": a, "images": []}, [user(q)], {}),
+        "alpaca": ({"instruction": q, "input": "", "output": a}, [], {}),
+        "question and answer": ({"question": q, "answer": a}, [user(q)], {})}
+
+
+@pytest.mark.parametrize("n", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_formats_of_the_field_in_every_store(tmp_path, n):
+    rows = [formats(i) for i in range(n)]
+    for name in rows[0]:
+        for kind in STORES:
+            if kind == "csv" and name in ("verl", "easyr1"):  # cells are texts
+                continue
+            (tmp_path / name).mkdir(exist_ok=True)
+            stored, chats, options = zip(*(row[name] for row in rows), strict=True)
+            spec = store(tmp_path / name, kind, stored)
+            if name == "alpaca":
+                with pytest.raises(SettingsError, match="such as '{instruction} {input}'"):
+                    asked(spec)
+                made = asked(spec, prompt_template="{instruction} {input}")
+                assert made[0].prompt == template([user(f"{pair(0)[0]} ")])
+                continue
+            learns = chats[0][-1]["role"] == "assistant"
+            made = (learned if learns else asked)(spec)
+            for row, chat, more, one in zip(made, chats, options, stored, strict=True):
+                first = next((k for k, m in enumerate(chat) if m["role"] == "assistant"), len(chat))
+                assert row.prompt == template(chat[:first], **more), (name, kind)
+                if learns:
+                    whole = row.prompt + texts(row)[1]
+                    assert whole == template(chat, False, **more).rstrip("\n"), (name, kind)
+                if name == "verl":
+                    assert row.answer == one["reward_model"]["ground_truth"]
+                    assert row.columns["extra_info"] == one["extra_info"]
