@@ -17,12 +17,7 @@ from pictures import seeing
 from trainer import experts, lora, packing
 from trainer.batch import Micro
 from trainer.experts import ExpertArgs
-from trainer.logprobs import (
-    Teacher,
-    hidden_alone,
-    token_divergences,
-    token_logprobs,
-)
+from trainer.logprobs import Teacher, hidden_alone, token_divergences, token_logprobs
 from trainer.lora import LoraArgs
 from trainer.weights import config_of, load, names_in_files
 
