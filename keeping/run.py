@@ -282,17 +282,18 @@ class Run:
         def load(kind, source=source, **options):
             return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
-        self.policy = model.policy_of(args, load(model.LogprobModel, adapters=adapters), *shared)
+        policy = load(model.LogprobModel, adapters=adapters)
+        self.policy = model.Policy(policy, *shared, args.expert_args)
         self.trained = {"policy": self.policy}
         if args.critic_args:
             critic = load(model.ValueModel, adapters=adapters)
-            self.critic = model.made(model.Critic, critic, *shared)
+            self.critic = model.Critic(critic, *shared)
             self.trained["critic"] = self.critic
         if args.needs_reference and adapters and not args.teacher:
             self.reference = lora.Base(self.policy)  # the same weights without the adapters
         elif args.needs_reference:
             teacher = load(model.LogprobModel, self.inputs.teacher or source, trained=False)
-            self.reference = model.made(model.Policy, teacher, *shared)
+            self.reference = model.Policy(teacher, *shared)
         if adapters:
             base = source if is_tiny(args.model) else args.model
             self.adapter = lora.peft_config(self.policy.module.lm, adapters, base)

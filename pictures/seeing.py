@@ -1,11 +1,9 @@
-"""seeing.py: what a model and a policy do beside, if they see. (rollout.SeeingEngine: an engine.)
+"""seeing.py: what a model that sees has beside. (rollout.SeeingEngine: an engine.)
 
 In a packed input each prompt stands once, so its pictures are computed once for their group. Their
 features stand at places of the prompt, never where the image token is: a policy may sample it.
 """
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -72,55 +70,33 @@ def tower_sizes(lm) -> Tower | None:
         inner=c.intermediate_size, patches=patches, pixels=patches * c.patch_size**2)
 
 
-def put_in(lm) -> None:
-    """The model places features as here, in place: parameters and names stay."""
-    if sees(lm.config):
-        lm.base_model.forward = partial(forward, lm.base_model)
+def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
+    """The pictures of a micro-batch, for `embedded`: pixels (tiles, 3, h, w), and the places (n,)
+    of their features in its packed input. {}: a text model."""
+    if not sees(lm.config):
+        return {}
+    pixels, places, start = [], [], 0
+    owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
+    for row in owners.values():  # each prompt once, in the order of packing.pack
+        prompt = micro.batch.samples[row].prompt.row
+        if prompt.pictures:
+            pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
+            places += [start + place for place in prompt.pictures.places]
+        start += len(prompt.prompt_ids)
+    if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
+        side = lm.config.vision_config.patch_size * lm.config.scale_factor
+        pixels = [torch.ones(1, 3, side, side)]
+    return {"pixels": torch.cat(pixels).to(micro.device),
+            "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
 
 
-def forward(eyes, input_ids, **options):
-    """In the place of Idefics3Model's: ids (1, S) → what its text model gives. eyes.pixels:
-    (tiles, 3, h, w). eyes.places: (n,), where their features stand in the input."""
-    x = eyes.get_input_embeddings()(input_ids)  # (1, S, H)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and eyes.trains):
-        tower = eyes.vision_model(pixel_values=eyes.pixels.to(x.dtype)).last_hidden_state
-        features = eyes.connector(tower).flatten(0, 1)  # (tiles · tokens of one, H)
-    x = x.index_copy(1, eyes.places, features[:len(eyes.places)].unsqueeze(0))
-    given = {name: value for name, value in options.items() if value is not None}
-    out = eyes.text_model(inputs_embeds=x, **given)
-    out.image_hidden_states = None  # transformers asks for it
-    return out
-
-
-class Seeing:
-    """What a Policy or a Critic does beside: model.SeeingPolicy."""
-
-    def __init__(self, module, world, model_args, args):
-        self.eyes = module.lm.base_model
-        self.eyes.trains = args.train_vision
-        for part in tower_of(module.lm):
-            part.requires_grad_(args.train_vision)
-        super().__init__(module, world, model_args, args)
-
-    def run(self, micro, *inputs):
-        with self.looking(micro):
-            return super().run(micro, *inputs)
-
-    @contextmanager
-    def looking(self, micro):
-        """Inside, a forward sees the pictures of a micro-batch."""
-        eyes, pixels, places, start = self.eyes, [], [], 0
-        owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
-        for row in owners.values():  # each prompt once, in the order of packing.pack
-            prompt = micro.batch.samples[row].prompt.row
-            if prompt.pictures:
-                pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
-                places += [start + place for place in prompt.pictures.places]
-            start += len(prompt.prompt_ids)
-        if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
-            side = eyes.config.vision_config.patch_size * eyes.config.scale_factor
-            pixels = [torch.ones(1, 3, side, side)]
-        eyes.pixels = torch.cat(pixels).to(micro.device)
-        eyes.places = torch.tensor(places, dtype=torch.long, device=micro.device)
-        yield
-        eyes.pixels = eyes.places = None
+def embedded(lm, input_ids, pixels=None, places=None, **inputs) -> dict:
+    """What transformers' model gets: the ids (1, S) of a text model, else the features of pictures
+    among the embeddings of its tokens."""
+    if pixels is None:
+        return inputs | {"input_ids": input_ids}
+    x = lm.get_input_embeddings()(input_ids)  # (1, S, H)
+    tower, connector = tower_of(lm)
+    features = connector(tower(pixel_values=pixels.to(x.dtype)).last_hidden_state)
+    features = features.flatten(0, 1)[:len(places)]  # (n, H)
+    return inputs | {"inputs_embeds": x.index_copy(1, places, features.unsqueeze(0))}

@@ -3,6 +3,7 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from errors import SettingsError
+from pictures.seeing import pictures_of
 from trainer.batch import Batch, Completion, Micro, Sample
 
 LAST = 64  # tokens of a completion that are compared
@@ -50,11 +51,12 @@ def sampled_in(step: int, c: Completion) -> torch.Tensor:
 
 def plain_logprobs(run, sample: Sample):
     """(n,) of the last sampled tokens, at most LAST, by transformers' own forward. A collective."""
-    module = run.policy.module
+    module, lm = run.policy.module, run.policy.module.lm
     micro = Micro(Batch([sample]), [0], run.world.device)  # one row: packed is as it is
     register_fsdp_forward_method(module, "plain_logits")
-    with torch.no_grad(), run.policy.looking(micro):
-        logits = module.plain_logits(micro.inputs["input_ids"][0], micro.source[-LAST:])
+    with torch.no_grad():
+        logits = module.plain_logits(
+            micro.source[-LAST:], input_ids=micro.inputs["input_ids"], **pictures_of(lm, micro))
     module.reshard()
     logprobs = (logits.cpu().double() / run.args.temperature).log_softmax(-1)  # (n, V)
     return logprobs.gather(-1, micro.targets[-LAST:].cpu().unsqueeze(-1)).squeeze(-1)

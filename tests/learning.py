@@ -1,7 +1,6 @@
 """Made-up samples, a random model of two layers, and the shipped `grpo.learn`: for layout tests."""
 import random
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ import grpo
 import rewards
 from preflight import plan
 from tools import float64
-from trainer import experts, lora, model
+from trainer import lora, model
 from trainer.batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
@@ -137,10 +136,6 @@ class Spy(model.Policy):
         return [p.detach().to_local().clone() for p in self.module.parameters()]
 
 
-class SpyRouted(experts.Routed, Spy, model.Policy):
-    pass
-
-
 def give_routes(samples: list[Sample]) -> None:
     """Two of five experts at random for each token in two layers, as the engine would tell them.
     The completions of a group disagree about their prompt."""
@@ -188,8 +183,8 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             return built[key]
 
         reference = None
-        kind = partial(SpyRouted, args.expert_args) if case.experts else Spy
-        policy = kind(module("policy", 0.0), world, args.model_args, args.optimizer_args)
+        policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args,
+                     args.expert_args)
         policy.gradients = outcome.gradients
         if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)

@@ -77,9 +77,9 @@ class Model:
             if hasattr(module, "variance_epsilon"):
                 module.forward = partial(norm, module)
         whole = lm if head is None else lm.base_model
-        self.mixtures = [block for block in lm.modules() if hasattr(block, "experts")]
-        for block in self.mixtures:
-            block.forward = partial(mixture, block)
+        for block in lm.modules():
+            if hasattr(block, "experts"):
+                block.forward = partial(mixture, block)
         self.trained = {} if adapters else dict(whole.named_parameters())
         if args.expert_args.freeze_router and head is None:
             self.trained = {n: p for n, p in self.trained.items() if ".gate." not in n}
@@ -143,49 +143,25 @@ def norm(module, x):
 
 # ---- experts ----
 
-def mixture(block, hidden, normed: bool = True):
+def mixture(block, hidden, normed: bool = True, chosen=None):
     """y = Σ_e p_e / (Σ_j p_j) · D_e (silu(G_e x) * U_e x) over the k largest p_e: (1, L, H) → same.
 
-    Without the division where not normed (OLMoE). block.seen gets (p (E,), the chosen experts) of
-    each token.
+    Without the division where not normed (OLMoE). Over the experts `chosen` (L, k), if given.
     """
-    block.seen, out = [], []
-    for x in hidden[0]:
+    out = []
+    for t, x in enumerate(hidden[0]):
         p = (block.gate.weight @ x).softmax(-1)
-        chosen = sorted(range(len(p)), key=lambda e: -p[e].item())[:block.gate.top_k]
+        used = sorted(range(len(p)), key=lambda e: -p[e].item())[:block.gate.top_k]
+        if chosen is not None:
+            used = chosen[t].tolist()
         y = 0.0
-        for e in chosen:
+        for e in used:
             gate, up = block.experts.gate_up_proj[e].chunk(2)
             inner = torch.nn.functional.silu(gate @ x) * (up @ x)
-            weight = p[e] / sum(p[j] for j in chosen) if normed else p[e]
+            weight = p[e] / sum(p[j] for j in used) if normed else p[e]
             y = y + weight * (block.experts.down_proj[e] @ inner)
-        block.seen.append((p, chosen))
         out.append(y)
     return torch.stack(out).unsqueeze(0)
-
-
-def loads(model: Model, completions: list[Completion]) -> list[tuple]:
-    """Of each layer, over the states in which all sampled tokens were chosen:
-    how often each expert was, and the sum of p."""
-    seen: list[list] = [[] for _ in model.mixtures]
-    for completion in completions:
-        model.hidden(completion)
-        before = len(completion.prompt) - 1
-        for block, found in zip(model.mixtures, seen, strict=True):
-            found += [block.seen[before + t] for t, mine in enumerate(completion.sampled) if mine]
-    return [([sum(e in chosen for _, chosen in found) for e in range(len(found[0][0]))],
-             sum(p for p, _ in found)) for found in seen]
-
-
-def balance_loss(found: list[tuple]):
-    """Σ_layers E Σ_e f_e P_e: f_e is the share of expert e, P_e the mean of p_e.
-    https://arxiv.org/abs/2101.03961, 2.2"""
-    total = 0.0
-    for times, p in found:
-        n = float(p.detach().sum())  # tokens: each has Σ_e p_e = 1
-        total = total + len(times) * sum(
-            times[e] / sum(times) * p[e] / n for e in range(len(times)))
-    return total
 
 
 # ---- one step of learning ----
@@ -233,9 +209,6 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
             total = total + weight * (loss - args.entropy_coef * entropies[t])
             terms.append((weight, found))
         total.backward()
-    if policy.mixtures:
-        found = loads(policy, [step.completions[i] for i in rows])
-        (args.expert_args.router_aux_coef * balance_loss(found)).backward()
     return policy.step(lr)
 
 

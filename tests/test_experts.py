@@ -1,5 +1,6 @@
 """experts.py: the layer is its equation, and routes that were recorded are those that are used."""
 import copy
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -37,24 +38,31 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_mixture_is_its_equation(folder, name):
-    lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float64)
-    x, found = torch.randn(1, 40, 64, dtype=torch.float64), []
-    experts.put_in(lm)
-    for naive in (False, True):
-        mine = copy.deepcopy(experts.blocks(lm)[1])
-        normed = getattr(mine.gate, "norm_topk_prob", True)
-        y = reference.mixture(mine, x, normed) if naive else mine(x)
-        y.square().sum().backward()
-        found.append([y, *(p.grad for p in mine.parameters())])
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+    lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float64,
+                                              experts_implementation=model.experts_in(torch.float64))
+    block, x = experts.blocks(lm)[1], torch.randn(1, 40, 64, dtype=torch.float64)
+    routing, (E, k) = experts.Routing(lm), (block.gate.num_experts, block.gate.top_k)
+    chosen = (x[0] @ block.gate.weight.T).topk(k).indices  # (40, k)
+    other = (chosen + 1) % E
+    for routes in (None, chosen, other):
+        routing.routes = None if routes is None else routes.unsqueeze(1).expand(-1, 2, -1)
+        found = []
+        for layer in (block, partial(reference.mixture, block, chosen=routes, normed=getattr(
+                block.gate, "norm_topk_prob", True))):
+            lm.zero_grad()
+            with float64.Float64():
+                y = layer(x)
+            y.square().sum().backward()
+            found.append([y, *(p.grad for p in block.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
 def built(world, folder: str, **options):
     args = learning.arguments(**options)
     adapters = args.lora_args if args.lora_args.lora_rank else None
     module = float64.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
-    return model.policy_of(args, module, world, args.model_args, args.optimizer_args)
+    return model.Policy(module, world, args.model_args, args.optimizer_args, args.expert_args)
 
 
 def exported(world, folder: str) -> list[str]:
@@ -94,24 +102,21 @@ def replayed(world, folder: str) -> tuple:
     """Log-probs with the policy's own routes; with them replayed; with others."""
     batch, policy = Batch(learning.fabricate("plain", 3)), built(world, folder, replay_routing=True)
     own, seen = scores(policy, batch), {}
+    for layer, router in enumerate(policy.routing.routers):
+        router.register_forward_hook(
+            lambda _, given, out, layer=layer: seen.update({layer: out[2]}))
     for sample in batch.samples:  # each row alone
         alone = Batch([sample])
-
-        def note(layer, p, chosen):
-            seen[layer] = chosen
-
-        policy.routing.watch = note
         with torch.no_grad():
             micro, = alone.micros(world, [0], 60, "score")
             policy.module(micro.inputs, micro.source, micro.targets, 1.0, "none")
             policy.module.reshard()
         sample.completion.routes = np.stack([seen[layer].numpy() for layer in range(2)], 1)
-    policy.routing.watch = None
     again = scores(policy, batch)
     changed = copy.deepcopy(batch)
     last = changed.samples[-1].completion
     last.routes[-1] = (last.routes[-1] + 1) % 5  # of its last token that is an input
-    return own, again, scores(policy, changed), slice(batch.starts[-1], None)
+    return own, again, scores(policy, changed)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +127,10 @@ def models(tmp_path_factory) -> str:
 
 
 def test_recorded_routes_change_no_bit_and_other_routes_change_their_tokens(models):
-    own, again, changed, span = results(1, replayed, models)[0]
+    own, again, changed = results(1, replayed, models)[0]
     assert torch.equal(own, again)
     moved = (changed - own).abs() > 1e-6
-    assert moved.nonzero().flatten().tolist() == [span.stop - 1]
+    assert moved.nonzero().flatten().tolist() == [len(own) - 1]
 
 
 def missing(world, folder: str) -> str:
@@ -184,9 +189,8 @@ def test_the_load_of_a_layer():
 
 @pytest.mark.parametrize("flags, words", [
     (dict(lora_rank=4, lora_targets=("gate_proj",)), "must be all-linear or some of q_proj k_proj "
-     "v_proj o_proj (got gate_proj; experts take no adapters). Would work: --lora_targets"),
-    (dict(lora_rank=4, router_aux_coef=0.1), "--router_aux_coef is for routers that are trained"),
-    (dict(freeze_router=True, router_aux_coef=0.1), "and --freeze_router keeps them. Would work"),
+     "v_proj o_proj (got gate_proj; experts take no adapters)."),
+    (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
     (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
     (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing is for "
      "completions of one round"),

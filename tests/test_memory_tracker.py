@@ -26,7 +26,7 @@ from dist import KEYS
 from pictures import seeing
 from preflight import memory, plan
 from preflight.shape import shape_from, shape_of
-from trainer import experts, lora, model, packing
+from trainer import lora, model, packing
 
 LENGTH = 1024
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
@@ -96,12 +96,9 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
             lm = kind.from_config(
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
-            experts.put_in(lm)
-            seeing.put_in(lm)
             text, blocks_of = seeing.text_of(lm), [*seeing.text_of(lm).base_model.layers]
             if sees:
-                eyes, tower = lm.base_model, lm.base_model.vision_model
-                eyes.trains = train_vision
+                tower = lm.base_model.vision_model
                 blocks_of += tower.encoder.layers
                 tower.embeddings.forward = partial(embed, tower.embeddings)
                 for part in seeing.tower_of(lm):
@@ -122,13 +119,12 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             if not critic:
                 inputs += torch.zeros(len(source), dtype=torch.long), 1.0, "value"
             for _ in range(1 + grad):
-                pixels = None
                 if sees:
                     tiles = ids.numel() // 64
-                    pixels = eyes.pixels = torch.zeros(tiles, 3, 512, 512)
-                    eyes.places = torch.zeros(64 * tiles, dtype=torch.long)
+                    inputs[0]["pixels"] = torch.zeros(tiles, 3, 512, 512)
+                    inputs[0]["places"] = torch.zeros(64 * tiles, dtype=torch.long)
                 tracker = FSDPMemTracker(root)
-                tracker.track_inputs((inputs, pixels))
+                tracker.track_inputs((inputs,))
                 with tracker, torch.set_grad_enabled(grad):
                     out = root(*inputs)
                     if grad:

@@ -33,7 +33,7 @@ from reference_settings import (
     samples_of,
 )
 from tools import float64
-from trainer import experts, lora, model
+from trainer import lora, model
 from trainer.batch import Sample
 
 LIMIT = 1e-11
@@ -124,10 +124,6 @@ class SpyPolicy(Spy, model.Policy):
     pass
 
 
-class SpyRouted(experts.Routed, Spy, model.Policy):  # after what it adds to the gradient
-    pass
-
-
 class SpyCritic(Spy, model.Critic):
     pass
 
@@ -160,11 +156,11 @@ class Shipped:
         with torch.no_grad():
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None))
 
-    def trained(self, spy, kind, folder: str, args):
+    def trained(self, spy, kind, folder: str, args, *more):
         """A policy or a critic with a new optimizer."""
         adapters = args.lora_args if args.lora_args.lora_rank else None
         module = self.module(kind, folder, args, adapters)
-        made = spy(module, self.world, args.model_args, args.optimizer_args)
+        made = spy(module, self.world, args.model_args, args.optimizer_args, *more)
         for name, p in made.parameters.items():
             if name == "head.weight":  # Critic starts with zeros
                 self.put(p, start_of("head", p.shape))
@@ -173,9 +169,8 @@ class Shipped:
 
     def learn(self, setting: Setting, args) -> dict:
         """What comes out of a setting's steps."""
-        spy = partial(SpyRouted, args.expert_args) if setting.experts else SpyPolicy
         folder = setting.folder("policy")
-        policy = self.trained(spy, model.LogprobModel, folder, args)
+        policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args.expert_args)
         critic = before = None
         if args.needs_reference and args.lora_args.lora_rank and not args.teacher:
             before = lora.Base(policy)

@@ -63,7 +63,6 @@ SOME = [
 EXPERTS = [
     case(7, experts=True, kl_loss_coef=0.1, entropy_coef=0.01, minibatches=3, steps=2,
          update_tokens=LONGEST, score_tokens=96, checkpointing=True),
-    case(7, experts=True, router_aux_coef=0.5, minibatches=2, steps=2, update_tokens=77),
     case(7, experts=True, replay_routing=True, minibatches=2, update_tokens=77, score_tokens=64),
     case(3, experts=True, lora_rank=2, kl_loss_coef=0.1, minibatches=2, update_tokens=64),
 ]

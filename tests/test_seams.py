@@ -302,8 +302,8 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
         "kl_reward_coef": 0.1, "critic_lr": 1e-3})
     monkeypatch.setattr(model, "build", lambda kind, folder, world, flags, **options: (
         loaded.append((kind, folder, options))))
-    monkeypatch.setattr(model, "policy_of", lambda *given: None)
-    monkeypatch.setattr(model, "made", lambda *given: None)
+    monkeypatch.setattr(model, "Policy", lambda *given: None)
+    monkeypatch.setattr(model, "Critic", lambda *given: None)
     run_of(tmp_path, given, source="start", teacher=teacher and "teacher").build_models()
     own = dict(seed=3, adapters=None)
     critic = [] if teacher else [(model.ValueModel, "start", own)]

@@ -304,7 +304,7 @@ def expected(folder: Path, kind: str, samples, trains: bool) -> dict[str, torch.
     return {name: p.grad for name, p in lm.named_parameters() if not name.startswith(frozen)}
 
 
-class Spy(model.SeeingPolicy):
+class Spy(model.Policy):
     """It keeps the gradient of its last step, by name, and whole."""
 
     def step(self, lr):
@@ -358,7 +358,7 @@ def distilled(world, folder: Path) -> dict:
     module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = Spy(module, world, args.model_args, args.optimizer_args)
     teacher = float64.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
-    teacher = model.made(model.Policy, teacher, world, args.model_args, args.optimizer_args)
+    teacher = model.Policy(teacher, world, args.model_args, args.optimizer_args)
     distill.learn(args, world, policy, fabricate(folder, "split"), lr=1e-3, reference=teacher)
     return policy.gradient
 
@@ -382,7 +382,7 @@ def tried(world, folder: Path) -> list[int]:
     args = plan.changed(grpo.Args(), max_tokens=60, max_prompt_tokens=60, update_tokens=480,
                         score_tokens=480, minibatches=2)
     module = float64.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
-    policy = model.made(model.Policy, module, world, args.model_args, args.optimizer_args)
+    policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     seeing.tower_of(module.lm)[0].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
@@ -402,10 +402,10 @@ def test_neighbours_with_other_pictures_are_other_prompts(folder):
 
 def sharded(world, folder: str) -> list[str]:
     module = model.build(model.LogprobModel, folder, world, model.ModelArgs())
-    policy = model.made(model.Policy, module, world, model.ModelArgs(), model.OptimizerArgs())
+    policy = model.Policy(module, world, model.ModelArgs(), model.OptimizerArgs())
     export_model(policy, folder, f"{folder}-out")
     critic = model.build(model.ValueModel, folder, world, model.ModelArgs())
-    critic = model.made(model.Critic, critic, world, model.ModelArgs(), model.OptimizerArgs())
+    critic = model.Critic(critic, world, model.ModelArgs(), model.OptimizerArgs())
     micro, = Batch(fabricate(Path(folder).parent)).micros(world, [*range(15)], 999, "values")
     assert critic.values(micro).shape == micro.targets.shape
     return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]

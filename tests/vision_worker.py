@@ -23,7 +23,7 @@ def engine_run(folder: str, out: str, tp: str) -> None:
     world, path = dist.join(120), Path(folder)
     weights, source = model.ModelArgs(), f"{folder}/split"
     module = model.build(model.LogprobModel, source, world, weights)
-    policy = model.SeeingPolicy(module, world, weights, model.OptimizerArgs(train_vision=True))
+    policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=True))
     rows = list({id(s.prompt.row): s.prompt for s in fabricate(path, "split")}.values())
     eyes = rows[0].row.pictures.eyes
     options = inputs.Inputs.for_pictures.fget(SimpleNamespace(

@@ -64,7 +64,14 @@ class LoraArgs:
 
 
 class Lora(nn.Linear):
-    """An nn.Linear with an adapter."""
+    """A linear layer with an empty adapter beside its weights."""
+
+    def __init__(self, layer: nn.Linear, args: LoraArgs, dtype):
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias, self.scale = layer.weight, layer.bias, args.scale
+        empty = partial(torch.empty, device=layer.weight.device, dtype=dtype)
+        self.lora_A = nn.Parameter(empty(args.lora_rank, layer.in_features))
+        self.lora_B = nn.Parameter(empty(layer.out_features, args.lora_rank))
 
     def forward(self, x):
         y = super().forward(x)
@@ -108,12 +115,10 @@ class Base:
 def put_in(lm, args: LoraArgs, dtype):
     """Freeze a model and give its targets empty adapters, in place: all other names stay."""
     lm.requires_grad_(False)
-    for name, layer in text_of(lm).named_modules():
+    text = text_of(lm)
+    for name, layer in [*text.named_modules()]:
         if isinstance(layer, nn.Linear) and args.chosen(name.rpartition(".")[2]):
-            empty = partial(torch.empty, device=layer.weight.device, dtype=dtype)
-            layer.__class__, layer.scale = Lora, args.scale
-            layer.lora_A = nn.Parameter(empty(args.lora_rank, layer.in_features))
-            layer.lora_B = nn.Parameter(empty(layer.out_features, args.lora_rank))
+            text.set_submodule(name, Lora(layer, args, dtype))
 
 
 def start(lm, seed: int):

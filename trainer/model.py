@@ -1,6 +1,5 @@
 """model.py: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -8,6 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -16,13 +16,8 @@ from errors import SettingsError
 from pictures import seeing
 from trainer import experts, lora, packing
 from trainer.batch import Micro
-from trainer.logprobs import (
-    Teacher,
-    hidden_alone,
-    recomputed,
-    token_divergences,
-    token_logprobs,
-)
+from trainer.experts import ExpertArgs
+from trainer.logprobs import Teacher, hidden_alone, token_divergences, token_logprobs
 from trainer.lora import LoraArgs
 from trainer.weights import config_of, load, names_in_files
 
@@ -88,12 +83,16 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     config = config_of(folder, flag)
     kind = AutoModelForImageTextToText if seeing.sees(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa",
+                              experts_implementation=experts_in(dtype))
     seeing.text_of(lm).set_attn_implementation("packed")
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
-    experts.put_in(lm)
-    seeing.put_in(lm)
     return lm
+
+
+def experts_in(dtype) -> str | None:
+    """How transformers computes the experts of a layer. None: as it is best for the model."""
+    return "eager" if dtype == torch.float64 else None  # the best kernel has no float64
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
@@ -141,7 +140,7 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
         if checkpointing:  # inside FSDP's hooks
-            layer.forward = partial(recomputed, layer.forward)
+            checkpoint(layer, preserve_rng_state=False)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
     if mesh.size() == 1:  # a factor costs a copy of every gradient there
@@ -160,7 +159,8 @@ def whole(tensor):
 def hidden_states(lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
     on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
-    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (b, L, H)
+    inputs = seeing.embedded(lm, **inputs)
+    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
@@ -174,6 +174,7 @@ class LogprobModel(nn.Module):
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
+        self.routing = experts.Routing(lm) if experts.blocks(lm) else None
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
@@ -187,13 +188,12 @@ class LogprobModel(nn.Module):
         return formula(hidden_states(self.lm, inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
-    def plain_logits(self, ids, keep):
-        """transformers' own forward of ids (L,), at the positions `keep` → (keep, V)."""
+    def plain_logits(self, keep, **inputs):
+        """transformers' own forward of one row, at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
-        with experts.as_in_transformers(self.lm):
-            logits = self.lm(
-                input_ids=ids.unsqueeze(0), use_cache=False, logits_to_keep=keep).logits
+        inputs = seeing.embedded(self.lm, **inputs)
+        logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
         seeing.text_of(self.lm).set_attn_implementation("packed")
         return logits[0]
 
@@ -218,18 +218,20 @@ class Trained:
     """A model with its optimizer."""
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
+        for part in seeing.tower_of(module.lm):
+            part.requires_grad_(args.train_vision)
         self.module, self.world, self.moving = module, world, model_args.offload
         if next(module.parameters()).device.type == "cpu":  # it is on the host already
             self.moving = ()
         self.max_grad_norm = args.max_grad_norm or math.inf
-        self.metrics: dict[str, float] = {}  # of the last update, if it has experts
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), betas=args.betas,
                                            weight_decay=args.weight_decay, fused=True)
 
     def run(self, micro: Micro, *inputs):
+        seen = micro.inputs | seeing.pictures_of(self.module.lm, micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
-            out = self.module(micro.inputs, micro.source, *inputs)
+            out = self.module(seen, micro.source, *inputs)
             if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
                 self.module.reshard()
         return out
@@ -248,8 +250,6 @@ class Trained:
         self.optimizer.zero_grad()
         return norm
 
-    looking = nullcontext  # around a forward of a micro-batch: see seeing.py
-
     def move(self, device: torch.device):
         """What --offload names goes to the host, or comes back."""
         if "params" in self.moving:
@@ -263,16 +263,29 @@ class Trained:
 class Policy(Trained):
     """The language model that is trained, or the reference model."""
 
-    def __init__(self, module, *args):
-        super().__init__(module, *args)
-        lm = module.lm
+    def __init__(self, module, world, model_args, args, expert_args: ExpertArgs | None = None):
+        lm, self.routing, expert_args = module.lm, module.routing, expert_args or ExpertArgs()
+        for block in experts.blocks(lm) if expert_args.freeze_router else []:
+            block.gate.requires_grad_(False)
+        super().__init__(module, world, model_args, args)
+        self.replays = expert_args.replay_routing
+        self.metrics: dict[str, float] = {}  # of the last update, if it has experts
         self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
                         if isinstance(layer, lora.Lora)}
         self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
         if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
             self.left_out.add("lm_head.weight")
-        if experts.blocks(lm):
-            self.weights = partial(experts.one_by_one, lm, self.weights)
+
+    def run(self, micro: Micro, *inputs):
+        if self.routing is None:
+            return super().run(micro, *inputs)
+        with self.routing.of(micro, self.replays):
+            return super().run(micro, *inputs)
+
+    def step(self, lr: float) -> float:
+        if self.routing is not None:
+            self.metrics = self.routing.load(self.world, self.replays)
+        return super().step(lr)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
                  teacher: Teacher | None = None):
@@ -295,18 +308,7 @@ class Policy(Trained):
             if merge and name in self.adapted:
                 value = self.adapted[name].merged(device)
             if name not in self.left_out:
-                yield name, whole(value.to(device, to))
-
-
-class RoutedPolicy(experts.Routed, Policy):
-    """A policy with experts: its first argument is experts.ExpertArgs."""
-
-
-def policy_of(args, module, *others) -> Policy:
-    """args: of the script."""
-    if experts.blocks(module.lm):
-        return RoutedPolicy(args.expert_args, module, *others)
-    return made(Policy, module, *others)
+                yield from experts.pieces(self.module.lm, name, whole(value.to(device, to)))
 
 
 class Critic(Trained):
@@ -319,21 +321,6 @@ class Critic(Trained):
     def values(self, micro: Micro):
         """V(s_t) of the state in which token t was chosen: (n,)."""
         return self.run(micro)
-
-
-class SeeingPolicy(seeing.Seeing, Policy):
-    """A policy that sees pictures."""
-
-
-class SeeingCritic(seeing.Seeing, Critic):
-    """A critic that sees pictures."""
-
-
-def made(kind, module, *others):
-    """A Policy or a Critic: `kind`."""
-    if seeing.sees(module.lm.config):
-        kind = {Policy: SeeingPolicy, Critic: SeeingCritic}[kind]
-    return kind(module, *others)
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
