@@ -1,6 +1,5 @@
 """run.py: what all training scripts share: flags, set-up, saving, evaluation, the end."""
 import io
-import json
 import re
 import sys
 from contextlib import redirect_stderr
@@ -54,7 +53,7 @@ class RunArgs:
     target_eval: tuple[Number, Number] | None = None
     """The same of pass@1 on --eval_data, before the first step and after the last."""
     export: bool = True
-    """Write the trained model to runs/NAME/model, the best evaluated one to runs/NAME/best."""
+    """Write the trained model to runs/NAME/model. tools/export.py: that of a checkpoint."""
     timeout: Annotated[float, Range(1, 1e6)] = 600.0
     """Seconds that one rank waits for another before the run ends."""
     max_gap: Positive | None = None
@@ -245,7 +244,6 @@ class Run:
         self.max_gap = args.run_args.max_gap or (0.15 if bfloat16 else 1e-3)
         self.log = log.Log(folder, world, args.steps, args.run_args.wandb)
         self.kl_coef = getattr(args, "kl_reward_coef", 0.0)  # ppo.py may adapt it
-        self.best: dict | None = None  # the best evaluation: {"step", "score"}
         self.start = saved.state["step"] if saved else 0
         self.compared = False  # the policies
         self.end = self.start if args.eval_args.eval_only else args.steps
@@ -328,30 +326,18 @@ class Run:
         if self.args.critic_args and self.args.kl_target is not None and (
                 self.settings.get("kl_reward_coef") == before):
             self.kl_coef = state["kl_coef"]
-        self.best = state["best"]
 
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py).
-        Exports the best policy of a training run."""
+        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py)."""
         metrics = {}
         if self.args.supervised:
             with self.log.time("eval"):
                 metrics = held_out_metrics(self)
-            score = -metrics["eval/loss"]
         if self.engine:
             metrics |= sampled_metrics(self, step)
-            score = metrics["eval/pass@1"]
         self.log.step(step, metrics)
-        if self.args.eval_args.eval_only:
-            return
-        if self.best is None or score > self.best["score"]:
-            self.best = {"step": step, "score": score}
-            if self.args.run_args.export and step:  # before the first step it is --model
-                export_model(self.policy, self.inputs.source, self.log.folder / "best",
-                             {"best.json": json.dumps(self.best | metrics, indent=1)}
-                             | self.inputs.exported)
 
     def record(self, step: int, samples: list):
         """Each --samples_every steps the samples go to samples/, those that an update has learned
@@ -364,7 +350,7 @@ class Run:
         """A checkpoint. A collective."""
         folder = self.log.folder / "checkpoints"
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
-                 "bad_steps": self.log.bad_steps, "best": self.best, "settings": self.settings}
+                 "bad_steps": self.log.bad_steps, "settings": self.settings}
         if self.carry:
             state["flight"] = self.carry.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
@@ -403,7 +389,7 @@ class Run:
     def export(self):
         """The policy to model/, adapters alone to adapter/ too. A collective."""
         export_model(self.policy, self.inputs.source, self.log.folder / "model",
-                     self.inputs.exported)
+                     self.inputs.ends)
         if self.adapter:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 

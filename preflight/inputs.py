@@ -1,5 +1,4 @@
 """inputs.py: all that can be known from flags and files, before any weight is loaded."""
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,14 +52,6 @@ class Inputs:
                     if row.pictures), default=0)
         return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
                 "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
-
-    @property
-    def exported(self) -> dict[str, str]:
-        """{file: text} of an exported model: transformers and vLLM end where this run did."""
-        path = Path(self.source) / "generation_config.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        found["eos_token_id"] = self.ends
-        return {path.name: json.dumps(found, indent=2)} if self.ends else {}
 
 
 class NoTokenizer:

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from trainer.teacher import add_teacher_prompts
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import data
 import grpo
 import sft
 from chats import targets, toolcalls, turns
+from chats.teacher import add_teacher_prompts
 from data import DataArgs, make_row
 from errors import Mistakes, SettingsError
 from examples import tiny
+from keeping import checkpoint
 from keeping.samples import sample_row
 from preflight import inputs
 from preflight.plan import changed
@@ -163,9 +164,8 @@ def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
     found = inputs.read_files(changed(grpo.Args(), model=str(folder)), 1)
     assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
     # So does whoever loads the export, with transformers or vLLM.
-    (text,) = found.exported.values()
     before = GenerationConfig.from_pretrained(folder).to_dict()
-    (folder / "generation_config.json").write_text(text)
+    checkpoint.write_ends(folder, found.ends)
     assert GenerationConfig.from_pretrained(folder).to_dict() == before | {"eos_token_id": [0, 2]}
 
 
