@@ -17,7 +17,8 @@ import dist
 import losses
 from chats.teacher import behind_teacher_prompts, beside
 from dist import World
-from keeping.run import CommonArgs, parse, set_up
+from keeping.args import CommonArgs, parse
+from keeping.run import set_up
 from preflight.inputs import show_plan
 from preflight.loss_flags import ClipArgs
 from preflight.same_policy import compare_policies

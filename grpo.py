@@ -25,7 +25,8 @@ import dist
 import losses
 from chats.carry import CarryArgs
 from dist import World
-from keeping.run import CommonArgs, Run, parse, set_up
+from keeping.args import CommonArgs, parse
+from keeping.run import Run, set_up
 from preflight import loss_flags
 from preflight.inputs import show_plan
 from preflight.same_policy import compare_policies

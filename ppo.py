@@ -22,7 +22,8 @@ import losses
 from chats.carry import CarryArgs
 from dist import World
 from errors import Count, Positive, Range
-from keeping.run import CommonArgs, parse, set_up
+from keeping.args import CommonArgs, parse
+from keeping.run import set_up
 from preflight.inputs import show_plan
 from preflight.loss_flags import LossArgs
 from preflight.same_policy import compare_policies

@@ -20,7 +20,8 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.run import CommonArgs, parse, set_up
+from keeping.args import CommonArgs, parse
+from keeping.run import set_up
 from preflight.inputs import show_plan
 from trainer.batch import Batch, Meter, Sample, given
 from trainer.model import Policy, learning_rate

@@ -37,7 +37,8 @@ import dist
 import grpo
 from data import DataArgs
 from examples import tiny
-from keeping.run import Run, RunArgs, set_up
+from keeping.args import RunArgs
+from keeping.run import Run, set_up
 from rewards import Score, score_samples
 from trainer.batch import Batch, Completion, Sample
 

@@ -18,7 +18,7 @@ import sft
 from chats import targets, toolcalls, turns
 from chats.teacher import add_teacher_prompts
 from data import DataArgs, make_row
-from errors import Mistakes, SettingsError
+from errors import SettingsError
 from examples import tiny
 from keeping import checkpoint
 from keeping.samples import sample_row
@@ -146,12 +146,15 @@ def test_ids_in_the_models_files(tmp_path, files, expected):
 @pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
 def test_a_model_that_cannot_end_is_said(ends, left):
     for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
-        args, mistakes, notes = changed(args, stop=stop), Mistakes(), []
-        assert inputs.check_ends(args, ends, 320, mistakes, notes) == left
-        words = [f"no token that ends a completion: its files name {ends} of 320 ids"]
-        for found, expected in (mistakes, not left and args.supervised), (
-                notes, not (left or args.supervised or stop)):
-            assert len(found) == expected and all(w in str(found[0]) for w in words if expected)
+        args, notes = changed(args, stop=stop), []
+        words = f"no token that ends a completion: its files name {ends} of 320 ids"
+        if args.supervised and not left:
+            with pytest.raises(SettingsError) as error:
+                inputs.check_ends(args, ends, 320, notes)
+            assert words in str(error.value)
+            continue
+        assert inputs.check_ends(args, ends, 320, notes) == left
+        assert len(notes) == (not left and not stop) and all(words in note for note in notes)
 
 
 def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):

@@ -171,7 +171,7 @@ def test_a_run_asks_its_engine_for_them(monkeypatch):
     given, it = {}, MagicMock()
     it.inputs.eyes = None
     monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
-    run.Run.build_engine(it)
+    run.build_engine(it)
     assert given["routes"] is it.args.expert_args.replay_routing
 
 

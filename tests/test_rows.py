@@ -194,9 +194,8 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
                           ({"add_generation_prompt": False}, "multiple values")):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
     args = plan.changed(sft.Args(), reply="x.py:f")
-    mistakes = inputs.Mistakes()
-    inputs.find_bridge(args, None, None, [], None, [of(asked, row, tmp_path)], mistakes)
-    assert "chat_template_kwargs take neither --reply" in str(mistakes)
+    with pytest.raises(SettingsError, match="chat_template_kwargs take neither --reply"):
+        inputs.find_bridge(args, inputs.ModelFiles(None), None, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False)])

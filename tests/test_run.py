@@ -16,6 +16,7 @@ import losses
 from data import Prompt, Row
 from errors import SettingsError
 from keeping import evaluate, log, run, summary
+from keeping.args import RunArgs
 from keeping.files import NotWritten
 from rewards import Score
 from tools import compare, export, plot, report, samples
@@ -35,9 +36,10 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
     world = SimpleNamespace(rank=0, any_rank=bool)
     stop = SimpleNamespace(agreed=lambda: False)
     vars(it).update(
-        args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
-        kl_coef=0.0, trained={}, stream=MagicMock(), saved=None, stop=stop, said=[],
-        policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
+        args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, settings={},
+        start=4, kl_coef=0.0, stream=MagicMock(), stop=stop, said=[],
+        policy=None, critic=None, adapter=None, engine=None, episodes=None, carry=None,
+        scorer=MagicMock(),
         inputs=SimpleNamespace(eval_rows=[1], source="source", ends=[]))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
@@ -137,13 +139,13 @@ def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
     saved, carry = [], MagicMock()
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]))
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
-    carry.state.return_value = {"flight": ["a group"]}
-    it = made(tmp_path, carry=carry, saved=MagicMock())
+    carry.state.return_value = ["a group"]
+    it = made(tmp_path, carry=carry)
     it.inputs.rows = ["a row"]
     it.save(5)
     assert saved[0]["flight"] == ["a group"]
-    it.restore(saved[0])
-    carry.restore.assert_called_once_with(saved[0], ["a row"])
+    it.restore(SimpleNamespace(state=saved[0]))
+    carry.restore.assert_called_once_with(["a group"], ["a row"])
 
 
 def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
@@ -187,7 +189,7 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     said = []
     monkeypatch.setattr(summary, "draw_curve", lambda log: None)
-    found = summary.grade(SimpleNamespace(rows=rows, say=said.append), run.RunArgs(**flags))
+    found = summary.grade(SimpleNamespace(rows=rows, say=said.append), RunArgs(**flags))
     lines = capsys.readouterr().err.splitlines()
     assert found == bool(missed) and [line.split()[1].strip(":") for line in lines] == missed
     assert "reward, first 3 and last 10 of 13 steps: 0.100 -> 0.950" in said
@@ -247,9 +249,9 @@ def test_a_new_kl_reward_coef_is_taken_and_an_adapted_one_goes_on(tmp_path, monk
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
     state = {"position": 3, "bad_steps": 0, "kl_coef": 0.07,
              "settings": {"kl_reward_coef": 0.1}}
-    it = made(tmp_path, saved=MagicMock(), kl_coef=now, settings={"kl_reward_coef": now},
+    it = made(tmp_path, kl_coef=now, settings={"kl_reward_coef": now},
               args=SimpleNamespace(critic_args=True, kl_target=0.1))
-    it.restore(state)
+    it.restore(SimpleNamespace(state=state))
     assert it.kl_coef == coef
 
 
