@@ -25,7 +25,8 @@ from dist import World
 from errors import SettingsError
 from keeping import log
 from keeping.files import NotWritten, read, whole_folder, writing
-from preflight import loss_flags, plan
+from preflight import plan
+from scoring.signatures import ROOT
 from trainer import lora
 from trainer.model import Policy, Trained, compute_dtype
 from trainer.weights import FILES, config_of, names_in_files, weight_files
@@ -200,7 +201,7 @@ def code_digests(flags: dict) -> dict[str, str]:
     for flag, value in flags.items():
         for spec in value if isinstance(value, tuple) else [value]:
             file, is_file, _ = str(spec).rpartition(".py:")
-            for path in Path(f"{file}.py"), loss_flags.ROOT / f"{file}.py":
+            for path in Path(f"{file}.py"), ROOT / f"{file}.py":
                 if is_file and path.is_file():
                     found.setdefault(f"code of --{flag} {spec}", digest_of_code(path))
     return found
