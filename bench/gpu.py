@@ -46,9 +46,10 @@ import rollout
 from data import DataArgs, Prompt, Row
 from examples import tiny
 from keeping import log
-from preflight import memory, plan, worst_case
+from preflight import memory, plan
 from preflight.shape import shape_of
 from rewards import Score
+from running import worst_case
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 import torch  # noqa: E402
 
-from keeping.args import parse  # noqa: E402
+from running.args import parse  # noqa: E402
 from tools import prove  # noqa: E402
 
 

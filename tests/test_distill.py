@@ -16,8 +16,9 @@ from data import DataArgs
 from errors import SettingsError
 from examples import tiny
 from live import Live
-from preflight import inputs, memory, plan, worst_case
+from preflight import inputs, memory, plan
 from preflight.shape import shape_of
+from running import worst_case
 from tools.hostile import make_models
 from trainer import logprobs as head
 from trainer import model

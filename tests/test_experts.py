@@ -15,11 +15,11 @@ import learning
 import reference
 import rollout
 from dist import World
-from keeping import run
 from keeping.checkpoint import export_model
 from preflight import inputs, plan
 from preflight.shape import shape_from, shape_of
 from ranks import results
+from running import run
 from tools import float64
 from trainer import experts, model
 from trainer.batch import Batch

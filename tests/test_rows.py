@@ -15,7 +15,8 @@ from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from preflight import inputs, loss_flags, plan
+from preflight import inputs, plan
+from running import loss_flags
 from scoring.signatures import Part
 
 TEMPLATE = (

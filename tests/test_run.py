@@ -15,10 +15,11 @@ import grpo
 import losses
 from data import Prompt, Row
 from errors import SettingsError
-from keeping import evaluate, log, run, summary
-from keeping.args import RunArgs
+from keeping import log, summary
 from keeping.files import NotWritten
 from rewards import Score
+from running import evaluate, run
+from running.args import RunArgs
 from tools import compare, export, plot, report, samples
 from trainer.batch import Completion, Sample
 

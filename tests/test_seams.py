@@ -22,13 +22,13 @@ import rollout
 import sft
 from chats import turns
 from data import Prompt, Row, Stream
-from keeping import evaluate, run
 from keeping.log import Log
-from preflight import inputs, memory, plan, same_policy
+from preflight import inputs, memory, plan
 from preflight.plan import Plan, changed
 from preflight.shape import shape_of
 from rewards import Score
 from rollout import Engine, Request, hash_seed
+from running import evaluate, run, same_policy
 from scoring import worker
 from scoring.signatures import Item, Reward
 from trainer import model

@@ -17,11 +17,11 @@ from data import Prompt
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
-from keeping import evaluate
 from learning import begin_with
 from preflight import memory, plan
 from preflight.shape import shape_of
 from probes import World
+from running import evaluate
 from trainer.batch import given
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in

@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import Mistakes, SettingsError
-from keeping.args import parse
 from preflight import plan
+from running.args import parse
 from tools.hostile import LONGEST, PROMPT, altered, fabricate, make_models, without_loss
 from tools.trial import Outcome, Trial, run_trials
 

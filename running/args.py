@@ -12,11 +12,11 @@ import dist
 from chats.turns import TurnArgs
 from data import DataArgs
 from errors import Count, Mistakes, Number, Positive, Range
-from keeping.evaluate import EvalArgs
 from preflight.inputs import is_tiny
 from preflight.plan import PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
+from running.evaluate import EvalArgs
 from trainer.experts import ExpertArgs
 from trainer.lora import LoraArgs
 from trainer.model import ModelArgs, OptimizerArgs

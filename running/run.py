@@ -10,14 +10,14 @@ from chats.turns import Episodes
 from data import Stream
 from errors import Mistakes, SettingsError
 from keeping import checkpoint, log, summary
-from keeping.args import CommonArgs
 from keeping.checkpoint import export_adapter, export_model
-from keeping.evaluate import held_out_metrics, sampled_metrics
 from keeping.samples import write_samples
 from preflight import plan
 from preflight.inputs import Inputs, is_tiny, read_inputs
-from preflight.worst_case import try_worst_case
 from rollout import Engine, SeeingEngine
+from running.args import CommonArgs
+from running.evaluate import held_out_metrics, sampled_metrics
+from running.worst_case import try_worst_case
 from trainer import lora, model
 
 # ---- set-up ----
