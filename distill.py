@@ -17,11 +17,12 @@ import dist
 import losses
 from chats.teacher import behind_teacher_prompts, beside
 from dist import World
-from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
-from preflight.loss_flags import ClipArgs
-from preflight.same_policy import compare_policies
 from rewards import score_samples
+from running.args import CommonArgs, parse
+from running.loss_flags import ClipArgs
+from running.run import set_up
+from running.same_policy import compare_policies
 from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 

@@ -25,12 +25,13 @@ import dist
 import losses
 from chats.carry import CarryArgs
 from dist import World
-from keeping.run import CommonArgs, Run, parse, set_up
-from preflight import loss_flags
 from preflight.inputs import show_plan
-from preflight.same_policy import compare_policies
 from rewards import parse as parse_rewards
 from rewards import score_samples
+from running import loss_flags
+from running.args import CommonArgs, parse
+from running.run import Run, set_up
+from running.same_policy import compare_policies
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 

@@ -22,11 +22,12 @@ import losses
 from chats.carry import CarryArgs
 from dist import World
 from errors import Count, Positive, Range
-from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
-from preflight.loss_flags import LossArgs
-from preflight.same_policy import compare_policies
 from rewards import score_samples
+from running.args import CommonArgs, parse
+from running.loss_flags import LossArgs
+from running.run import set_up
+from running.same_policy import compare_policies
 from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
 from trainer.model import Critic, Policy, learning_rate
 

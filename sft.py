@@ -20,8 +20,9 @@ import torch
 import dist
 import losses
 from dist import World
-from keeping.run import CommonArgs, parse, set_up
 from preflight.inputs import show_plan
+from running.args import CommonArgs, parse
+from running.run import set_up
 from trainer.batch import Batch, Meter, Sample, given
 from trainer.model import Policy, learning_rate
 

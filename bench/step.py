@@ -37,8 +37,9 @@ import dist
 import grpo
 from data import DataArgs
 from examples import tiny
-from keeping.run import Run, RunArgs, set_up
 from rewards import Score, score_samples
+from running.args import RunArgs
+from running.run import Run, set_up
 from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,6 +1,6 @@
-"""What stands around the loop, and what is kept of a run? Read run.py first.
+"""What is kept of a run? Read files.py, log.py, checkpoint.py.
 
-log.py: what is shown and written. samples.py: completions, to read. files.py: whole files.
-checkpoint.py: save, resume, export. evaluate.py: held-out rows. summary.py: the end of a run.
-This room may import all the others.
+files.py: whole files. log.py: what is shown and written. samples.py: completions, to read.
+checkpoint.py: save, resume, export. summary.py: the numbers, curve and grade at the end.
+This room may import preflight and all below it.
 """

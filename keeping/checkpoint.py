@@ -25,7 +25,8 @@ from dist import World
 from errors import SettingsError
 from keeping import log
 from keeping.files import NotWritten, read, whole_folder, writing
-from preflight import loss_flags, plan
+from preflight import plan
+from scoring.signatures import ROOT
 from trainer import lora
 from trainer.model import Policy, Trained, compute_dtype
 from trainer.weights import FILES, config_of, names_in_files, weight_files
@@ -200,7 +201,7 @@ def code_digests(flags: dict) -> dict[str, str]:
     for flag, value in flags.items():
         for spec in value if isinstance(value, tuple) else [value]:
             file, is_file, _ = str(spec).rpartition(".py:")
-            for path in Path(f"{file}.py"), loss_flags.ROOT / f"{file}.py":
+            for path in Path(f"{file}.py"), ROOT / f"{file}.py":
                 if is_file and path.is_file():
                     found.setdefault(f"code of --{flag} {spec}", digest_of_code(path))
     return found
@@ -217,8 +218,7 @@ def digest_of_code(path: Path) -> str:
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):
     """Fills weights and AdamW's state in place. A collective."""
-    reader = dcp.FileSystemReader(saved.path)
-    there = reader.read_metadata().state_dict_metadata
+    there = names_in(saved.path)
     for who, it in trained.items():
         for name, p in it.parameters.items():
             if f"{who}.{name}.step" in there:  # AdamW makes its state in its first step only
@@ -226,7 +226,21 @@ def load(saved: Saved, world: World, trained: dict[str, Trained]):
                     "step": torch.zeros((), device=p.device),
                     "exp_avg": torch.zeros_like(p).detach(),
                     "exp_avg_sq": torch.zeros_like(p).detach()}
-    dcp.load(tensors(trained), storage_reader=reader, process_group=world.control)
+    fill(tensors(trained), saved.path, world)
+
+
+def fill(wanted: dict[str, torch.Tensor], path: Path, world: World):
+    """Reads a checkpoint's tensors of these names, in place. A collective."""
+    try:
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=world.control)
+    except CheckpointException as error:  # on all ranks
+        cause = next(iter(error.failures.values()))[0]
+        raise SettingsError(f"{path} cannot be read ({cause}). Would work: without it.") from None
+
+
+def names_in(path: Path) -> set[str]:
+    """Of the tensors in a checkpoint, as `tensors` has them."""
+    return {*dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
 
 
 def steps(folder: Path) -> list[int]:
@@ -236,8 +250,9 @@ def steps(folder: Path) -> list[int]:
 
 # ---- export: the trained weights as folders that transformers, peft and vLLM load ----
 
-def export_model(policy: Policy, source: str, folder: str, notes: dict | None = None):
-    """A Hugging Face folder in the source's dtype, by rank 0. notes: {file: text}. A collective."""
+def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ()):
+    """A Hugging Face folder in the source's dtype, by rank 0. ends: the ids that end a completion.
+    A collective."""
     weights, dtype = {}, config_of(source).dtype or torch.float32
     names = names_in_files(policy.module.lm, source)  # of tied weights only the first
     for name, value in policy.weights(dtype):
@@ -250,8 +265,15 @@ def export_model(policy: Policy, source: str, folder: str, notes: dict | None = 
             if f"*{path.suffix}" in FILES and ".index." not in path.name:
                 shutil.copy(path, unfinished)
         save_torch_state_dict(weights, unfinished)
-        for name, text in (notes or {}).items():
-            (unfinished / name).write_text(text)
+        write_ends(unfinished, ends)
+
+
+def write_ends(folder: Path, ends: list[int]):
+    """transformers and vLLM, with this folder, end where the run did."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if ends:
+        path.write_text(json.dumps(found | {"eos_token_id": [*ends]}, indent=2))
 
 
 def export_adapter(policy: Policy, config: dict, folder: str):

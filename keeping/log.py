@@ -1,13 +1,12 @@
 """log.py: what a person sees and keeps. Only rank 0 writes.
 
-    runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/  best/
+    runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
 """
 import fcntl
 import json
 import math
 import os
 import platform
-import shutil
 import subprocess
 import time
 from collections import defaultdict
@@ -139,15 +138,12 @@ class Log:
             self.open_wandb(args)
 
     def forget(self, start: int):
-        """Removes what comes again, or is of a later step: samples, a best model, done.json."""
+        """Removes what comes again, or is of a later step: samples, done.json."""
         (self.folder / "done.json").unlink(missing_ok=True)
         for path in (self.folder / "samples").glob("*_*.jsonl"):
             kind, step = path.stem.split("_", 1)
             if step.isdigit() and int(step) >= start + (kind == "step"):
                 path.unlink()
-        best = self.folder / "best/best.json"
-        if best.exists() and read(best)["step"] >= start:
-            shutil.rmtree(best.parent)
 
     def finish(self, steps: int):
         """done.json: everything is written, and the same command has nothing left to do."""

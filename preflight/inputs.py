@@ -1,11 +1,11 @@
 """inputs.py: all that can be known from flags and files, before any weight is loaded."""
-import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -54,14 +54,6 @@ class Inputs:
         return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
                 "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
 
-    @property
-    def exported(self) -> dict[str, str]:
-        """{file: text} of an exported model: transformers and vLLM end where this run did."""
-        path = Path(self.source) / "generation_config.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        found["eos_token_id"] = self.ends
-        return {path.name: json.dumps(found, indent=2)} if self.ends else {}
-
 
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
@@ -85,73 +77,88 @@ def show_plan(args) -> int:
 
 
 def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> Inputs:
-    """All that a run needs, but no weights. local_size: ranks of this machine. began: the time for
-    chat templates that ask for it; None: now."""
-    found = read_files(args, ranks, local_size, began=began)
-    if found.source is None or (args.teacher and found.teacher is None):
-        # To make or fetch a model takes time: all else was looked at first.
-        found = read_files(args, ranks, local_size, make=True, began=began)
+    """All that a run needs, but no weights. A model that is not here is made or fetched."""
+    found = read_files(args, ranks, local_size, began)
     check_memory(found, gpu_bytes(), local_size)
     return found
 
 
-def read_files(args, ranks: int, local_size: int | None = None, make: bool = False,
+def read_files(args, ranks: int, local_size: int | None = None,
                began: str | None = None) -> Inputs:
-    """The model's files, the rows, the functions and the flags. SettingsError with all mistakes.
+    """Checks the flags, reads the model and the rows, and checks them together. SettingsError: all
+    mistakes of the flags; or the first file that is broken; or all that does not fit together.
 
-    local_size: ranks of this machine; None: not known. make: see find_model.
+    local_size: ranks of this machine; None: not known. began: the time for chat templates that ask
+    for it; None: now.
     """
-    # `attempt` returns None where it finds a mistake.
-    mistakes, notes = Mistakes(dist.gpu_mistakes(local_size) if local_size else []), []
-    source, lm, tokenizer, ends = load_model(args, make, mistakes, notes, began)
-    needs, teacher, eyes = [], None, None
+    needs, notes = check_flags(args, ranks, local_size), []
+    it = load_model(args, notes, began)
+    shape, teacher, eyes = it.shape, None, None
+    if args.teacher:
+        teacher, of_teacher = find_teacher(args, it)
+        shape = replace(shape, teacher=of_teacher)
+        notes += weights.unread(teacher, "teacher") if teacher else []
+    if it.lm and sees(it.lm.config):
+        eyes = find_eyes(args, it.lm, it.folder, notes, teacher)
+
+    rows = load_rows(args, "data", args.seed, it, eyes, notes)
+    eval_rows = load_rows(args, "eval_data", 0, it, eyes, notes)  # for any --seed
+    everything = rows + eval_rows
+    if args.teacher_prompt and it.folder:
+        add_teacher_prompts(rows, it.tokenizer, args.data_args, args.teacher_prompt)
+    rewards.check_rows(
+        needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
+    bridge = find_bridge(args, it, everything)
+
+    counts = ranks, len(rows), len(eval_rows), shape, local_size
+    mistakes = Mistakes(problems(args, *counts))
+    if it.lm:
+        mistakes += model_limits(args, it.lm.config.get_text_config(), everything)
+    mistakes.stop()
+    return Inputs(it.folder, it.tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
+                  Plan(args, *counts), eyes=eyes, ends=it.ends)
+
+
+def check_flags(args, ranks: int, local_size: int | None) -> list:
+    """What the rewards need (rewards.check). SettingsError with all mistakes of the flags."""
+    mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
+    mistakes += problems(args, ranks, local_size=local_size)
+    needs = []
     if args.reward or args.needs_reward:
         needs = mistakes.attempt(rewards.check, list(args.reward))
-    shape = mistakes.attempt(find_shape, args.model, lm, args.plan_args.plan)
-    if args.teacher:
-        teacher = mistakes.attempt(find_teacher, args, lm, tokenizer, shape, make)
-        notes += weights.unread(teacher, "teacher") if teacher else []
-    if lm and tokenizer and sees(lm.config):
-        eyes = mistakes.attempt(find_eyes, args, lm, source, notes, teacher)
-
-    def load(flag: str, seed: int) -> list[data.Row]:
-        return load_rows(args, flag, seed, tokenizer, ends, mistakes, notes, eyes)
-
-    rows, eval_rows = load("data", args.seed), load("eval_data", 0)  # for any --seed
-    everything = rows + eval_rows
-    if args.teacher_prompt and tokenizer:
-        mistakes.attempt(
-            add_teacher_prompts, rows, tokenizer, args.data_args, args.teacher_prompt)
-    scored = eval_rows if args.supervised or args.eval_args.eval_only else everything
-    mistakes.attempt(rewards.check_rows, needs or [], scored)
-    bridge = find_bridge(args, lm, tokenizer, ends, everything, mistakes)
-
-    counts = ranks, len(rows) or None, len(eval_rows), shape, local_size
-    mistakes += problems(args, *counts)
-    if lm:
-        mistakes += model_limits(args, lm.config.get_text_config(), everything if tokenizer else [])
     mistakes.stop()
-    return Inputs(source, tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes, ends=ends)
+    return needs
 
 
 # ---- the model ----
 
-def load_model(args, make: bool, mistakes: Mistakes, notes: list[str], began: str | None = None):
-    """(folder, skeleton, tokenizer, the ids that end a completion): None and [] if not here."""
-    source, lm, tokenizer = mistakes.attempt(find_model, args.model, make), None, None
-    if source:
-        lm = mistakes.attempt(model.skeleton, source)
-        if lm and mistakes.attempt(weights.names_in_files, lm, source):
-            notes += weights.unread(source)
-        tokenizer = mistakes.attempt(load_tokenizer, args.model, source)
-    if tokenizer:
-        tokenizer.chat_template = dated(tokenizer.chat_template, began)
-    if not (lm and tokenizer):
-        return source, lm, tokenizer, []
-    vocab = lm.config.get_text_config().vocab_size
-    ends = check_ends(args, eos_ids(source, tokenizer), vocab, mistakes, notes)
-    return source, lm, tokenizer, ends
+class ModelFiles(NamedTuple):
+    """What the files of --model say. Without a folder (--plan, and the model is not here) only its
+    sizes are known."""
+    shape: Shape
+    tokenizer: object = NoTokenizer()
+    folder: str | None = None
+    lm: object = None  # model.skeleton
+    ends: list[int] = []  # ids that end a completion
+
+    @property
+    def vocab(self) -> int:
+        return self.lm.config.get_text_config().vocab_size
+
+
+def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
+    """It may add a sentence to `notes`. began: see read_files."""
+    folder = find_model(args.model, make=not args.plan_args.plan)
+    if folder is None:
+        return ModelFiles(planned_shape(args.model))
+    lm = model.skeleton(folder)
+    weights.names_in_files(lm, folder)
+    notes += weights.unread(folder)
+    tokenizer = load_tokenizer(args.model, folder)
+    tokenizer.chat_template = dated(tokenizer.chat_template, began)
+    found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
+    ends = check_ends(args, eos_ids(folder, tokenizer), found.vocab, notes)
+    return found._replace(ends=ends)
 
 
 def is_tiny(name: str) -> bool:
@@ -177,28 +184,25 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
-def find_teacher(args, lm, tokenizer, shape, make: bool) -> str | None:
-    """--teacher → its folder, as find_model. SettingsError unless it has the model's vocabulary.
-
-    lm, tokenizer, shape: of the model; None: it is not here. It sets shape.teacher.
-    """
-    folder = find_model(args.teacher, make, "teacher")
-    theirs = model.skeleton(folder, flag="teacher") if folder else None
-    if theirs:
-        weights.names_in_files(theirs, folder, "teacher")
-    if shape:
-        shape.teacher = find_shape(args.teacher, theirs, args.plan_args.plan, "teacher")
-    if not (folder and tokenizer):
-        return folder  # a plan, which needs its sizes alone
-    if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != tokenizer.get_vocab():
+def find_teacher(args, it: ModelFiles) -> tuple[str | None, Shape]:
+    """--teacher → its folder, as find_model, and its sizes. SettingsError unless it has the
+    vocabulary of the model: `it`."""
+    folder = find_model(args.teacher, not args.plan_args.plan, "teacher")
+    if not folder:
+        return None, planned_shape(args.teacher, "teacher")
+    theirs = model.skeleton(folder, flag="teacher")
+    weights.names_in_files(theirs, folder, "teacher")
+    if not it.folder:
+        return folder, shape_from(theirs)
+    if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != it.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
-    sizes = [m.config.get_text_config().vocab_size for m in (theirs, lm)]
-    if args.divergence != "none" and sizes[0] != sizes[1]:
+    rows = theirs.config.get_text_config().vocab_size
+    if args.divergence != "none" and rows != it.vocab:
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
-                            f"--teacher has {sizes[0]:,} rows and --model {sizes[1]:,}. "
+                            f"--teacher has {rows:,} rows and --model {it.vocab:,}. "
                             "Would work: --divergence none.")
-    return folder
+    return folder, shape_from(theirs)
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
@@ -223,25 +227,20 @@ def dated(template: str | None, began: str | None):
     return f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n{template}"
 
 
-def check_ends(args, ends: list[int], vocab: int, mistakes: Mistakes, notes: list[str]):
+def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
     """Those of `ends` that the model can write. It says if there are none."""
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
     if not found and args.supervised:
-        mistakes.append(said)
-    elif not found and not args.engine_args.stop:
+        raise SettingsError(said)
+    if not found and not args.engine_args.stop:
         notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
     return found
 
 
-def find_shape(name: str, lm, planning: bool, flag: str = "model") -> Shape | None:
-    """The model's sizes. If it is not here: from the table of shape.py, or from the hub."""
-    if lm:
-        return shape_from(lm)
-    # Without --plan the model will be here. A folder that cannot be read is a mistake already.
-    if not planning or (Path(name).is_dir() and not is_tiny(name)):
-        return None
+def planned_shape(name: str, flag: str = "model") -> Shape:
+    """The sizes of a model that is not here: from the table of shape.py, or from the hub."""
     return shape_of(name) or shape_from(model.skeleton(name, flag=flag))
 
 
@@ -301,18 +300,15 @@ def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model
 
 # ---- rows, turns, memory ----
 
-def find_bridge(args, lm, tokenizer, ends: list[int], rows: list[data.Row],
-                mistakes: Mistakes) -> turns.Bridge | None:
-    """What makes the next prompt after a completion. None: one turn, or the model is not here."""
-    vocab = lm.config.get_text_config().vocab_size if lm and tokenizer else 0
-    if not vocab:
-        tokenizer = None
+def find_bridge(args, it: ModelFiles, rows: list[data.Row]) -> turns.Bridge | None:
+    """What makes the next prompt after a completion. None: one turn."""
     if not args.turn_args.reply:
         return None
     if any(row.columns.get("chat_template_kwargs") for row in rows):
-        mistakes.append("rows with chat_template_kwargs take no --reply.")
+        raise SettingsError("rows with chat_template_kwargs take no --reply.")
     # Without a model the function alone is tried.
-    return mistakes.attempt(turns.check, args, tokenizer, ends, vocab, rows)
+    known = (it.tokenizer, it.ends, it.vocab) if it.folder else (None, [], 0)
+    return turns.check(args, *known, rows)
 
 
 def folder_of(spec: str) -> Path:
@@ -321,31 +317,26 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def load_rows(args, flag: str, seed: int, tokenizer, ends: list[int], mistakes: Mistakes,
-              notes: list[str], eyes: Eyes | None) -> list[data.Row]:
-    """Adds a sentence with their counts to `notes`. [] without data, or with a mistake in it.
-
-    ends: the ids that end a completion.
-    """
+def load_rows(args, flag: str, seed: int, it: ModelFiles, eyes: Eyes | None,
+              notes: list[str]) -> list[data.Row]:
+    """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
+    the flag."""
     spec = getattr(args, flag)
     if not spec:
         return []
     make = data.make_row
     if args.supervised:
-        make = partial(targets.make_row, eos_ids=ends)
+        make = partial(targets.make_row, eos_ids=it.ends)
     if eyes:
         make = partial(pictured.make_row, make=make, eyes=eyes, folder=folder_of(spec))
-    blind, tokenizer = tokenizer and not eyes, tokenizer or NoTokenizer()
     if args.supervised:
-        found = mistakes.attempt(targets.load, spec, tokenizer, args, ends, seed=seed, make=make)
+        rows, note = targets.load(spec, it.tokenizer, args, it.ends, seed=seed, make=make)
     else:
-        found = mistakes.attempt(data.load, spec, tokenizer, args.data_args, seed=seed, make=make)
-    if found is None:
-        return []
-    rows, note = found
-    if blind and any(pictured.values_of(row.columns) for row in rows):
-        mistakes.append(f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would "
-                        f"work: a model of type idefics3, or rows without image and images.")
+        rows, note = data.load(spec, it.tokenizer, args.data_args, seed=seed, make=make)
+    if it.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
+        raise SettingsError(
+            f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
+            f"model of type idefics3, or rows without image and images.")
     notes.append(f"--{flag} {note}")
     return rows
 

@@ -17,8 +17,8 @@ import families
 import rewards
 from errors import SettingsError
 from keeping.checkpoint import export_model
-from preflight import same_policy
 from rollout import Request, hash_seed
+from running import same_policy
 from trainer import model
 from trainer.batch import Batch, Sample
 

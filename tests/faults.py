@@ -118,7 +118,7 @@ def differences(one: Path, other: Path) -> list[str]:
     for a, b in zip(ours, theirs, strict=False):
         found += [f"step {a['step']}: {k} is {a.get(k)} and {b.get(k)}"
                   for k in a | b if a.get(k) != b.get(k)]
-    files = [{p.relative_to(run): p.read_bytes() for part in ("samples", "model", "best")
+    files = [{p.relative_to(run): p.read_bytes() for part in ("samples", "model")
               for p in run.glob(f"{part}/*")} for run in (one, other)]
     found += [str(p) for p in sorted(files[0] | files[1]) if files[0].get(p) != files[1].get(p)]
     states = [{p.name: p.read_bytes() for p in last(run).glob("*.distcp")} for run in (one, other)]

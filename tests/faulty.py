@@ -17,7 +17,8 @@ import dist
 import rewards
 import rollout
 from chats import turns
-from keeping import checkpoint, log, run
+from keeping import checkpoint, log
+from running import run
 from trainer import batch, model
 
 PLACES = {

@@ -254,7 +254,7 @@ ROWS = [
         "state.items()}", "pass",
         "checkpoint.py::test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one", "resumed()",
         "weights two steps after a resume: {} off"),
-    Row("keeping/evaluate.py", "return 1.0 - comb(n - correct, k) / comb(n, k)",
+    Row("running/evaluate.py", "return 1.0 - comb(n - correct, k) / comb(n, k)",
         "return 1.0 - (1.0 - correct / n) ** k", "details.py::test_pass_at_k_is_unbiased",
         "round(evaluate.pass_at_k(8, 2, 4), 3)", "pass@4 of 2 correct in 8: {} → {}"),
 ]

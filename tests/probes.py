@@ -30,9 +30,11 @@ import rollout
 import test_packing
 from dist import balance, cut, share, tokens  # noqa: F401
 from forked import PYTHON
-from keeping import evaluate  # noqa: F401
 from learning import Case, fabricate, whole
-from preflight import worst_case
+from running import (
+    evaluate,  # noqa: F401
+    worst_case,
+)
 from trainer import model
 from trainer.batch import Batch, Micro
 

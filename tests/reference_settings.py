@@ -13,7 +13,8 @@ import losses
 import ppo
 import rewards
 import sft
-from preflight import loss_flags, plan
+from preflight import plan
+from running import loss_flags
 from trainer.batch import Completion, Sample
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16

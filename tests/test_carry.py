@@ -17,8 +17,8 @@ import test_layouts
 from chats.carry import Carry, CarryArgs
 from data import Row, Stream
 from preflight import plan
-from preflight.same_policy import sampled_in
 from rollout import Request, hash_seed
+from running.same_policy import sampled_in
 from trainer.batch import Completion
 
 END = 99

@@ -17,7 +17,7 @@ import mutations
 import probes
 import ranks
 import test_packing
-from keeping import evaluate
+from running import evaluate
 from trainer import model
 from trainer.batch import Batch, Micro
 

@@ -16,8 +16,9 @@ from data import DataArgs
 from errors import SettingsError
 from examples import tiny
 from live import Live
-from preflight import inputs, memory, plan, worst_case
+from preflight import inputs, memory, plan
 from preflight.shape import shape_of
+from running import worst_case
 from tools import float64
 from trainer import logprobs as head
 from trainer import model
@@ -193,9 +194,10 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
         return str(tmp_path / name)
 
     def found(teacher: str, divergence: str):
-        return inputs.find_teacher(
-            distill.Args(model="it", teacher=teacher, divergence=divergence),
-            model.skeleton(student), inputs.load_tokenizer("it", student), None, False)
+        args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
+            student)
+        tokenizer = inputs.load_tokenizer("it", student)
+        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm))[0]
 
     student, wide = saved("student", 320), saved("wide", 328)
     assert found(student, "jsd") == student and found(wide, "none") == wide

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from trainer.teacher import add_teacher_prompts
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import data
 import grpo
 import sft
 from chats import targets, turns
+from chats.teacher import add_teacher_prompts
 from data import DataArgs, make_row
-from errors import Mistakes, SettingsError
+from errors import SettingsError
 from examples import tiny
+from keeping import checkpoint
 from keeping.samples import sample_row
 from preflight import inputs
 from preflight.plan import changed
@@ -145,12 +146,15 @@ def test_ids_in_the_models_files(tmp_path, files, expected):
 @pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
 def test_a_model_that_cannot_end_is_said(ends, left):
     for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
-        args, mistakes, notes = changed(args, stop=stop), Mistakes(), []
-        assert inputs.check_ends(args, ends, 320, mistakes, notes) == left
-        words = [f"no token that ends a completion: its files name {ends} of 320 ids"]
-        for found, expected in (mistakes, not left and args.supervised), (
-                notes, not (left or args.supervised or stop)):
-            assert len(found) == expected and all(w in str(found[0]) for w in words if expected)
+        args, notes = changed(args, stop=stop), []
+        words = f"no token that ends a completion: its files name {ends} of 320 ids"
+        if args.supervised and not left:
+            with pytest.raises(SettingsError) as error:
+                inputs.check_ends(args, ends, 320, notes)
+            assert words in str(error.value)
+            continue
+        assert inputs.check_ends(args, ends, 320, notes) == left
+        assert len(notes) == (not left and not stop) and all(words in note for note in notes)
 
 
 def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
@@ -163,9 +167,8 @@ def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
     found = inputs.read_files(changed(grpo.Args(), model=str(folder)), 1)
     assert found.ends == [0, 2] and found.tokenizer.eos_token == tiny.END_OF_TEXT
     # So does whoever loads the export, with transformers or vLLM.
-    (text,) = found.exported.values()
     before = GenerationConfig.from_pretrained(folder).to_dict()
-    (folder / "generation_config.json").write_text(text)
+    checkpoint.write_ends(folder, found.ends)
     assert GenerationConfig.from_pretrained(folder).to_dict() == before | {"eos_token_id": [0, 2]}
 
 

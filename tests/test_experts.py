@@ -16,11 +16,11 @@ import learning
 import reference
 import rollout
 from dist import World
-from keeping import run
 from keeping.checkpoint import export_model
 from preflight import inputs, plan
 from preflight.shape import shape_from, shape_of
 from ranks import results
+from running import run
 from tools import float64
 from trainer import experts, model
 from trainer.batch import Batch
@@ -176,7 +176,7 @@ def test_a_run_asks_its_engine_for_them(monkeypatch):
     given, it = {}, MagicMock()
     it.inputs.eyes = None
     monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
-    run.Run.build_engine(it)
+    run.build_engine(it)
     assert given["routes"] is it.args.expert_args.replay_routing
 
 

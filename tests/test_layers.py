@@ -4,7 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = """errors/ scoring/ dist/ losses/ rewards/ data/ pictures/ trainer/ rollout/ chats/
-            preflight/ keeping/ grpo ppo sft distill""".split("/")  # from the lowest
+            preflight/ keeping/ running/ grpo ppo sft distill""".split("/")  # from the lowest
 PLACE = {name: i for i, names in enumerate(LAYERS) for name in names.split()}
 
 

@@ -101,26 +101,21 @@ def test_small_numbers_keep_their_digits(tmp_path):
     assert "nothing to learn from" in it.step_line(nothing)  # a rounding error is no gradient
 
 
-def test_samples_and_a_best_model_of_a_killed_run_go_with_its_lines(tmp_path):
+def test_samples_of_a_killed_run_go_with_its_lines(tmp_path):
     opened(tmp_path).lock.close()
     for name in "step_00002", "step_00003", "eval_00001", "eval_00002", "my_own_3", "my_best":
         (tmp_path / f"samples/{name}.jsonl").touch()
-    (tmp_path / "best").mkdir()
-    best, done = tmp_path / "best/best.json", tmp_path / "done.json"
-    best.write_text('{"step": 1}')
+    done = tmp_path / "done.json"
     done.write_text('{"steps": 2}')
     opened(tmp_path, start=2).lock.close()
     assert {p.stem for p in tmp_path.glob("samples/*")} == {
         "step_00002", "eval_00001", "my_own_3", "my_best"}
-    assert best.exists() and not done.exists()  # more steps were asked for
-    best.write_text('{"step": 2}')
+    assert not done.exists()  # more steps were asked for
     done.write_text('{"steps": 2}')
     it = log.Log(tmp_path, WORLD, 3)
     it.open({"eval_only": True}, "the plan", 2)
     it.lock.close()
-    assert best.exists() and done.exists()
-    opened(tmp_path, start=2)
-    assert not best.parent.exists()
+    assert done.exists()
 
 
 def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
@@ -270,9 +265,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path, file, content, words):
     assert words.format(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "best/best.json"])
-def test_a_run_does_not_go_on_over_a_damaged_file(tmp_path, file):
-    (tmp_path / "best").mkdir()
-    (tmp_path / file).write_text("{\n{}\n")
-    with pytest.raises(SettingsError, match=f"{file} is damaged"):
+def test_a_run_does_not_go_on_over_a_damaged_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{\n{}\n")
+    with pytest.raises(SettingsError, match="metrics.jsonl is damaged"):
         opened(tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import losses
 import reference_losses
-from preflight import loss_flags
+from running import loss_flags
 
 F64, nan = torch.float64, math.nan
 ROWS, LENGTHS = 6, (7, 1, 3, 5, 4, 0)  # completions of `ragged`, and their tokens

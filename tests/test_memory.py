@@ -16,10 +16,11 @@ from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs, memory, plan, worst_case
+from preflight import inputs, memory, plan
 from preflight.memory import Memory
 from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
+from running import worst_case
 from trainer import model
 from trainer.batch import Batch, Micro
 

@@ -54,7 +54,7 @@ def load_and_export(world, folders: list[str]) -> list[torch.Tensor]:
         with torch.no_grad():
             micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
             found.append(policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")[0])
-        export_model(policy, folder, f"{folder}-out", notes={"note.json": "{}"})
+        export_model(policy, folder, f"{folder}-out", [3])
     return found
 
 
@@ -70,7 +70,7 @@ def test_what_is_loaded_and_exported_is_what_transformers_has(tmp_path, size):
             f"{folder}-out", folder))
         assert ours.keys() == theirs.keys()             # with tied embeddings no lm_head.weight
         assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == dtype for n in ours)
-        assert {*os.listdir(f"{folder}-out")} == {*os.listdir(folder), "note.json"}
+        assert {*os.listdir(f"{folder}-out")} == {*os.listdir(folder), "generation_config.json"}
 
 
 @pytest.mark.parametrize("flaw, said", [

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 VLLM = Path(torch.__file__).parent.parent / "vllm"
 OURS = ("trainer/model.py", "trainer/logprobs.py", "trainer/packing.py", "trainer/lora.py",
-        "trainer/batch.py", "dist.py", "preflight/worst_case.py", "preflight/inputs.py",
+        "trainer/batch.py", "dist.py", "running/worst_case.py", "preflight/inputs.py",
         "keeping/checkpoint.py")
 
 

@@ -50,9 +50,9 @@ def mistakes(*flags: str) -> str:
     ("--lora_alpha 3 --max_turns 3 --reward own.py",
      ["--lora_alpha needs --lora_rank.", "--max_turns needs --reply.",
       "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
-    ("--reply own.py:ok:0.5 --reward own.py:missing",
-     ["own.py has no missing.",
-      "--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no weight."]),
+    ("--reply own.py:ok:0.5 --reward own.py:missing", ["own.py has no missing."]),
+    ("--reply own.py:ok:0.5", ["--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no "
+                               "weight."]),
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file."]),
     ("--data a.csv", ["a.csv cannot be loaded: UnicodeDecodeError: "]),
     ("--data bare.jsonl --eval_data held.jsonl --batch 1",

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from learning import difference
-from preflight import worst_case
+from running import worst_case
 from tools import float64
 from trainer import model, packing
 from trainer.batch import Batch, Micro

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import losses
-from preflight import loss_flags
+from running import loss_flags
 from test_losses import F64, LENGTHS, act_more, advantages, close, gradient, ragged, variant
 from test_losses import loss as ours_of
 

@@ -88,12 +88,26 @@ def test_plan_command_needs_no_torchrun_no_engine_and_no_weights(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_all_mistakes_of_flags_and_files_come_in_one_message():
-    args = Args(plan=True, ranks=3, batch=0, tp=3, data="nowhere.jsonl", reward=("nonsense",))
+def mistakes(**flags) -> str:
     with pytest.raises(SettingsError) as caught:
-        inputs.show_plan(args)
-    said(str(caught.value), "--batch must be at least 1 (got 0).",
-         "--tp must divide the 4 att", "nowhere.jsonl", "nonsense", "4 problems")
+        inputs.show_plan(Args(plan=True, **flags))
+    return str(caught.value)
+
+
+def test_all_mistakes_of_flags_come_in_one_message_and_the_first_broken_file_ends_it(
+        tmp_path, monkeypatch):
+    """No file is read while a flag is wrong; what the model and the rows need comes at the end."""
+    monkeypatch.chdir(tmp_path)
+    files = dict(data="nowhere.jsonl", eval_data="neither.jsonl")
+    text = mistakes(ranks=3, batch=0, tp=2, reward=("nonsense",), **files)
+    said(text, "3 problems", "--batch must be at least 1 (got 0).", "--tp must divide the 3 ranks",
+         "nonsense")
+    assert "jsonl" not in text
+    text = mistakes(ranks=3, tp=3, **files)
+    assert "nowhere.jsonl" in text and "neither" not in text and "problem" not in text
+    Path("one.jsonl").write_text('{"question": "Sort 1", "answer": "1"}\n')
+    said(mistakes(ranks=3, tp=3, minibatches=9, data="one.jsonl"), "2 problems",
+         "--tp must divide the 4 att", "the smallest batch has 1 prompts")
 
 
 # ---- what is refused ----
@@ -217,10 +231,10 @@ def place(tmp_path, monkeypatch) -> Path:
     ("must be at most the 64 positions of small", dict(model="small")),
     (r"positions of small\.$", dict(model="small", max_prompt_tokens=64)),
     ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
-    ("odd.jsonl, row 0 .*no prompt column", dict(model="Qwen/Qwen2.5-7B", data="odd.jsonl")),
+    ("odd.jsonl, row 0 .*no prompt column", dict(model="good", data="odd.jsonl")),
     ("tiny:chess is not a model", dict(model="tiny:chess")),
-    ("^--teacher tiny:chess", dict(teacher="tiny:chess")),
-    ("^--teacher strange has model_type mamba", dict(teacher="strange")),
+    ("^--teacher tiny:chess", dict(model="good", teacher="tiny:chess")),
+    ("^--teacher strange has model_type mamba", dict(model="good", teacher="strange")),
     ("^--teacher some/where", dict(model="good", teacher="some/where"))])
 @pytest.mark.parametrize("planning", [True, False])
 def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, flags, planning):
@@ -231,6 +245,8 @@ def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, f
 
 
 def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, capsys):
+    with pytest.raises(SettingsError, match="odd.jsonl, row 0 .*no prompt column"):
+        inputs.show_plan(Args(plan=True, model="Qwen/Qwen2.5-7B", data="odd.jsonl"))
     inputs.show_plan(Args(plan=True, gpu_gb=80.0))
     assert "plan for grpo.py on 1 rank" in capsys.readouterr().out and not Path("runs").exists()
     Path("runs").write_text("")
@@ -286,8 +302,8 @@ def draw(rng: random.Random):
             if name in ("temperature", "lr"):
                 numbers = [0.0, -1.0, 0.5, float("nan"), float("inf")]
             flags[name] = rng.choice(numbers)
-    return (Args(**flags), ranks,
-            rng.choice([None, 1, 2, 7, 10, 33, 64, 65]), rng.choice([0, 1, 5, 7]))
+    return (Args(**flags), ranks, rng.choice([None, 1, 2, 7, 10, 33, 64, 65]),
+            rng.choice([0, 1, 5, 7]))
 
 
 def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> None:

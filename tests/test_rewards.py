@@ -304,8 +304,8 @@ def write_neighbours(folder):
 
 def test_an_environment_and_a_loss_have_their_neighbours_too(tmp_path, monkeypatch):
     """The loss is loaded in the trainer's process, whose own modules stay."""
-    from preflight import loss_flags
     from rewards import Move
+    from running import loss_flags
     monkeypatch.chdir(tmp_path)
     write_neighbours(tmp_path)
     with closing(Pool(["one/mine.py:Game"], RewardArgs(1, 60.0), "reply")) as pool:

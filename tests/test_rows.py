@@ -15,7 +15,8 @@ from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from preflight import inputs, loss_flags, plan
+from preflight import inputs, plan
+from running import loss_flags
 from scoring.signatures import Part
 
 TEMPLATE = (
@@ -192,9 +193,8 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
                           ({"add_generation_prompt": False}, "multiple values")):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
     args = plan.changed(sft.Args(), reply="x.py:f")
-    mistakes = inputs.Mistakes()
-    inputs.find_bridge(args, None, None, [], [of(asked, row, tmp_path)], mistakes)
-    assert "chat_template_kwargs take no --reply" in str(mistakes)
+    with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
+        inputs.find_bridge(args, inputs.ModelFiles(None), [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False)])

@@ -15,10 +15,12 @@ import grpo
 import losses
 from data import Prompt, Row
 from errors import SettingsError
-from keeping import evaluate, log, run, summary
+from keeping import log, summary
 from keeping.files import NotWritten
 from rewards import Score
-from tools import compare, plot, report, samples
+from running import evaluate, run
+from running.args import RunArgs
+from tools import compare, export, plot, report, samples
 from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -35,10 +37,11 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
     world = SimpleNamespace(rank=0, any_rank=bool)
     stop = SimpleNamespace(agreed=lambda: False)
     vars(it).update(
-        args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, end=4, settings={},
-        kl_coef=0.0, trained={}, best=None, stream=MagicMock(), saved=None, stop=stop, said=[],
-        policy=None, adapter=None, engine=None, episodes=None, carry=None, scorer=MagicMock(),
-        inputs=SimpleNamespace(eval_rows=[1], source="source", exported={}))
+        args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, settings={},
+        start=4, kl_coef=0.0, stream=MagicMock(), stop=stop, said=[],
+        policy=None, critic=None, adapter=None, engine=None, episodes=None, carry=None,
+        scorer=MagicMock(),
+        inputs=SimpleNamespace(eval_rows=[1], source="source", ends=[]))
     it.stream.state = dict
     it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
     it.close = MagicMock()
@@ -61,20 +64,6 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
     assert (group, temperature, purpose, scored) == (3, 0.7, "eval", [3])
     it.written.assert_called_once_with(it.log, "eval_00007", it.engine.sample(),
                                        decode=it.engine.tokenizer.decode)
-
-
-@pytest.mark.parametrize("scores, flags, expected", [
-    ([0.5, 0.5, 0.6, 0.6], [], [2]), ([0.1, 0.5], ["--no-export"], [])])  # equal: no better
-def test_the_best_model_is_the_first_with_the_highest_score(monkeypatch, scores, flags, expected):
-    """The steps whose model is exported, of evaluations with these scores."""
-    exported = []
-    monkeypatch.setattr(run, "sampled_metrics", lambda it, step: {"eval/pass@1": scores[step]})
-    monkeypatch.setattr(run, "export_model", lambda policy, source, folder, notes: exported.append(
-        json.loads(notes["best.json"])["step"]))
-    it = made(Path("x"), *flags, engine=True)
-    for step in range(len(scores)):
-        it.evaluate(step)
-    assert exported == expected
 
 
 def sample(i: int, value: float | None, source: str = "a") -> Sample:
@@ -141,23 +130,23 @@ def test_a_step_is_recorded(tmp_path, monkeypatch, step, shown):
 def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all))
-    made(tmp_path, "--keep", "3", "--save_every", "7", best={"step": 2}).save(5)
+    made(tmp_path, "--keep", "3", "--save_every", "7").save(5)
     folder, _, _, state, keep = saved[0]
     assert folder == tmp_path / "checkpoints" and keep == 3
-    assert state["step"] == 5 and state["best"] == {"step": 2}
+    assert state["step"] == 5
 
 
 def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
     saved, carry = [], MagicMock()
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]))
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
-    carry.state.return_value = {"flight": ["a group"]}
-    it = made(tmp_path, carry=carry, saved=MagicMock())
+    carry.state.return_value = ["a group"]
+    it = made(tmp_path, carry=carry)
     it.inputs.rows = ["a row"]
     it.save(5)
     assert saved[0]["flight"] == ["a group"]
-    it.restore(saved[0])
-    carry.restore.assert_called_once_with(saved[0], ["a row"])
+    it.restore(SimpleNamespace(state=saved[0]))
+    carry.restore.assert_called_once_with(["a group"], ["a row"])
 
 
 def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
@@ -201,7 +190,7 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     said = []
     monkeypatch.setattr(summary, "draw_curve", lambda log: None)
-    found = summary.grade(SimpleNamespace(rows=rows, say=said.append), run.RunArgs(**flags))
+    found = summary.grade(SimpleNamespace(rows=rows, say=said.append), RunArgs(**flags))
     lines = capsys.readouterr().err.splitlines()
     assert found == bool(missed) and [line.split()[1].strip(":") for line in lines] == missed
     assert "reward, first 3 and last 10 of 13 steps: 0.100 -> 0.950" in said
@@ -259,11 +248,11 @@ def test_one_rank_alone_has_no_peer_that_ended(monkeypatch):
 @pytest.mark.parametrize("now, coef", [(0.1, 0.07), (0.3, 0.3)])
 def test_a_new_kl_reward_coef_is_taken_and_an_adapted_one_goes_on(tmp_path, monkeypatch, now, coef):
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
-    state = {"position": 3, "bad_steps": 0, "best": None, "kl_coef": 0.07,
+    state = {"position": 3, "bad_steps": 0, "kl_coef": 0.07,
              "settings": {"kl_reward_coef": 0.1}}
-    it = made(tmp_path, saved=MagicMock(), kl_coef=now, settings={"kl_reward_coef": now},
+    it = made(tmp_path, kl_coef=now, settings={"kl_reward_coef": now},
               args=SimpleNamespace(critic_args=True, kl_target=0.1))
-    it.restore(state)
+    it.restore(SimpleNamespace(state=state))
     assert it.kl_coef == coef
 
 
@@ -317,6 +306,28 @@ def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, tool, fi
         else:
             tool.main()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("run_name, step, to, words", [
+    ("none", None, None, "none has no checkpoints. A run keeps some with --save_every."),
+    ("x", 7, None, "x has no checkpoint of step 7. Would work: 2, 10."),
+    ("x", None, None, "x/step_10 exists. Would work: --to and the name of a new folder."),
+    ("x", 2, ".", " exists. Would work: --to"),
+    ("x", 2, None, "--model m has other weights than when the run began.")])
+def test_an_export_of_what_is_not_there_is_one_sentence(tmp_path, monkeypatch, run_name, step, to,
+                                                        words):
+    monkeypatch.chdir(tmp_path)
+    for name in "step_2", "step_10", "step_12.partial":
+        (tmp_path / "x/checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "x/checkpoints" / name / "state.json").write_text(
+            '{"settings": {"model": "m", "model_files": "other"}}')
+    for name in "x/step_10", "m":
+        (tmp_path / name).mkdir()
+    for name in "config.json", "model.safetensors":
+        (tmp_path / "m" / name).write_text("{}")
+    with pytest.raises(SettingsError) as error:
+        export.export(Path(run_name), step, to and Path(to))
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_command_that_would_write_over_a_finished_run_is_refused(tmp_path, monkeypatch):

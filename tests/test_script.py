@@ -45,7 +45,7 @@ def place(tmp_path_factory) -> Path:
 
 # ---- mistakes
 
-def test_all_mistakes_are_in_one_message(place):
+def test_all_mistakes_of_flags_are_in_one_message_and_then_a_file_in_another(place):
     (place / "torn.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
     write(place / "odd.jsonl", [{"quest": "a", "reply": "b"}])
     done = script("--data", "torn.jsonl", "--eval_data", "odd.jsonl", "--reward", "exakt",
@@ -53,11 +53,13 @@ def test_all_mistakes_are_in_one_message(place):
     error = done.stderr
     assert done.returncode == 2 and "Traceback" not in error and "vllm" not in error.lower(), error
     assert all(p.name.startswith("tiny-") for p in (place / "runs").iterdir())
-    for words in ("torn.jsonl cannot be loaded", "line 3", "quest, reply", "exakt", "exact",
-                  "Would work: --update_tokens 768", "--batch must be at least 1 (got 0)",
-                  "--lr must be more than 0 (got nan)"):
+    for words in ("exakt", "exact", "--update_tokens must be at least 768 (got 100)",
+                  "--batch must be at least 1 (got 0)", "--lr must be more than 0 (got nan)"):
         assert words in error, (words, error)
-    # A model is looked for at the end: to fetch one takes time.
+    assert "jsonl" not in error
+    done = script("--data", "torn.jsonl", "--eval_data", "odd.jsonl", cwd=place)
+    assert "torn.jsonl cannot be loaded" in done.stderr and "line 3" in done.stderr
+    assert "odd.jsonl" not in done.stderr
     assert "--model no/such-model must be" in script("--model", "no/such-model", cwd=place).stderr
 
 

@@ -22,14 +22,13 @@ import rollout
 import sft
 from chats import turns
 from data import Prompt, Row, Stream
-from errors import Mistakes
-from keeping import evaluate, run
 from keeping.log import Log
-from preflight import inputs, memory, plan, same_policy
+from preflight import inputs, memory, plan
 from preflight.plan import Plan, changed
 from preflight.shape import shape_of
 from rewards import Answer, Score
 from rollout import Engine, Request, hash_seed
+from running import evaluate, run, same_policy
 from scoring import worker
 from scoring.signatures import Item, Part, Reward
 from trainer import model
@@ -279,15 +278,15 @@ def run_of(tmp_path, given=None, **inputs):
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
                                 "eyes": None, "for_pictures": {}, "ends": [4],
                                 **inputs})
-    return run.Run(given, world_of(), tmp_path, inputs, None, {"a": 1})
+    return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
+                   Stream(inputs.rows, given.seed), *[None] * 7)
 
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
-    it.policy = it.reference = it.critic = it.adapter = it.episodes = None
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
-    it.build_engine()
+    run.build_engine(it)
     asked = {name: made[0][name] for name in (
         "max_len", "max_tokens", "seed", "kv_cache", "eos_ids")}
     assert asked == {
@@ -304,7 +303,8 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
         loaded.append((kind, folder, options))))
     monkeypatch.setattr(model, "Policy", lambda *given: None)
     monkeypatch.setattr(model, "Critic", lambda *given: None)
-    run_of(tmp_path, given, source="start", teacher=teacher and "teacher").build_models()
+    it = run_of(tmp_path, given, source="start", teacher=teacher and "teacher")
+    run.build_models(given, it.world, it.inputs)
     own = dict(seed=3, adapters=None)
     critic = [] if teacher else [(model.ValueModel, "start", own)]
     assert loaded == [(model.LogprobModel, "start", own), *critic,
@@ -323,40 +323,39 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
         kept.append((state, keep))))
     monkeypatch.setattr(run.checkpoint, "load", lambda *given: loaded.append(given))
     for each in it, again:
-        each.trained, each.carry = {}, None
         each.args = SimpleNamespace(critic_args=True, kl_target=0.1, run_args=each.args.run_args)
-    it.kl_coef, it.log.bad_steps, it.best, it.stream.position = 0.3, 2, {"step": 1}, 7
+    it.kl_coef, it.log.bad_steps, it.stream.position = 0.3, 2, 7
     it.save(4)
     (state, keep), = kept
-    again.saved = "step_4"
-    again.restore(json.loads(json.dumps(state)))
+    saved = SimpleNamespace(state=json.loads(json.dumps(state)))
+    again.restore(saved)
     assert keep == 2 and state["step"] == 4 and state["settings"] == {"a": 1}
-    assert loaded == [("step_4", again.world, again.trained)]
-    assert (again.kl_coef, again.log.bad_steps, again.best, again.stream.position) == (
-        0.3, 2, {"step": 1}, 7)
+    assert loaded == [(saved, again.world, again.trained)]
+    assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (0.3, 2, 7)
 
 
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(run.rewards, "Pool", lambda *given: SimpleNamespace(wait=int))
+    monkeypatch.setattr(run.rewards, "Pool", lambda *given: SimpleNamespace(
+        wait=int, progress={}))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
-    monkeypatch.setattr(run.dist, "Stop", lambda world: None)
-    monkeypatch.setattr(run.Run, "build_models", lambda it: None)
-    monkeypatch.setattr(run.Run, "build_engine", lambda it: None)
-    monkeypatch.setattr(run.Run, "restore", lambda it, state: kept.append(state))
-    for saved, states in (None, []), (SimpleNamespace(state={"step": 4}), [{"step": 4}]):
-        it.saved = saved
-        it.build()
-        assert kept == states
+    monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
+    monkeypatch.setattr(run, "build_models", lambda *given: ("policy", None, None, None))
+    monkeypatch.setattr(run, "build_engine", lambda it: f"engine of {it.policy}")
+    monkeypatch.setattr(run.Run, "restore", lambda it, saved: kept.append(saved))
+    for saved, start in (None, 0), (SimpleNamespace(state={"step": 4}), 4):
+        made = run.build(it.args, it.world, it.inputs, it.log, {}, saved)
+        assert (made.engine, made.stop, made.start) == ("engine of policy", "stop", start)
+        assert made.trained == {"policy": "policy"} and kept == ([saved] if saved else [])
 
 
 def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
     it, asked = run_of(tmp_path, args(save_every=2)), []
     it.log.open = lambda *given: (tmp_path / ".lock").touch()
     it.inputs.plan.text = str
-    it.world.any_rank = lambda flag: asked.append(flag) or True  # another rank does not see it
+    it.log.world.any_rank = lambda flag: asked.append(flag) or True  # another rank does not see it
     with pytest.raises(errors.SettingsError, match="a folder that all machines share"):
-        run.open_folder(it, {})
+        run.open_folder(it.log, it.args, it.inputs, 0, {})
     assert asked == [False]
 
 
@@ -447,10 +446,11 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 
 @pytest.mark.parametrize("script", [grpo, sft])
 def test_generated_rows_follow_the_seed(script):
-    found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, None, [], None, Mistakes(),
-                              [], None) for seed in (0, 1, 0)]
-    texts = [[row.columns for row in rows] for rows in found]
-    assert texts[0] == texts[2] != texts[1]
+    it = inputs.ModelFiles(None)
+    found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
+             for seed in (0, 1, 0)]
+    questions = [[row.columns["question"] for row in rows] for rows in found]
+    assert questions[0] == questions[2] != questions[1]
 
 
 def test_a_dual_clip_of_1_is_refused():

@@ -14,7 +14,7 @@ LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
 LARGEST, TOTAL = 20_000, 372_000  # bytes
 APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
-ROOMS = (".", "scoring", "pictures", "trainer", "chats", "preflight", "keeping")
+ROOMS = (".", "scoring", "pictures", "trainer", "chats", "preflight", "keeping", "running")
 FILES = {str(path.relative_to(ROOT)): path for room in ROOMS
          for path in sorted((ROOT / room).glob("*.py"))}
 

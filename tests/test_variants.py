@@ -11,7 +11,8 @@ import grpo
 import ranks
 from errors import SettingsError
 from keeping import checkpoint
-from preflight import loss_flags, plan
+from preflight import plan
+from running import loss_flags
 from test_losses import (
     BOUNDS,
     advantages,

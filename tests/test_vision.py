@@ -31,10 +31,11 @@ from learning import begin_with, difference
 from pictures import rows as pictured
 from pictures import seeing
 from pictures.eyes import Eyes, opened
-from preflight import inputs, memory, plan, worst_case
+from preflight import inputs, memory, plan
 from preflight.shape import shape_from, shape_of
 from ranks import results
 from rewards import Score
+from running import worst_case
 from tools import float64, report
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Sample

@@ -12,8 +12,9 @@ import torch
 
 import dist
 import families
-from preflight import inputs, same_policy
+from preflight import inputs
 from rollout import EngineArgs, Request, SeeingEngine
+from running import same_policy
 from test_vision import fabricate
 from trainer import model
 

@@ -27,9 +27,9 @@ import data
 import dist
 import losses
 from keeping import checkpoint
-from keeping.run import parse
 from preflight import plan
 from rewards import Score
+from running.args import parse
 from tools import float64
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Micro, Sample

@@ -12,9 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import losses
 from errors import Number, Range, SettingsError
-from scoring.signatures import load
-
-ROOT = Path(__file__).resolve().parent.parent
+from scoring.signatures import ROOT, load
 
 
 @dataclass

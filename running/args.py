@@ -1,0 +1,172 @@
+"""args.py: the flags that all training scripts share, and the command line."""
+import io
+import re
+import sys
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+import dist
+from chats.turns import TurnArgs
+from data import DataArgs
+from errors import Count, Mistakes, Number, Positive, Range
+from preflight.inputs import is_tiny
+from preflight.plan import PlanArgs
+from rewards import RewardArgs
+from rollout import EngineArgs
+from running.evaluate import EvalArgs
+from trainer.experts import ExpertArgs
+from trainer.lora import LoraArgs
+from trainer.model import ModelArgs, OptimizerArgs
+
+
+@dataclass
+class RunArgs:
+    """The run's folder, checkpoints, and what is shown."""
+    resume: bool = True
+    """--no-resume: refuse if runs/NAME exists."""
+    save_every: int = 0
+    """Steps between checkpoints, and one after the last step. 0: only after SIGTERM."""
+    keep: Count = 2
+    """Checkpoints to keep, the newest."""
+    samples_every: Count = 10
+    """Steps between printing a few completions and keeping all in samples/."""
+    report: bool = True
+    """Write runs/NAME/report.html at the end."""
+    wandb: str | None = None
+    """A Weights & Biases project. Without a key the run is recorded offline."""
+    target_reward: tuple[Number, Number] | None = None
+    """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
+    that of the last 10 at least the second."""
+    target_eval: tuple[Number, Number] | None = None
+    """The same of pass@1 on --eval_data, before the first step and after the last."""
+    export: bool = True
+    """Write the trained model to runs/NAME/model. tools/export.py: that of a checkpoint."""
+    timeout: Annotated[float, Range(1, 1e6)] = 600.0
+    """Seconds that one rank waits for another before the run ends."""
+    max_gap: Positive | None = None
+    """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
+    1e-3, or 0.15 in bfloat16."""
+    try_worst_case: Literal["auto", "on", "off"] = "auto"
+    """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        if self.target_reward and plan.args.steps < 13:
+            yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
+                   f"at least 13 (got {plan.args.steps}).")
+        if self.target_eval and not plan.args.eval_data:
+            yield "--target_eval needs --eval_data."
+        if self.wandb == "":
+            yield "--wandb must be a project's name (got an empty text)."
+
+
+@dataclass
+class CommonArgs:
+    """Flags that several files read. The usual ones come first."""
+    model: str = "tiny"
+    """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
+    data: str = "tiny"
+    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
+    reward: tuple[str, ...] = ("exact",)
+    """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
+    batch: Count = 64
+    """P: prompts per step, all ranks together. Any number works on any number of ranks."""
+    group: Count = 8
+    """G: completions per prompt."""
+    max_tokens: Count = 256
+    """Longest completion, in tokens. One that reaches it is cut, and counted as truncated."""
+    temperature: Annotated[float, Range(0.01, 2)] = 1.0  # vLLM's own limits
+    """Of sampling, and of the trainer's logprobs."""
+    steps: Count = 60
+    """Rollouts, each followed by its update."""
+    lr: Positive | None = None
+    """Peak learning rate. Not given: 1e-6, or 3e-4 for the tiny model; LoRA: ten times as much."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Of the data's order and of every completion's own random stream."""
+    name: str | None = None
+    """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
+    eval_data: str | None = None
+    """Rows to evaluate on, in the forms of --data: before the first step and after the last."""
+    minibatches: Count = 1
+    """Optimizer steps per pass over the batch."""
+    epochs: Count = 1
+    """Passes over the samples of each rollout."""
+    update_tokens: int = 16384
+    """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
+    changes the maths."""
+    score_tokens: int = 32768
+    """The same for one forward without gradient: old and reference logprobs."""
+
+    data_args: DataArgs = field(default_factory=DataArgs)
+    engine_args: EngineArgs = field(default_factory=EngineArgs)
+    model_args: ModelArgs = field(default_factory=ModelArgs)
+    lora_args: LoraArgs = field(default_factory=LoraArgs)
+    expert_args: ExpertArgs = field(default_factory=ExpertArgs)
+    optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
+    reward_args: RewardArgs = field(default_factory=RewardArgs)
+    turn_args: TurnArgs = field(default_factory=TurnArgs)
+    eval_args: EvalArgs = field(default_factory=EvalArgs)
+    run_args: RunArgs = field(default_factory=RunArgs)
+    plan_args: PlanArgs = field(default_factory=PlanArgs)
+
+    script: ClassVar[str]  # the file's name
+    critic_args: ClassVar[None] = None  # ppo.py has one
+    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
+    supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
+    needs_reward: ClassVar[bool] = True
+    needs_engine: ClassVar[bool] = True
+    teacher: ClassVar[None] = None  # distill.py has these three
+    teacher_prompt: ClassVar[None] = None
+    divergence: ClassVar[str] = "none"
+    entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
+    usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
+
+    def rules(self, plan):
+        """Yields a sentence for each broken rule (plan.problems)."""
+        for name in ("model", "data", "eval_data"):
+            if getattr(self, name) == "":
+                yield f"--{name} must not be empty."
+        # --name becomes a folder. The folders runs/tiny-… hold the tiny models.
+        own = re.fullmatch(
+            r"(?!tiny-(sort|kk|guess|skilled|experts|sharpen)-)\w[\w .,=+@-]*", str(self.name))
+        if not own or len(self.name or "") > 200 or len(str(self.name).encode()) > 200:
+            yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
+                   f"begin with a letter or digit, and not be a tiny model's (got "
+                   f"{str(self.name)[:60]!r}). Would work: --name my-run.")
+        if "environment" in [spec.partition(":")[0] for spec in self.reward] and (
+                not self.turn_args.reply):
+            yield "--reward environment needs --reply FILE.py:CLASS."
+        smallest = min(plan.batches)
+        if self.minibatches > smallest * self.group:
+            yield (f"--minibatches must be at most {smallest * self.group:,} (got "
+                   f"{self.minibatches:,}): the smallest batch has {smallest:,} prompts x --group "
+                   f"{self.group:,}.")
+        for name in ("update_tokens", "score_tokens"):
+            yield from plan.too_small(name, getattr(self, name))
+
+
+def parse(kind: type, description: str):
+    """The command line → Args, with learning rates that fit the model."""
+    said = io.StringIO()
+    # A file gets each line at once. A terminal may have no é.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    mistakes = None
+    try:
+        with redirect_stderr(said):
+            args = tyro.cli(kind, description=description, use_underscores=True,
+                            config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit as end:
+        mistakes = Mistakes([f"\n{said.getvalue().rstrip()}"] if end.code else [])  # 0: --help
+    if mistakes is not None:
+        dist.run(mistakes.stop)  # prints and ends
+    lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
+    if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
+        lr, critic_lr = 10 * lr, 10 * critic_lr
+    if args.lr is None:
+        args.lr = lr
+    if args.critic_args and args.critic_args.critic_lr is None:
+        args.critic_args.critic_lr = critic_lr
+    return args

@@ -1,0 +1,87 @@
+"""tools/export.py: a checkpoint of a run → a folder that transformers, vLLM and --model load.
+
+    python tools/export.py runs/NAME             the newest one, to runs/NAME/step_N
+    python tools/export.py runs/NAME 40 --to X   that of step 40, to X
+
+Run it where the run was started: it reads --model again, for the other files of the model, and for
+the weights that were not trained. With LoRA the adapters are merged. It uses the host's memory.
+"""
+import argparse
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import dist
+from data import eos_ids
+from errors import SettingsError
+from keeping import checkpoint
+from keeping.files import read
+from preflight import inputs
+from trainer import model
+from trainer.lora import LoraArgs
+
+
+def find(run: Path, step: int | None) -> Path:
+    """The checkpoint of a step; None: the newest."""
+    there = checkpoint.steps(run / "checkpoints")
+    if not there:
+        raise SettingsError(f"{run} has no checkpoints. A run keeps some with --save_every.")
+    if step not in (None, *there):
+        raise SettingsError(f"{run} has no checkpoint of step {step}. Would work: "
+                            f"{', '.join(map(str, there))}.")
+    return run / f"checkpoints/step_{there[-1] if step is None else step}"
+
+
+def source_of(settings: dict) -> str:
+    """The folder of the run's --model. SettingsError if it has other weights now."""
+    name = settings["model"]
+    source = inputs.find_model(name, make=True)
+    if checkpoint.digest_of_files(source) != settings["model_files"]:
+        raise SettingsError(f"--model {name} has other weights than when the run began.")
+    return source
+
+
+def policy_of(settings: dict, source: str, path: Path, world: dist.World) -> model.Policy:
+    """With the weights of a checkpoint, in the run's precision."""
+    adapters = LoraArgs(**{field.name: settings[field.name] for field in fields(LoraArgs)})
+    args = model.ModelArgs(dtype=settings["precision"].removeprefix("torch."))
+    module = model.build(model.LogprobModel, source, world, args,
+                         adapters=adapters if adapters.lora_rank else None)
+    saved = checkpoint.names_in(path)  # without those that were not trained
+    checkpoint.fill({f"policy.{name}": p.detach() for name, p in module.named_parameters()
+                     if f"policy.{name}" in saved}, path, world)
+    return model.Policy(module, world, args, model.OptimizerArgs())
+
+
+def export(run: Path, step: int | None, to: Path | None) -> None:
+    """Writes the folder. SettingsError: there is no such checkpoint or model."""
+    path = find(run, step)
+    to = to or run / path.name
+    if to.exists():
+        raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
+    settings = read(path / "state.json")["settings"]
+    source = source_of(settings)
+    vocab = model.config_of(source).get_text_config().vocab_size
+    tokenizer = inputs.load_tokenizer(settings["model"], source)
+    policy = policy_of(settings, source, path, dist.join())
+    checkpoint.export_model(
+        policy, source, to, [i for i in eos_ids(source, tokenizer) if 0 <= i < vocab])
+    print(to)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("step", type=int, nargs="?")
+    parser.add_argument("--to", type=Path)
+    args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU may be in use
+    dist.run(export, args.run, args.step, args.to)
+
+
+if __name__ == "__main__":
+    main()
