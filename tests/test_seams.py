@@ -171,7 +171,7 @@ def scorer_of(world, groups: bool = False):
         return [Answer([1.0], None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
-                             parts=[Part("exact", 1.0, None)])
+                             parts=[Part("exact", 1.0, None)], progress={})
     return asked, SimpleNamespace(
         world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
@@ -340,7 +340,8 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
 
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(run.rewards, "Pool", lambda *given: SimpleNamespace(wait=int))
+    monkeypatch.setattr(
+        run.rewards, "Pool", lambda *given: SimpleNamespace(wait=int, progress={}))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
     monkeypatch.setattr(run.dist, "Stop", lambda world: None)
     monkeypatch.setattr(run.Run, "build_models", lambda it: None)
