@@ -168,7 +168,7 @@ def scorer_of(world, groups: bool = False):
         return [Answer([1.0], None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
-                             parts=[Part("exact", 1.0, None)])
+                             parts=[Part("exact", 1.0, None)], progress={})
     return asked, SimpleNamespace(
         world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
