@@ -33,7 +33,7 @@ from tools import float64
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Micro, Sample
 
-LIMIT = 1e-12  # as README.md promises; a mistake makes 1e-3
+LIMIT = 1e-12  # as README.md promises
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt, of the longest completion
 
 
@@ -101,7 +101,7 @@ class Trial:
 
 
 def shrunk(args):
-    """The user's settings, with sizes that fit a small model. Gradients are seen unclipped."""
+    """The settings, with sizes that fit a small model. Gradients are not clipped."""
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
                  epochs=min(args.epochs, 2), max_tokens=LONGEST, dtype="float64", shard_size=0,
                  offload=(), cpu_offload=False, max_grad_norm=0.0)
