@@ -101,7 +101,7 @@ class Trial:
 
 
 def shrunk(args):
-    """The settings, with sizes that fit a small model. Gradients are not clipped."""
+    """The settings, for a small model. Gradients are not clipped."""
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
                  epochs=min(args.epochs, 2), max_tokens=LONGEST, dtype="float64", shard_size=0,
                  offload=(), cpu_offload=False, max_grad_norm=0.0)
