@@ -91,7 +91,7 @@ def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> lis
 
 @dataclass
 class Trial:
-    """One way to call `learn`."""
+    """A way to call `learn`."""
     args: object
     steps: list[list[Sample]]  # the samples of each call
     ranks: int = 1
