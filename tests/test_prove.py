@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 RANKS, BUDGETS, ORDER, SINGLE, GROUPS, RESUMED = range(6)
 SOME = """import sys
 from tools import prove
-prove.PROMISES = [prove.PROMISES[int(number)] for number in sys.argv.pop(1)]
+texts, numbers = [*prove.PROMISES], sys.argv.pop(1)
+prove.PROMISES = {texts[int(n)]: prove.PROMISES[texts[int(n)]] for n in numbers}
 sys.exit(prove.main())"""
 BACKWARD = "policy.backward((w * loss).sum())"
 NOTE = "    batch.note_advantages(advantages, loss_tokens)  # for samples/\n"
@@ -82,7 +83,8 @@ def test_a_mistake_breaks_its_promise(name, tmp_path):
     assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in grpo.py"
     (tmp_path / "mine.py").write_text(text.replace(old, new))
     found, printed = proved(str(number), str(tmp_path / "mine.py"), "--group", "4", *flags.split())
-    assert found == ["falls short"] and f"Is there {prove.PROMISES[number].mistake}?" in printed
+    _, advice = [*prove.PROMISES.values()][number]
+    assert found == ["falls short"] and f"Is there {advice}?" in printed
     assert "Traceback" not in printed and "other rewards" not in printed
 
 
