@@ -92,31 +92,50 @@ def read_files(args, ranks: int, local_size: int | None = None,
     for it; None: now.
     """
     needs, notes = check_flags(args, ranks, local_size), []
+<<<<<<< HEAD
     it = load_model(args, notes, began)
     shape, teacher, eyes = it.shape, None, None
+=======
+    files = load_model(args, notes, began)
+    shape, teacher, tools, eyes = files.shape, None, None, None
+>>>>>>> hX
     if args.teacher:
-        teacher, of_teacher = find_teacher(args, it)
+        teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)
         notes += weights.unread(teacher, "teacher") if teacher else []
+<<<<<<< HEAD
     if it.lm and sees(it.lm.config):
         eyes = find_eyes(args, it.lm, it.folder, notes, teacher)
 
     rows = load_rows(args, "data", args.seed, it, eyes, notes)
     eval_rows = load_rows(args, "eval_data", 0, it, eyes, notes)  # for any --seed
+=======
+    if args.turn_args.tools:
+        tools = toolcalls.load(args.turn_args.tools, args.reward_args)
+    if files.lm and sees(files.lm.config):
+        eyes = find_eyes(args, files.lm, files.folder, notes, teacher)
+
+    rows = load_rows(args, "data", args.seed, files, tools, eyes, notes)
+    eval_rows = load_rows(args, "eval_data", 0, files, tools, eyes, notes)  # for any --seed
+>>>>>>> hX
     everything = rows + eval_rows
-    if args.teacher_prompt and it.folder:
-        add_teacher_prompts(rows, it.tokenizer, args.data_args, args.teacher_prompt)
+    if args.teacher_prompt and files.folder:
+        add_teacher_prompts(rows, files.tokenizer, args.data_args, args.teacher_prompt)
     rewards.check_rows(
         needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
+<<<<<<< HEAD
     bridge = find_bridge(args, it, everything)
+=======
+    bridge = find_bridge(args, files, tools, everything)
+>>>>>>> hX
 
     counts = ranks, len(rows), len(eval_rows), shape, local_size
     mistakes = Mistakes(problems(args, *counts))
-    if it.lm:
-        mistakes += model_limits(args, it.lm.config.get_text_config(), everything)
+    if files.lm:
+        mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
     mistakes.stop()
-    return Inputs(it.folder, it.tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes, ends=it.ends)
+    return Inputs(files.folder, files.tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
+                  Plan(args, *counts), eyes=eyes, ends=files.ends)
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> list:
@@ -184,23 +203,23 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
-def find_teacher(args, it: ModelFiles) -> tuple[str | None, Shape]:
+def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
     """--teacher → its folder, as find_model, and its sizes. SettingsError unless it has the
-    vocabulary of the model: `it`."""
+    vocabulary of the model, whose `files` these are."""
     folder = find_model(args.teacher, not args.plan_args.plan, "teacher")
     if not folder:
         return None, planned_shape(args.teacher, "teacher")
     theirs = model.skeleton(folder, flag="teacher")
     weights.names_in_files(theirs, folder, "teacher")
-    if not it.folder:
+    if not files.folder:
         return folder, shape_from(theirs)
-    if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != it.tokenizer.get_vocab():
+    if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != files.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
     rows = theirs.config.get_text_config().vocab_size
-    if args.divergence != "none" and rows != it.vocab:
+    if args.divergence != "none" and rows != files.vocab:
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
-                            f"--teacher has {rows:,} rows and --model {it.vocab:,}. "
+                            f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
                             "Would work: --divergence none.")
     return folder, shape_from(theirs)
 
@@ -300,6 +319,7 @@ def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model
 
 # ---- rows, turns, memory ----
 
+<<<<<<< HEAD
 def find_bridge(args, it: ModelFiles, rows: list[data.Row]) -> turns.Bridge | None:
     """What makes the next prompt after a completion. None: one turn."""
     if not args.turn_args.reply:
@@ -309,6 +329,20 @@ def find_bridge(args, it: ModelFiles, rows: list[data.Row]) -> turns.Bridge | No
     # Without a model the function alone is tried.
     known = (it.tokenizer, it.ends, it.vocab) if it.folder else (None, [], 0)
     return turns.check(args, *known, rows)
+=======
+def find_bridge(args, files: ModelFiles, tools: list[dict] | None,
+                rows: list[data.Row]) -> turns.Bridge | None:
+    """What makes the next prompt after a completion. None: one turn, or the model is not here."""
+    if any(row.columns.get("chat_template_kwargs") for row in rows) and (
+            args.turn_args.reply or tools):
+        raise SettingsError("rows with chat_template_kwargs take neither --reply nor --tools.")
+    known = (files.tokenizer, files.ends, files.vocab) if files.folder else (None, [], 0)
+    if args.turn_args.reply:  # without a model the function alone is tried
+        return turns.check(args, *known, rows)
+    if tools and files.folder:
+        return turns.check_tools(args, tools, *known)
+    return None
+>>>>>>> hX
 
 
 def folder_of(spec: str) -> Path:
@@ -317,8 +351,13 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
+<<<<<<< HEAD
 def load_rows(args, flag: str, seed: int, it: ModelFiles, eyes: Eyes | None,
               notes: list[str]) -> list[data.Row]:
+=======
+def load_rows(args, flag: str, seed: int, files: ModelFiles, tools: list[dict] | None,
+              eyes: Eyes | None, notes: list[str]) -> list[data.Row]:
+>>>>>>> hX
     """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
     the flag."""
     spec = getattr(args, flag)
@@ -326,14 +365,14 @@ def load_rows(args, flag: str, seed: int, it: ModelFiles, eyes: Eyes | None,
         return []
     make = data.make_row
     if args.supervised:
-        make = partial(targets.make_row, eos_ids=it.ends)
+        make = partial(targets.make_row, eos_ids=files.ends)
     if eyes:
         make = partial(pictured.make_row, make=make, eyes=eyes, folder=folder_of(spec))
     if args.supervised:
-        rows, note = targets.load(spec, it.tokenizer, args, it.ends, seed=seed, make=make)
+        rows, note = targets.load(spec, files.tokenizer, args, files.ends, seed=seed, make=make)
     else:
-        rows, note = data.load(spec, it.tokenizer, args.data_args, seed=seed, make=make)
-    if it.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
+        rows, note = data.load(spec, files.tokenizer, args.data_args, seed=seed, make=make)
+    if files.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
         raise SettingsError(
             f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
             f"model of type idefics3, or rows without image and images.")

@@ -302,8 +302,8 @@ def draw(rng: random.Random):
             if name in ("temperature", "lr"):
                 numbers = [0.0, -1.0, 0.5, float("nan"), float("inf")]
             flags[name] = rng.choice(numbers)
-    return (Args(**flags), ranks, rng.choice([None, 1, 2, 7, 10, 33, 64, 65]),
-            rng.choice([0, 1, 5, 7]))
+    return (Args(**flags), ranks,
+            rng.choice([None, 1, 2, 7, 10, 33, 64, 65]), rng.choice([0, 1, 5, 7]))
 
 
 def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> None:

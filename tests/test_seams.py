@@ -449,8 +449,8 @@ def test_generated_rows_follow_the_seed(script):
     it = inputs.ModelFiles(None)
     found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
              for seed in (0, 1, 0)]
-    questions = [[row.columns["question"] for row in rows] for rows in found]
-    assert questions[0] == questions[2] != questions[1]
+    texts = [[row.columns for row in rows] for rows in found]
+    assert texts[0] == texts[2] != texts[1]
 
 
 def test_a_dual_clip_of_1_is_refused():

@@ -3,8 +3,7 @@
     python tools/export.py runs/NAME             the newest one, to runs/NAME/step_N
     python tools/export.py runs/NAME 40 --to X   that of step 40, to X
 
-Run it where the run was started: it reads --model again, for the other files of the model, and for
-the weights that were not trained. With LoRA the adapters are merged. It uses the host's memory.
+Run it in the folder of the run's command: it reads --model again. Adapters are merged.
 """
 import argparse
 import os
@@ -35,24 +34,16 @@ def find(run: Path, step: int | None) -> Path:
     return run / f"checkpoints/step_{there[-1] if step is None else step}"
 
 
-def source_of(settings: dict) -> str:
-    """The folder of the run's --model. SettingsError if it has other weights now."""
-    name = settings["model"]
-    source = inputs.find_model(name, make=True)
-    if checkpoint.digest_of_files(source) != settings["model_files"]:
-        raise SettingsError(f"--model {name} has other weights than when the run began.")
-    return source
-
-
-def policy_of(settings: dict, source: str, path: Path, world: dist.World) -> model.Policy:
-    """With the weights of a checkpoint, in the run's precision."""
+def load(settings: dict, source: str, path: Path, world: dist.World) -> model.Policy:
+    """The policy of a checkpoint, in the run's precision."""
     adapters = LoraArgs(**{field.name: settings[field.name] for field in fields(LoraArgs)})
     args = model.ModelArgs(dtype=settings["precision"].removeprefix("torch."))
     module = model.build(model.LogprobModel, source, world, args,
                          adapters=adapters if adapters.lora_rank else None)
-    saved = checkpoint.names_in(path)  # without those that were not trained
-    checkpoint.fill({f"policy.{name}": p.detach() for name, p in module.named_parameters()
-                     if f"policy.{name}" in saved}, path, world)
+    own = {f"policy.{name}": p.detach() for name, p in module.named_parameters()}
+    # What was not trained is not in the checkpoint: it stays as --model has it.
+    checkpoint.fill({name: own[name] for name in own.keys() & checkpoint.names_in(path)},
+                    path, world)
     return model.Policy(module, world, args, model.OptimizerArgs())
 
 
@@ -63,12 +54,14 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
     if to.exists():
         raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
     settings = read(path / "state.json")["settings"]
-    source = source_of(settings)
-    vocab = model.config_of(source).get_text_config().vocab_size
-    tokenizer = inputs.load_tokenizer(settings["model"], source)
-    policy = policy_of(settings, source, path, dist.join())
-    checkpoint.export_model(
-        policy, source, to, [i for i in eos_ids(source, tokenizer) if 0 <= i < vocab])
+    name = settings["model"]
+    source = inputs.find_model(name, make=True)
+    if checkpoint.digest_of_files(source) != settings["model_files"]:
+        raise SettingsError(f"--model {name} has other weights than when the run began.")
+    ends, vocab = eos_ids(source, inputs.load_tokenizer(name, source)), model.config_of(
+        source).get_text_config().vocab_size
+    checkpoint.export_model(load(settings, source, path, dist.join()), source, to,
+                            [i for i in ends if 0 <= i < vocab])
     print(to)
 
 
