@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from trainer.teacher import add_teacher_prompts
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import data
 import grpo
 import sft
 from chats import targets, turns
+from chats.teacher import add_teacher_prompts
 from data import DataArgs, make_row
 from errors import Mistakes, SettingsError
 from examples import tiny
