@@ -92,42 +92,23 @@ def read_files(args, ranks: int, local_size: int | None = None,
     for it; None: now.
     """
     needs, notes = check_flags(args, ranks, local_size), []
-<<<<<<< HEAD
-    it = load_model(args, notes, began)
-    shape, teacher, eyes = it.shape, None, None
-=======
     files = load_model(args, notes, began)
-    shape, teacher, tools, eyes = files.shape, None, None, None
->>>>>>> hX
+    shape, teacher, eyes = files.shape, None, None
     if args.teacher:
         teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)
         notes += weights.unread(teacher, "teacher") if teacher else []
-<<<<<<< HEAD
-    if it.lm and sees(it.lm.config):
-        eyes = find_eyes(args, it.lm, it.folder, notes, teacher)
-
-    rows = load_rows(args, "data", args.seed, it, eyes, notes)
-    eval_rows = load_rows(args, "eval_data", 0, it, eyes, notes)  # for any --seed
-=======
-    if args.turn_args.tools:
-        tools = toolcalls.load(args.turn_args.tools, args.reward_args)
     if files.lm and sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, notes, teacher)
 
-    rows = load_rows(args, "data", args.seed, files, tools, eyes, notes)
-    eval_rows = load_rows(args, "eval_data", 0, files, tools, eyes, notes)  # for any --seed
->>>>>>> hX
+    rows = load_rows(args, "data", args.seed, files, eyes, notes)
+    eval_rows = load_rows(args, "eval_data", 0, files, eyes, notes)  # for any --seed
     everything = rows + eval_rows
     if args.teacher_prompt and files.folder:
         add_teacher_prompts(rows, files.tokenizer, args.data_args, args.teacher_prompt)
     rewards.check_rows(
         needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
-<<<<<<< HEAD
-    bridge = find_bridge(args, it, everything)
-=======
-    bridge = find_bridge(args, files, tools, everything)
->>>>>>> hX
+    bridge = find_bridge(args, files, everything)
 
     counts = ranks, len(rows), len(eval_rows), shape, local_size
     mistakes = Mistakes(problems(args, *counts))
@@ -319,30 +300,15 @@ def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model
 
 # ---- rows, turns, memory ----
 
-<<<<<<< HEAD
-def find_bridge(args, it: ModelFiles, rows: list[data.Row]) -> turns.Bridge | None:
+def find_bridge(args, files: ModelFiles, rows: list[data.Row]) -> turns.Bridge | None:
     """What makes the next prompt after a completion. None: one turn."""
     if not args.turn_args.reply:
         return None
     if any(row.columns.get("chat_template_kwargs") for row in rows):
         raise SettingsError("rows with chat_template_kwargs take no --reply.")
     # Without a model the function alone is tried.
-    known = (it.tokenizer, it.ends, it.vocab) if it.folder else (None, [], 0)
-    return turns.check(args, *known, rows)
-=======
-def find_bridge(args, files: ModelFiles, tools: list[dict] | None,
-                rows: list[data.Row]) -> turns.Bridge | None:
-    """What makes the next prompt after a completion. None: one turn, or the model is not here."""
-    if any(row.columns.get("chat_template_kwargs") for row in rows) and (
-            args.turn_args.reply or tools):
-        raise SettingsError("rows with chat_template_kwargs take neither --reply nor --tools.")
     known = (files.tokenizer, files.ends, files.vocab) if files.folder else (None, [], 0)
-    if args.turn_args.reply:  # without a model the function alone is tried
-        return turns.check(args, *known, rows)
-    if tools and files.folder:
-        return turns.check_tools(args, tools, *known)
-    return None
->>>>>>> hX
+    return turns.check(args, *known, rows)
 
 
 def folder_of(spec: str) -> Path:
@@ -351,13 +317,8 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-<<<<<<< HEAD
-def load_rows(args, flag: str, seed: int, it: ModelFiles, eyes: Eyes | None,
+def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes: Eyes | None,
               notes: list[str]) -> list[data.Row]:
-=======
-def load_rows(args, flag: str, seed: int, files: ModelFiles, tools: list[dict] | None,
-              eyes: Eyes | None, notes: list[str]) -> list[data.Row]:
->>>>>>> hX
     """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
     the flag."""
     spec = getattr(args, flag)

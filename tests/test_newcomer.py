@@ -48,12 +48,7 @@ def mistakes(*flags: str) -> str:
 
 @pytest.mark.parametrize("flags, words", [
     ("--lora_alpha 3 --max_turns 3 --reward own.py",
-<<<<<<< HEAD
      ["--lora_alpha needs --lora_rank.", "--max_turns needs --reply.",
-=======
-     ["--lora_alpha needs --lora_rank.",
-      "--max_turns needs --reply or --tools.",
->>>>>>> hX
       "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
     ("--reply own.py:ok:0.5 --reward own.py:missing", ["own.py has no missing."]),
     ("--reply own.py:ok:0.5", ["--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no "
