@@ -36,6 +36,12 @@ def tower_of(lm) -> list:
     return [lm.base_model.vision_model, lm.base_model.connector] if sees(lm.config) else []
 
 
+def train_tower(lm, on: bool) -> None:
+    """Whether the tower's weights are trained."""
+    for part in tower_of(lm):
+        part.requires_grad_(on)
+
+
 @dataclass
 class Tower:
     """The sizes of what makes features of pictures, for the plan (preflight/memory.py)."""

@@ -218,8 +218,6 @@ class Trained:
     """A model with its optimizer."""
 
     def __init__(self, module, world: World, model_args: ModelArgs, args: OptimizerArgs):
-        for part in seeing.tower_of(module.lm):
-            part.requires_grad_(args.train_vision)
         self.module, self.world, self.moving = module, world, model_args.offload
         if next(module.parameters()).device.type == "cpu":  # it is on the host already
             self.moving = ()
@@ -267,6 +265,7 @@ class Policy(Trained):
         lm, self.routing, expert_args = module.lm, module.routing, expert_args or ExpertArgs()
         for block in experts.blocks(lm) if expert_args.freeze_router else []:
             block.gate.requires_grad_(False)
+        seeing.train_tower(lm, args.train_vision)
         super().__init__(module, world, model_args, args)
         self.replays = expert_args.replay_routing
         self.metrics: dict[str, float] = {}  # of the last update, if it has experts
@@ -314,8 +313,9 @@ class Policy(Trained):
 class Critic(Trained):
     """The value function V of ppo.py. Its head starts at zero."""
 
-    def __init__(self, module, *args):
-        super().__init__(module, *args)
+    def __init__(self, module, world, model_args, args):
+        seeing.train_tower(module.lm, args.train_vision)
+        super().__init__(module, world, model_args, args)
         nn.init.zeros_(module.head.weight)
 
     def values(self, micro: Micro):
