@@ -86,7 +86,7 @@ grpo group=3 steps=1 loss=clip aggregation=sequence {TIGHT}
 grpo group=3 steps=2 lora_rank=2 lora_alpha=1.0 lora_targets=('q_proj', 'down_proj') \
 kl_reward_coef=0.2
 grpo group=3 steps=1 lora_rank=2 kl_loss_coef=0.3 {TWICE}
-grpo group=3 steps=1 experts router_aux_coef=0.3 {TWICE}
+grpo group=3 steps=1 experts {TWICE}
 grpo group=3 steps=2 experts freeze_router=True checkpointing=True
 ppo group=1 steps=2 overlong_buffer=8 temperature=1.4 kl_reward_coef=0.3
 ppo group=1 steps=1 aggregation=sequence entropy_coef=0.2 temperature=0.7 {TIGHT}

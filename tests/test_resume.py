@@ -32,7 +32,7 @@ SAID = set("""advantage advantage_eps aggregation betas carry_tokens clip_high c
     dynamic_sampling engine_correction entropy_coef epochs gamma kl_estimator kl_horizon
     kl_loss_coef kl_reward_coef kl_target lam loss lr lr_schedule max_grad_norm max_tokens max_turns
     minibatches overlong_buffer overlong_filter refills replay_routing reward reward_coef
-    router_aux_coef steps stop temperature value_clip warmup_steps weight_decay""".split())
+    steps stop temperature value_clip warmup_steps weight_decay""".split())
 FACTS = {"script", "source", "rows", "model_files", "teacher_files", "precision"}  # no flags
 
 
