@@ -231,7 +231,8 @@ def requests(prompts: int, group: int, first: int = 0) -> list:
         log=SimpleNamespace(time=lambda name: torch.no_grad()), args=SimpleNamespace(tp=1),
         engines=1,
         generate=lambda x, *_: asked.extend(x) or [sample.completion for _ in x])
-    engine.episodes, engine.complete = None, partial(rollout.Engine.complete, engine)
+    engine.episodes = engine.carry = None
+    engine.complete = partial(rollout.Engine.complete, engine)
     rollout.Engine.sample(engine, [data.Prompt(first + i, row) for i in range(prompts)], group, 1.0)
     return asked
 
