@@ -241,7 +241,8 @@ def meet(rank: int, size: int, limit: datetime.timedelta) -> td.Store:
     works = f"{WORKS} {' '.join(ALONE)}."
     note = threading.Timer(LATE, print, [f"{alone} yet. {works}"], {"file": sys.stderr})
     note.start()
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    agent = td.is_torchelastic_launched() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    serves = rank == 0 and agent != "True"  # else torchrun does
     try:
         store = td.TCPStore(host, port, size, serves, limit, wait_for_workers=False)
         store.set(f"rank {rank}", "")

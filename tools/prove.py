@@ -219,7 +219,8 @@ def rank(number: int, port: int, trial: Trial, file, folder: str) -> None:
     """One rank (gloo), in a process of its own. Rank 0 writes the outcome."""
     os.environ |= {name: str(value) for name, value in dict(
         RANK=number, LOCAL_RANK=number, WORLD_SIZE=trial.ranks, LOCAL_WORLD_SIZE=trial.ranks,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True).items()}
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="prove",
+        TORCHELASTIC_USE_AGENT_STORE=True).items()}
     world = dist.join(timeout=60)
     outcome = attempt(trial, file, world, folder)
     if number == 0:
