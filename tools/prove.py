@@ -5,7 +5,7 @@
     ./run.sh prove mine.py --beta 0.1   your copy of one of them, with its own flags
 
 The file's own `learn` gets made-up samples and a random Qwen2 of two layers, in float64, on CPU, in
-ways that must make the same update: a minute. Exit status 1: a promise is broken.
+ways that must make one update. Exit status 1: a promise is broken.
 """
 import importlib.util
 import math
