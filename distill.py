@@ -123,15 +123,15 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 teacher = beside(reference, theirs, args.temperature, args.divergence)
                 logp, entropy, *divergence = policy.logprobs(
                     micro, args.temperature, "value", teacher)  # (n,) each
-                old, engine = micro.of_tokens(old_logprobs), micro.engine_logprobs
-                A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
+                old, engine = micro.take(old_logprobs), micro.engine_logprobs
+                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
                         old, engine, micro.row, rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
                 details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs(),
-                            "teacher_kl": old - micro.of_tokens(teacher_logprobs)}
+                            "teacher_kl": old - micro.take(teacher_logprobs)}
                 if exact:
                     details["loss/divergence"] = divergence[0]
                     loss = loss + args.distill_coef * divergence[0]

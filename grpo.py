@@ -148,16 +148,18 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             ref_logprobs = batch.score(world, args.score_tokens, "reference",
                                        lambda m: reference.logprobs(m, args.temperature)[0])
 
-    # Advantage: A_i = R_i - mean(R of its group), the same for every token of a completion: (M,).
+    # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
+    # This is the default; losses.group_advantages has the others, some of them by token.
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
-    # These weights are fixed before `micros` splits rows over ranks, whose gradients FSDP sums.
+    # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
+    # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone. But
-    # a KL or entropy term acts on every token, and a loss of a file may.
+    # a KL or entropy term acts on every token, and so may a loss that --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     learns = (batch.of_tokens(advantages.abs()) > 0) | acts  # (N,)
@@ -175,8 +177,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
                 logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
-                old = micro.of_tokens(old_logprobs) if args.needs_old_logprobs else logp.detach()
-                A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
+                old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()
+                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
                 engine = micro.engine_logprobs
                 loss, details = policy_loss(logp, old, A, micro.row, rows=len(micro.rows),
                                             engine_logprobs=engine, **args.bounds)
@@ -187,7 +189,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
-                        logp, micro.of_tokens(ref_logprobs), kind=args.kl_estimator, old=old)
+                        logp, micro.take(ref_logprobs), kind=args.kl_estimator, old=old)
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy

@@ -1,9 +1,10 @@
 """losses.py: the formulas that most use, as pure functions of tensors. Others are in variants/.
 
-N completions of the global batch in request order; `group` neighbours share a prompt. They have M
-sampled tokens. What is one number a token is a vector: (M,) of the batch, (n,) of a micro-batch,
-one completion after another. There is no padding. `row` (n,) says whose each token is: the number
-of its completion. `lengths` (N,) are the completions' sampled tokens.
+The global batch has P prompts with G completions each (`group`), N = P·G completions in request
+order, and M sampled tokens. Numbers of a completion are (N,). Numbers of a token are (M,) in the
+batch and (n,) in a micro-batch, one completion after another, without padding. `row` (n,) is the
+number of each token's completion: lengths [2, 3] give row [0, 0, 1, 1, 1]. `rows` is how many
+completions there are. `lengths` (N,) count the sampled tokens of each completion.
 Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
 the global minibatch, before any split, so ranks and micro-batches add up.
 Rewards, advantages, returns, weights are float64.
@@ -15,7 +16,7 @@ import torch
 
 def row_sum(x, row, rows):
     """(n,) -> (n,): for each token the sum over all tokens of its completion. rows: how many
-    completions there are; to read it in `row`, the host would wait for a GPU."""
+    completions there are. It is given, because to read it from `row` would wait for a GPU."""
     # On a CPU the gradient of index_select does not depend on the threads, as that of x[row] does.
     return x.new_zeros(rows).index_add(0, row, x).index_select(0, row)
 
@@ -43,16 +44,18 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   rloo                   R_i - mean of the others             https://arxiv.org/abs/2402.14740
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
 #
-# rloo is unbiased. R - mean holds R_i itself: (G - 1) / G of it. Dividing by std reweights prompts
-# by difficulty. An unscored completion is in no mean or std. The advantage is 0 for it, and in a
-# group with fewer than two scored or with equal rewards.
+# rloo is unbiased. The mean of R - mean has R_i in it, so R - mean is (G - 1) / G of rloo. Dividing
+# by std reweights prompts by difficulty. An unscored completion is in no mean or std. The advantage
+# is 0 for it, and in a group with fewer than two scored or with equal rewards.
 
 def _groups(rewards, group, scored):
-    """R (P, G), 0 where unscored; scored (P, G); are a prompt's rewards equal (P, 1)."""
+    """R (P, G), 0 where unscored; scored (P, G); whether a prompt's rewards are equal (P, 1), which
+    they are too where none is scored."""
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
     # Not std == 0: rounding gives equal rewards a tiny std.
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
-    return torch.where(S, R, 0), S, highest <= torch.where(S, R, torch.inf).amin(1, keepdim=True)
+    lowest = torch.where(S, R, torch.inf).amin(1, keepdim=True)
+    return torch.where(S, R, 0), S, highest <= lowest
 
 
 def keep_groups(rewards, group, scored):
@@ -61,10 +64,11 @@ def keep_groups(rewards, group, scored):
 
 
 def group_advantages(rewards, group, *, kind, eps, scored):
-    """(N,) -> (N,)"""
+    """rewards (N,), scored (N,) bool -> advantages (N,). kind: --advantage. eps: beside a std."""
     R, S, equal = _groups(rewards, group, scored)  # (P, G), (P, G), (P, 1)
-    n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)
-    A, others = R - total / n.clamp(min=1), (n - 1).clamp(min=1)
+    n, total = S.sum(1, keepdim=True), R.sum(1, keepdim=True)  # of the scored ones
+    A = R - total / n.clamp(min=1)
+    others = (n - 1).clamp(min=1)  # how many
     if kind == "grpo":
         std = (torch.where(S, A, 0).square().sum(1, keepdim=True) / others).sqrt()
         A = A / (std + eps)
@@ -106,10 +110,13 @@ def gae(rewards, values, lengths, *, gamma, lam):
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[t] is V of the prompt and the tokens before t. A token that nobody sampled is no step.
+    values[t] is V of the prompt and the tokens before t. What a reply put in is in no vector: it is
+    no step.
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
+    # From the last token back, all completions at once. They are sorted, so the n completions that
+    # still have a token are always the first n.
     last = lengths.cumsum(0) - 1  # (N,): the number of each completion's last token
     lengths, longest_first = lengths.sort(descending=True)
     last = last[longest_first]
@@ -157,9 +164,14 @@ def ratio_metrics(log_ratio, ratio, cut):
 
 
 def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c)."""
-    # exp(89) is inf in float32, and 0 * inf, a clipped token's gradient, is nan. So r stops at
-    # exp(80). Its gradient does not: the step's norm is inf, so it is not applied.
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c).
+
+    log_ratio: the token's, for metrics. log_r: of r, which is the token's ratio or a sequence's.
+    The min is the lower bound where A < 0, and the upper one where A > 0.
+    """
+    # exp(89) is inf in float32, and 0 * inf, a clipped token's gradient, is nan. So the value of r
+    # stops at exp(80). The second factor is 1, and carries the gradient: a token beyond exp(80) has
+    # one so large that the norm is inf, and the optimizer step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
     return -bounded * A, ratio_metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
@@ -230,8 +242,8 @@ def kl_estimate(logp, ref, *, kind, old=None):
         k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
-    As a loss, the expected gradient at each prefix is, for k1: 0, only noise; k2: that of
-    KL(pi || ref), as for k3_ratio; k3 (GRPO): that of KL(ref || pi). Only k1 in the reward
+    As a loss, the expected gradient at each prefix is 0 for k1, that of KL(pi || ref) for k2 and
+    k3_ratio, and that of KL(ref || pi) for k3, which is GRPO's. Only k1 in the reward
     (`token_rewards`) counts that a token changes the later prefixes: its gradient is exact.
     """
     d = logp - ref
@@ -284,12 +296,12 @@ def engine_correction(old, engine, row, *, rows, kind, low, high):
 
 
 def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
-    """|o_i| (B,) of a global minibatch, 0 if not in the loss -> the weight of a completion's
-    tokens, (B,). prompts (B,): numbers; None: all differ."""
+    """lengths (B,), the tokens in the loss of a global minibatch's completions -> the weight of
+    each of their tokens, (B,). prompts (B,): the number of each one's prompt; None: all differ."""
     lengths = lengths.double()
     n = (lengths > 0).sum().double()
     prompts = torch.arange(len(lengths)) if prompts is None else prompts
-    sums = prompts.bincount(lengths)  # of each prompt's tokens
+    sums = prompts.bincount(weights=lengths)  # of each prompt's tokens
     denominators = {"token": lengths.sum(), "sequence": lengths * n, "constant": max_tokens * n,
                     "prompt": sums[prompts] * (sums > 0).sum()}
     return torch.where(lengths > 0, 1 / denominators[aggregation], 0)

@@ -202,9 +202,9 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             budget = args.critic_args.critic_update_tokens
             for micro in batch.micros(world, rows, budget, "update critic"):
                 V, w = critic.values(micro), micro.of_rows(weights)  # (n,)
-                R = micro.of_tokens(returns).to(V.dtype)
+                R = micro.take(returns).to(V.dtype)
                 loss, clip_frac = losses.value_loss(
-                    V, micro.of_tokens(values), R, clip=args.value_clip)  # (n,)
+                    V, micro.take(values), R, clip=args.value_clip)  # (n,)
                 critic.backward((w * loss).sum())
                 critic_meter.add(w, {"loss/value": loss, "clip_frac": clip_frac})
             critic_meter.norms.append(critic.step(critic_lr))
@@ -213,8 +213,8 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update"):
                 logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
-                old, engine = micro.of_tokens(old_logprobs), micro.engine_logprobs
-                A, w = micro.of_tokens(advantages).to(logp.dtype), micro.of_rows(weights)
+                old, engine = micro.take(old_logprobs), micro.engine_logprobs
+                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(

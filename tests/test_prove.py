@@ -30,10 +30,10 @@ MISTAKES = {  # (the promise that it breaks, text that is found once, its mistak
     "a metric's mean over the micro-batch": (
         BUDGETS, METER, "meter.add(torch.ones_like(w) / max(1, len(w)), details)", ""),
     "old log-probs in another order": (
-        ORDER, "old = micro.of_tokens(old_logprobs)", "old = micro.of_tokens(old_logprobs.flip(0))",
+        ORDER, "old = micro.take(old_logprobs)", "old = micro.take(old_logprobs.flip(0))",
         "--minibatches 2"),
     "a loss that reads its neighbour": (
-        SINGLE, "micro.of_tokens(advantages)", "micro.of_tokens(advantages).roll(1)", ""),
+        SINGLE, "micro.take(advantages)", "micro.take(advantages).roll(1)", ""),
     "a baseline of all groups": (
         GROUPS, BASELINE, "    advantages = batch.of_rows(rewards - rewards[batch.scored].mean())\n"
         f"{BASELINE}", ""),

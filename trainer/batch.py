@@ -174,8 +174,8 @@ class Micro:
         """(N,) of the batch → (n,): each token gets its completion's number."""
         return to_device(x[self.rows], self.device)[self.row]
 
-    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """(M,) of the batch → (n,): of the tokens that are here."""
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """(M,) of the batch → (n,): what it has for the tokens that are here."""
         return to_device(x[self.places], self.device)
 
 
