@@ -28,3 +28,17 @@ def test_no_file_imports_what_stands_above_it_and_no_room_has_a_circle():
     while free := [name for name in below if not below[name] & below.keys() - {name}]:
         below = {name: others for name, others in below.items() if name not in free}
     assert not below, "these import each other"
+
+
+def test_a_folder_that_is_imported_is_a_package():
+    """Without an __init__.py a user's tools.py, anywhere on the path, would hide tools/."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and [*path.glob("*.py")]}
+    used = set()
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                used.add(node.module.partition(".")[0])
+            if isinstance(node, ast.Import):
+                used |= {alias.name.partition(".")[0] for alias in node.names}
+    assert {"tools", "results", "trainer"} <= used & folders
+    assert not [name for name in used & folders if not (ROOT / name / "__init__.py").exists()]
