@@ -27,4 +27,4 @@ def test():
             f"({found.tolist()})")
 
 
-# In the project: `highest <= torch.where(S, R, torch.inf).amin(1, keepdim=True)` in losses.py.
+# In the project: `highest <= lowest` in losses.py.
