@@ -181,8 +181,15 @@ def set_conditions(trial: Trial, made: dict) -> None:
         for one in made.values():
             one.module.lm.set_attn_implementation("sdpa")
     if not trial.whitens:
-        losses.whiten = lambda values, among: torch.where(among, values.double(), 0)
-        losses.batch_std = lambda rewards, scored: 1.0
+        losses.whiten, losses.batch_std = as_it_is, of_one
+
+
+def as_it_is(values, among):
+    return torch.where(among, values.double(), 0)
+
+
+def of_one(rewards, scored):
+    return 1.0
 
 
 def attempt(trial: Trial, file, world, folder: str) -> dict:
