@@ -160,7 +160,8 @@ def hidden_states(lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
     on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
     inputs = seeing.embedded(lm, **inputs)
-    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
+    base = seeing.text_of(lm).base_model
+    hidden = base(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
@@ -174,12 +175,15 @@ class LogprobModel(nn.Module):
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
+        self.sees = seeing.sees(lm.config)
         self.routing = experts.Routing(lm) if experts.blocks(lm) else None
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.sees:
+            seeing.forbid(self.lm, logits)
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
@@ -193,7 +197,11 @@ class LogprobModel(nn.Module):
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
         inputs = seeing.embedded(self.lm, **inputs)
-        logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
+        if self.sees:
+            base = seeing.text_of(self.lm)
+            logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])
+        else:
+            logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
         seeing.text_of(self.lm).set_attn_implementation("packed")
         return logits[0]
 

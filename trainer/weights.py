@@ -148,8 +148,10 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
     own = [(name, p) for name, p in lm.named_parameters() if not lora.is_adapter(name)]
     found = {}
     for name, shape in experts.shapes(lm, own).items():
-        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
-        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
+        tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                 name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                 name.replace(".language_model", ""))  # Qwen2.5-VL
+        found[name] = next((other for other in tries if other in shapes), name)
         if (there := shapes.get(found[name])) != shape:
             raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
                                 f"{shape}; the *.safetensors have {there or 'none'}.")
