@@ -310,8 +310,10 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> st
     goes_on = messages[-1]["role"] == "assistant"
     text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
                      continue_final_message=goes_on)
-    for m in messages:
-        if m["role"] in ("system", "developer") and text and m["content"].strip() not in text:
+    for m in messages if text else ():
+        said = m["content"].strip()  # Llama writes what a tool says as JSON
+        if (m["role"] not in ("user", "assistant") and said not in text
+                and json.dumps(said, ensure_ascii=False) not in text):
             raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
     return text
 
