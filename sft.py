@@ -20,6 +20,7 @@ import torch
 import dist
 import losses
 from dist import World
+from errors import not_default
 from preflight.inputs import show_plan
 from running.args import CommonArgs, parse
 from running.run import set_up
@@ -53,6 +54,9 @@ class Args(CommonArgs):
         if self.temperature != 1:
             yield (f"--temperature must be 1: nothing is sampled (got {self.temperature}). For an "
                    "evaluation there is --eval_temperature.")
+        for flag in not_default(self.engine_args) + not_default(self.turn_args):
+            if not self.needs_engine:
+                yield f"--{flag} is for an engine. Would work: with --eval_data and --reward."
         if self.reward and not self.eval_data:
             yield "--reward needs --eval_data: sft.py learns from no reward."
         if self.run_args.target_reward:
