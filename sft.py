@@ -47,7 +47,7 @@ class Args(CommonArgs):
         return bool(self.eval_data and self.reward)
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.group != 1:
             yield (f"--group must be 1: a row has one completion (got {self.group}). For an "
                    "evaluation there is --eval_samples.")

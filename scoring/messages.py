@@ -25,6 +25,7 @@ CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # 
 
 
 def not_null(columns: dict) -> dict:
+    """Without None and NaN."""
     return {column: value for column, value in columns.items()
             if value is not None and value == value}  # NaN differs from itself
 
@@ -106,6 +107,7 @@ def call_of(stored) -> dict:
 # ---- what the chat template gets ----
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    """The text that the chat template makes of them. SettingsError: it raises."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
     except (TemplateError, TypeError) as error:
