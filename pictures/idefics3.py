@@ -3,24 +3,21 @@ tiles. Each becomes a fixed number of tokens, and so does the whole, scaled to o
 
 https://arxiv.org/abs/2408.12637
 """
-from typing import ClassVar
-
 import torch
 
 from errors import SettingsError
 from pictures.eyes import opened
 
-CLASS = "Idefics3ForConditionalGeneration"
-TEXT, TOWER = "text_model", ("vision_model", "connector")  # in transformers' model
+# In transformers: the whole, and its parts.
+CLASS, TEXT = "Idefics3ForConditionalGeneration", "text_model"
+TOWER = ["vision_model", "connector"]
 
 
 class Eyes:
     """A picture → ids and pixels, as the model's own processor makes them.
 
     least, most: tokens of a picture (--min_image_tokens, --max_image_tokens). 0: the model's own.
-    others: how many films and the like vLLM must take.
     """
-    others: ClassVar[dict] = {}
 
     def __init__(self, folder: str, config, least: int = 0, most: int = 0):
         from transformers import AutoProcessor
@@ -85,7 +82,7 @@ def features(lm, pixels) -> list:
 
 
 def sizes(config) -> dict:
-    """Of a tower, for seeing.Tower."""
+    """Of the tower, for seeing.Tower."""
     c, patches = config.vision_config, config.scale_factor**2
     return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size, patches=patches,
                 pixels=patches * c.patch_size**2)

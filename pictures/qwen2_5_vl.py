@@ -1,14 +1,8 @@
-"""qwen2_5_vl.py: Qwen2.5-VL. As Qwen2-VL, but for its tower: most layers attend in windows, and its
+"""qwen2_5_vl.py: Qwen2.5-VL. As Qwen2-VL, but most layers of its tower attend in windows, and its
 MLP has a gate.     https://arxiv.org/abs/2502.13923
 """
-from pictures.qwen2_vl import (  # noqa: F401
-    TEXT,
-    TOWER,
-    Eyes,
-    features,
-    grid_sizes,
-    nothing,
-)
+from pictures.qwen2_vl import TEXT, TOWER, Eyes, features, grid_sizes, nothing  # noqa: F401
+from pictures.qwen2_vl import unserved_text as unserved  # noqa: F401
 
 CLASS = "Qwen2_5_VLForConditionalGeneration"
 

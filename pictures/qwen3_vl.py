@@ -1,7 +1,6 @@
-"""qwen3_vl.py: Qwen3-VL. As Qwen2-VL, and features of inner layers of its tower (deepstack) are
-added to what the first layers of the text model give.     https://arxiv.org/abs/2511.21631
+"""qwen3_vl.py: Qwen3-VL. As Qwen2-VL, but the first layers of the text model also get features of
+inner layers of the tower (deepstack).     https://arxiv.org/abs/2511.21631
 """
-from pictures import qwen2_vl
 from pictures.qwen2_vl import (  # noqa: F401
     TEXT,
     TOWER,
@@ -9,6 +8,7 @@ from pictures.qwen2_vl import (  # noqa: F401
     features,
     grid_sizes,
     nothing,
+    unserved_text,
 )
 
 CLASS = "Qwen3VLForConditionalGeneration"
@@ -16,7 +16,7 @@ CLASS = "Qwen3VLForConditionalGeneration"
 
 def unserved(config):
     text = config.get_text_config()
-    yield from qwen2_vl.unserved_text(config)
+    yield from unserved_text(config)
     yield "no mrope_interleaved", not text.rope_parameters.get("mrope_interleaved")
     yield "attention_bias", text.attention_bias
 

@@ -90,9 +90,8 @@ def tower_sizes(lm) -> Tower | None:
 
 
 def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
-    """What `embedded` needs of the pictures of a micro-batch: pixels, as the family has them; the
-    places (n,) of their features in its packed input; its positions (3, 1, S), if they have three
-    axes. {}: a text model."""
+    """What `embedded` needs of the pictures of a micro-batch: pixels, as the family has them, and
+    the places (n,) of their features in its packed input. {}: a text model."""
     if not sees(lm.config):
         return {}
     pixels, places, start = [], [], 0
@@ -107,26 +106,29 @@ def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
         pixels = [FAMILIES[lm.config.model_type].nothing(lm.config)]
     found = {"pixels": [torch.cat(part).to(micro.device) for part in zip(*pixels, strict=True)],
              "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
-    if "mrope_section" in (lm.config.get_text_config().rope_parameters or {}):
+    if len(found["pixels"]) > 1:  # with grids, of which tokens have positions
         found["position_ids"] = positions_of(micro).to(micro.device)
     return found
 
 
 def positions_of(micro) -> torch.Tensor:
     """(3, 1, S) in the order of packing.pack: time, row and column of each token. A completion goes
-    on behind the largest of its prompt, on all axes."""
-    prompts, rest, line = {}, [], np.arange(micro.tokens, dtype=np.int32)
+    on behind the largest one of its prompt, on all axes."""
+    prompts, ends, rest = [], {}, []
     for row in micro.rows:
         owner, length, tokens = micro.batch.sizes[row]
-        pictures = micro.batch.samples[row].prompt.row.pictures
-        if owner not in prompts:
-            prompts[owner] = np.tile(line[:length], (3, 1))
-            if pictures and pictures.positions is not None:
-                prompts[owner] = pictures.positions
-        rest.append(np.tile(line[:tokens - 1] + prompts[owner].max() + 1, (3, 1)))
-    if not prompts:  # one dummy token
-        return torch.zeros(3, 1, micro.tokens, dtype=torch.long)
-    return torch.from_numpy(np.concatenate([*prompts.values(), *rest], 1)).long().unsqueeze(1)
+        if owner not in ends:
+            pictures = micro.batch.samples[row].prompt.row.pictures
+            prompts.append(pictures.positions if pictures else in_line(length))
+            ends[owner] = prompts[-1].max() + 1
+        rest.append(in_line(tokens - 1) + ends[owner])
+    found = np.concatenate([*prompts, *rest] if prompts else [in_line(micro.tokens)], 1)
+    return torch.from_numpy(found).long().unsqueeze(1)
+
+
+def in_line(tokens: int):
+    """Of a text: (3, tokens)."""
+    return np.tile(np.arange(tokens, dtype=np.int32), (3, 1))
 
 
 def embedded(lm, input_ids, pixels=None, places=None, **inputs) -> dict:

@@ -53,7 +53,7 @@ class Inputs:
         most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
                     if row.pictures), default=0)
         # vLLM's own normalization would have noise for a mean, by load_format="dummy".
-        return {"limit_mm_per_prompt": {"image": max(1, most)} | self.eyes.others,
+        return {"limit_mm_per_prompt": {"image": max(1, most), "video": 0},
                 "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
                 "mm_processor_kwargs": {"size": self.eyes.size}}
 
@@ -209,6 +209,7 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
+    """transformers' tokenizer of the folder `source`. SettingsError: it has none."""
     from transformers import AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(source)
