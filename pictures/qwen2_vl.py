@@ -17,11 +17,12 @@ class Eyes:
 
     def __init__(self, folder: str, config, least: int = 0, most: int = 0):
         try:
-            from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen
+            import torchvision  # noqa: F401
         except Exception as error:  # a build for another torch raises a RuntimeError
             raise SettingsError(
                 f"the pictures of a {config.model_type} need torchvision, and its import fails "
                 f"({str(error)[:200]}). Would work: {INSTALL}.") from None
+        from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen
         images, c = qwen.Qwen2VLImageProcessor.from_pretrained(folder), config.vision_config
         if not images.do_resize or (
                 images.patch_size, images.merge_size, images.temporal_patch_size) != (

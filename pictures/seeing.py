@@ -27,7 +27,8 @@ def unserved(config):
     """Yields (what, whether this model has it): what vLLM does not compute alike."""
     if sees(config):
         text, tied = config.get_text_config(), config.tie_word_embeddings
-        yield "two values of tie_word_embeddings", tied != text.tie_word_embeddings
+        other = getattr(text, "tie_word_embeddings", tied)
+        yield "two values of tie_word_embeddings", tied != other
         yield from FAMILIES[config.model_type].unserved(config)
 
 

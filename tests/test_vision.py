@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
     for name, seed, splits in ("one", 0, 1), ("split", 0, 2), ("teacher", 1, 2):
         squares.make_model(str(path / name), seed, splits, noise=0.1)
         weights = load_file(path / name / "model.safetensors")
-        weights["lm_head.weight"][320] *= 3  # the token of a picture: it shall be sampled
+        weights["lm_head.weight"][320] *= 3  # the token of a picture: it would be sampled
         save_file(weights, path / name / "model.safetensors", metadata={"format": "pt"})
     rng = random.Random(0)
     for i, name in enumerate("abcd"):
@@ -300,7 +300,8 @@ def naive(lm, sample: Sample):
 def in_float64(source: Path):
     from transformers import AutoModelForImageTextToText
     lm = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float64)
-    float64.widen(seeing.text_of(lm))
+    for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+        float64.widen(part)
     return lm
 
 
@@ -313,7 +314,7 @@ def expected(folder: Path, kind: str, samples, trains: bool) -> dict[str, torch.
     for advantage, sample in zip(advantages, samples, strict=True):
         ids = torch.tensor(sample.completion.ids).long().unsqueeze(-1)
         (-advantage * naive(lm, sample).gather(-1, ids).sum() / tokens).backward()
-    frozen = () if trains else ("model.vision_model.", "model.connector.")
+    frozen = () if trains else ("model.vision_model.", "model.connector.", "model.visual.")
     return {name: p.grad for name, p in lm.named_parameters() if not name.startswith(frozen)}
 
 
@@ -459,7 +460,8 @@ def engine(folder, request) -> dict:
     out = Path(f"{folder}/out{request.param}")
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", str(folder), str(out), str(request.param)], cwd=ROOT,
+         "tests/vision_worker.py", str(folder), str(out), "split", str(request.param), "0"],
+        cwd=ROOT,
         text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-6000:]
     return pickle.loads(out.read_bytes())
@@ -467,10 +469,10 @@ def engine(folder, request) -> dict:
 
 def test_engine_trainer_and_transformers_see_the_same(engine):
     """After each of three loads, in which the tower changed too; two pictures in a row; rows with
-    equal ids; sampled tokens of pictures."""
-    assert engine["sampled"] > 0
+    equal ids; completions that have the token of a picture, which no engine samples."""
+    assert engine["sampled"] == 0
     assert max(engine["gaps"]) < 1e-5 and max(engine["plain"]) < 1e-5
-    assert engine["swapped"] > 0.1
+    assert engine["swapped"] > 1
 
 
 def test_ids_that_are_expanded_already_end_the_run(engine):

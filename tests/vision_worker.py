@@ -1,5 +1,5 @@
 """What test_vision.py and test_qwen_vl.py ask of an engine that sees, on two ranks: FOLDER, the
-answers' file, --tp, the temperature, --lora_rank."""
+answers' file, the model in FOLDER, --tp, --lora_rank."""
 import os
 import pickle
 import sys
@@ -45,10 +45,10 @@ def gap_to_transformers(world, policy, samples) -> float:
     return float(max(gaps))
 
 
-def engine_run(folder: str, out: str, tp: str, rank: str) -> None:
+def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     """Three loads of weights, with an update of all that is trained between: gaps of the engine."""
     world, path = dist.join(120), Path(folder)
-    weights, source, rank = model.ModelArgs(), f"{folder}/split", int(rank)
+    weights, source, rank = model.ModelArgs(), f"{folder}/{name}", int(rank)
     adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
     module = model.build(model.LogprobModel, source, world, weights, adapters=adapters)
     policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=not rank))
