@@ -80,6 +80,7 @@ def make_processor(splits: int = 1, kind: str = "idefics3"):
 
 def qwen_processor(kind: str, tokenizer, splits: int):
     """It sees 4 tokens in a tile."""
+    import torchvision  # noqa: F401  without it, its own error
     import transformers
     from transformers import Qwen2VLImageProcessor
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]

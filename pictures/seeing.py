@@ -70,8 +70,8 @@ class Tower:
     def bytes(self, c: int, kept: int) -> int:
         """For each token of the input, as if all were of pictures: pixels, the work of a layer,
         and what `kept` layers keep for backward. c: bytes of a number."""
-        work = 5 * self.hidden + self.inner
-        saved = min(kept, self.layers) * (8 * self.hidden + self.inner)
+        work = (5 + 4 * self.deep) * self.hidden + self.inner
+        saved = kept * (10 * self.hidden + self.inner)
         if 0 < kept < self.layers:  # the others keep their inputs
             saved += self.layers * self.hidden
         return 12 * self.pixels + self.patches * c * (work + saved)

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import tyro
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import data
 import grpo
@@ -48,7 +51,7 @@ def folder(request, tmp_path_factory) -> Path:
     except Exception as error:  # a build for another torch raises a RuntimeError
         pytest.skip(f"torchvision: {str(error)[:200]}")
     path = tmp_path_factory.mktemp(request.param)
-    squares.make_model(str(path / "split"), 0, 4, noise=0.08, kind=request.param)
+    squares.make_model(str(path / "split"), 0, 4, noise=0.09, kind=request.param)
     kept = load_file(path / "split/model.safetensors")
     kept["lm_head.weight"][config_of(path).image_token_id] *= 3
     save_file(kept, path / "split/model.safetensors", metadata={"format": "pt"})
@@ -227,7 +230,7 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(folder):
 
 def test_a_row_is_what_transformers_own_forward_makes_of_it(folder):
     """With nothing of ours: its processor, positions, places and deepstack."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
     row = read(folder, {"prompt": "<image> or <image>?", "images": ["c.png", "d.png"]},
                kind="split")[0]
     sample = fabricate(folder, "split")[0]
@@ -328,6 +331,90 @@ def test_adapters_are_in_the_text_model_alone(folder):
     lora.put_in(lm, lora.LoraArgs(4), torch.float32)
     trained = [name for name, p in lm.named_parameters() if p.requires_grad]
     assert trained and all(name.startswith("model.language_model.") for name in trained)
+
+
+# ---- scripts ----
+
+def geometry(folder: Path, name: str, n: int) -> Path:
+    """Rows as geometry3k has them."""
+    import pyarrow as pa
+    import pyarrow.parquet
+    rows = [{"images": [{"bytes": (folder / f"{'abcd'[i % 4]}.png").read_bytes(), "path": None}],
+             "problem": f"<image>Find x if y is {i}.", "answer": "\\frac { 15 } { 2 }"}
+            for i in range(n)]
+    pa.parquet.write_table(pa.Table.from_pylist(rows), folder / name)
+    return folder / name
+
+
+def easyr1() -> list[str]:
+    """The words of the command in recipes.md."""
+    page = (ROOT / "docs/use/recipes.md").read_text()
+    command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
+    return shlex.split(command.replace("\\\n", ""))
+
+
+def smaller(words: list[str], **values) -> list[str]:
+    """With other values behind flags. None: without the flag and its value."""
+    words = [*words]
+    for name, value in values.items():
+        at = words.index(f"--{name}")
+        words[at:at + 2] = [] if value is None else [f"--{name}", str(value)]
+    return words
+
+
+def run_script(folder: Path, *words: str) -> list[dict]:
+    """On two ranks, as one engine or two → its metrics."""
+    done = subprocess.run(
+        [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", *words],
+        cwd=folder, text=True, capture_output=True, timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run = max((folder / "runs").glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    return [json.loads(line) for line in run.open()]
+
+
+def test_easyr1s_job_passes_the_checks_and_fits_by_the_plan():
+    args = tyro.cli(grpo.Args, args=easyr1()[4:], config=(tyro.conf.OmitArgPrefixes,),
+                    use_underscores=True)
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064,
+        rope_parameters=squares.ROPE | {"mrope_section": [16, 24, 24]}), vision_config=dict(
+        hidden_size=1280, intermediate_size=3420, depth=32, num_heads=16, out_hidden_size=3584))
+    with torch.device("meta"):
+        shape = shape_from(AutoModelForImageTextToText.from_config(config))
+    assert shape.params == 8_292_166_656  # as the hub says
+    assert not plan.problems(args, 8, 2101, 601, shape)
+    planned = memory.Memory(plan.Plan(args, 8, 2101, 601), shape, 80 * memory.GIB)
+    assert planned.fits, planned.text()
+
+
+def test_easyr1s_job_runs_on_rows_of_its_layout(folder):
+    words = smaller(easyr1()[3:], model=folder / "split", data=geometry(folder, "train.parquet", 8),
+                    eval_data=geometry(folder, "test.parquet", 3), eval_every=1, batch=4, steps=2,
+                    minibatches=2, max_tokens=12, min_image_tokens=9, max_image_tokens=30)
+    found = run_script(folder, str(ROOT / words[0]), *words[1:])
+    steps = [row for row in found if "reward/math" in row]
+    assert len(steps) == 2 and all("reward/format_boxed" in row for row in steps)
+    assert max(row["rollout/logprob_gap_max"] for row in steps) < 1e-4
+    assert json.loads((folder / "runs/geometry3k/args.json").read_text())["train_vision"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [
+    "ppo.py --train_vision", "ppo.py", "grpo.py --lora_rank 4 --lora_sync adapter", "sft.py",
+    "sft.py --train_vision", "grpo.py --temperature 0.7"])
+def test_scripts_train_on_pictures(folder, words):
+    script, *flags = words.split()
+    rows = [{"prompt": "q", "image": f"{'abcd'[i % 4]}.png", "answer": str(i)} for i in range(8)]
+    (folder / "shown.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reward = [] if script == "sft.py" else ["--reward", "exact", "--group", "2"]
+    found = run_script(
+        folder, str(ROOT / script), *flags, *reward, "--model", str(folder / "split"), "--data",
+        "shown.jsonl", "--batch", "4", "--steps", "2", "--max_tokens", "12", "--lr", "1e-3")
+    assert all(row.get("rollout/logprob_gap_max", 0) < 1e-4 for row in found)
+    run = max((folder / "runs").glob("*/model"), key=lambda path: path.stat().st_mtime)
+    AutoModelForImageTextToText.from_pretrained(run)
 
 
 # ---- the engine ----
