@@ -1,6 +1,6 @@
 """Random models of every family in weights.FAMILIES, and how far engine and trainer are from
-transformers. `python tests/families.py` prints the table of
-docs/reference/evidence.md (10 minutes)."""
+transformers. `python tests/families.py` prints the table of docs/reference/evidence.md (half an
+hour), `python tests/families.py X` the lines of a name or a model_type, supported or not."""
 import json
 import os
 import pickle
@@ -23,6 +23,7 @@ from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
+from trainer.weights import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
@@ -77,7 +78,7 @@ def make(name: str, folder: str) -> None:
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for p in lm.parameters():  # norms and biases too
+        for p in (*lm.parameters(), *lm.buffers()):  # norms, biases, what files have
             p += 0.1 * torch.randn_like(p)
     lm.save_pretrained(folder)
     tiny.make_tokenizer().save_pretrained(folder)
@@ -103,9 +104,10 @@ def engine_of(folder: str, world, policy, tp: int = 1, **more) -> Engine:
 
 
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
-    """(completions, the trainer's log-probs) before and after an update, which moves every weight
-    and is exported to FOLDER-1. Two completions of each of three random prompts, which are longer
-    than a window and a cache block."""
+    """(completions, the trainer's log-probs) before, between and after two updates, which move
+    every weight and are exported to FOLDER-1 and FOLDER-2. An engine loads weights three times.
+    Two completions of each of three random prompts, which are longer than a window and a cache
+    block."""
     rng, policy = np.random.default_rng(0), trainer_of(folder, world, model.ModelArgs(**options))
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
             for i in (0, 1, 5) for _ in range(2)]
@@ -124,19 +126,24 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
             vllm.load(policy.weights(vllm.dtype))
             return vllm.complete(requests, HEAT)
 
-    for step in range(2):
+    for step in range(3):
+        if step:
+            update(world, policy, batch)
+            export_model(policy, folder, f"{folder}-{step}")
         batch = scored(prompts, generate())
         ours = batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
         found.append((batch, ours))
-        for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
-            logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
-            policy.backward((logprobs + 0.1 * entropy).sum() / 100)
-        assert policy.step(3e-3) > 0
-        if not step:
-            export_model(policy, folder, f"{folder}-1")
     if engine:
         vllm.close()
     return found
+
+
+def update(world, policy, batch: Batch) -> None:
+    for micro in batch.micros(world, list(range(len(batch.samples))), 400, "update"):
+        logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
+        policy.backward((logprobs + 0.1 * entropy).sum() / 100)
+    norm = policy.step(3e-3)
+    assert 0 < norm < float("inf"), f"the gradient's norm is {norm}"
 
 
 def engine_logprobs(batch: Batch) -> torch.Tensor:
@@ -164,9 +171,9 @@ def plain(folder: str, batch: Batch) -> torch.Tensor:
 
 
 def gaps(folder: str, found) -> tuple[float, float]:
-    """The largest |trainer - transformers| and |engine - trainer| of both steps, in nats."""
+    """The largest |trainer - transformers| and |engine - trainer| of all steps, in nats."""
     each = []
-    for where, (batch, ours) in zip((folder, f"{folder}-1"), found, strict=True):
+    for where, (batch, ours) in zip((folder, f"{folder}-1", f"{folder}-2"), found, strict=True):
         there = plain(where, batch), engine_logprobs(batch)
         each.append([float((ours - theirs).abs().max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
@@ -212,10 +219,27 @@ def with_engine(name: str) -> tuple[float, float]:
 
 
 def worker(folder: str, out: str) -> None:
+    kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    if kind not in FAMILIES:
+        FAMILIES.append(kind)  # it is on trial
     world = dist.join(120)
     found = two_steps(world, folder, engine=True)
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
+
+
+def names_of(word: str) -> list[str]:
+    """The cases that a name or a model_type means. One that nobody tried is a case with its usual
+    options."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+    if word in CASES:
+        return [word]
+    if word not in KINDS:
+        sys.exit(f"error: {word} is neither a causal language model of transformers, such as "
+                 f"olmo3, nor one of {', '.join(CASES)}.")
+    CASES.update({} if any(word == kind for kind, *_ in CASES.values()) else
+                 {word: (word, {}, "")})
+    return [name for name, (kind, *_) in CASES.items() if kind == word]
 
 
 def row(name: str) -> str:
@@ -228,5 +252,5 @@ def row(name: str) -> str:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.run(worker, *sys.argv[1:])
-    for name in sys.argv[1:] or CASES:
+    for name in [name for word in sys.argv[1:] for name in names_of(word)] or CASES:
         print(row(name), flush=True)

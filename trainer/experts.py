@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from errors import not_default
 from trainer.packing import to_device
@@ -127,12 +128,14 @@ def shapes(lm, parameters) -> dict[str, list[int]]:
             for there, piece in pieces(lm, name, torch.empty(p.shape, device="meta"))}
 
 
-def on_this_rank(lm) -> dict[str, tuple[int, torch.Tensor]]:
-    """{name in a checkpoint: (first row, the rows of this rank)} of a sharded model. Experts are
-    whole: a rank has some."""
+def on_this_rank(lm, tensors) -> dict[str, tuple[int, torch.Tensor]]:
+    """{name in a checkpoint: (first row, the rows of this rank)} of (name, tensor) pairs of a
+    sharded model. Experts are whole: a rank has some. Buffers are whole on every rank."""
     found = {}
-    for name, p in lm.named_parameters():
-        first, rows = p.__create_chunk_list__()[0].offsets[0], p.detach().to_local()
+    for name, p in tensors:
+        first, rows = 0, p.detach()
+        if isinstance(rows, DTensor):
+            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
         for there, piece in pieces(lm, name, rows, first):
             found[there] = 0 if ".experts." in name else first, piece
     return found

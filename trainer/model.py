@@ -124,6 +124,8 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
             for p in module.parameters():
                 p._is_hf_initialized = True  # left alone
             lm._init_weights(module)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            setattr(module, name, getattr(module, name).to(compute))
     lora.start(lm, seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]

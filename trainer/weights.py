@@ -130,8 +130,17 @@ def unread(folder: str, flag: str = "model") -> list[str]:
     return [f"--{flag} {folder}: weights of {read[0]}, not of {', '.join(others) or 'others'}"]
 
 
+def tensors(lm):
+    """Yields (name, tensor) of what files have of a model: parameters, and some buffers, such as
+    the scale of a layer of Gemma 4."""
+    saved = lm.state_dict().keys()
+    for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
+        if name in saved and not lora.is_adapter(name):
+            yield name, tensor
+
+
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter: its name in the files}, of which only the headers are read. SettingsError: they
+    """{parameter or buffer: its name in the files}, of which only the headers are read. SettingsError: they
     lack a tensor, or have one that the model does not take."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
@@ -145,9 +154,8 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
                                 f"{twice[0]}. Would work: the files of one save.")
         shapes |= here
         homes |= dict.fromkeys(here, path)
-    own = [(name, p) for name, p in lm.named_parameters() if not lora.is_adapter(name)]
     found = {}
-    for name, shape in experts.shapes(lm, own).items():
+    for name, shape in experts.shapes(lm, tensors(lm)).items():
         tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
         found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
         if (there := shapes.get(found[name])) != shape:
@@ -172,7 +180,7 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 def load(lm, names: dict[str, str], folder: str):
     """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
-    wanted = {names[name]: it for name, it in experts.on_this_rank(lm).items() if name in names}
+    wanted = {names[name]: it for name, it in experts.on_this_rank(lm, tensors(lm)).items() if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in wanted.keys() & file.keys():
