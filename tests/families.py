@@ -28,6 +28,7 @@ from trainer.weights import FAMILIES
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+WINDOWS = ["sliding_attention", "full_attention"]
 # Name: (model_type, what differs from SIZES, what is special)
 CASES = {
     "Llama": ("llama", dict(tie_word_embeddings=False), ""),
@@ -44,14 +45,45 @@ CASES = {
     "Gemma 2": ("gemma2", dict(head_dim=64, sliding_window=64, query_pre_attn_scalar=40,
                                attn_logit_softcapping=3.0, final_logit_softcapping=3.0),
                 "bounds the logits of attention and head by tanh"),
-    "Gemma 3": ("gemma3_text", dict(head_dim=64, sliding_window=64, layer_types=[
-        "sliding_attention", "full_attention"]), "text only; two kinds of layers"),
+    "Gemma 3": ("gemma3_text", dict(head_dim=64, sliding_window=64, layer_types=WINDOWS),
+                "text only; two kinds of layers"),
+    "Gemma 4": ("gemma4_text", dict(
+        head_dim=32, global_head_dim=64, sliding_window=64, layer_types=WINDOWS,
+        vocab_size_per_layer_input=320, hidden_size_per_layer_input=16),
+        "text only; layers have scales, and embeddings of their own"),
+    "VaultGemma": ("vaultgemma", dict(
+        head_dim=32, sliding_window=64, query_pre_attn_scalar=40, attn_logit_softcapping=3.0,
+        final_logit_softcapping=3.0), "as Gemma 2, with fewer norms"),
     "GLM": ("glm", dict(head_dim=32), "rotates a part of each head"),
+    "GLM 4": ("glm4", dict(head_dim=32), "norms before and after attention and MLP"),
     "Granite": ("granite", dict(logits_scaling=3.0, embedding_multiplier=5.0,
                                 residual_multiplier=0.3, attention_multiplier=0.1),
                 "scales its logits, residuals, attention"),
+    "Granite 4": ("granitemoehybrid", dict(
+        logits_scaling=3.0, embedding_multiplier=5.0, residual_multiplier=0.3,
+        attention_multiplier=0.1, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=2,
+        layer_types=["full_attention"] * 2, position_embedding_type="rope",
+        shared_intermediate_size=96), "without Mamba and experts"),
     "Cohere": ("cohere", dict(logit_scale=0.3), "scales its logits; attention beside the MLP"),
     "OLMo2": ("olmo2", {}, "norms after attention and MLP"),
+    "OLMo 3": ("olmo3", dict(sliding_window=64, layer_types=WINDOWS, rope_parameters=dict(
+        sliding_attention=dict(rope_type="default", rope_theta=10000.0), full_attention=ROPE)),
+        "two kinds of layers; scaled frequencies in one"),
+    "Ministral 3": ("ministral3", dict(head_dim=32, rope_parameters=ROPE | dict(
+        original_max_position_embeddings=256, llama_4_scaling_beta=0.1)),
+        "scaled rotary frequencies, and queries"),
+    "Seed-OSS": ("seed_oss", dict(head_dim=64, attention_out_bias=True, mlp_bias=True),
+                 "biases on q, k and v; here on all"),
+    "EXAONE 4": ("exaone4", dict(sliding_window=64, layer_types=WINDOWS),
+                 "two kinds of layers; one has no rotation"),
+    "EXAONE 4, one kind": ("exaone4", dict(sliding_window=None, layer_types=WINDOWS[1:] * 2),
+                           "such as EXAONE-4.0-1.2B: all layers rotate"),
+    "Hunyuan": ("hunyuan_v1_dense", dict(head_dim=64), "q and k are normalized after rotation"),
+    "ERNIE 4.5": ("ernie4_5", dict(head_dim=64), "pairs of neighbours rotate"),
+    "Arcee": ("arcee", dict(mlp_bias=True, attention_bias=True), "an MLP without a gate"),
+    "CWM": ("cwm", dict(head_dim=64, sliding_window=64, layer_types=WINDOWS, bos_token_id=1),
+            "as Llama, with a sliding window"),
+    "Jais 2": ("jais2", {}, "norms with a bias, an MLP without a gate"),
     "Mixtral": ("mixtral", dict(num_local_experts=8, sliding_window=64, head_dim=32),
                 "experts; a sliding window"),
     "OLMoE": ("olmoe", dict(num_experts=8, num_experts_per_tok=3, num_key_value_heads=2),
@@ -59,6 +91,9 @@ CASES = {
     "Qwen3-MoE": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
                                     head_dim=64, norm_topk_prob=True),
                   "experts; q and k are normalized"),
+    "Mellum": ("mellum", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+                              head_dim=64, sliding_window=64, layer_types=WINDOWS),
+               "experts; two kinds of layers"),
     "GPT-2": ("gpt2", {}, "learned positions; weights are transposed"),
     "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
                  "such as Pythia; attention beside the MLP"),

@@ -28,7 +28,8 @@ from trainer.packing import to_device
 
 # What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-         **dict.fromkeys(("olmoe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj"))}
+         **dict.fromkeys(("mellum", "olmoe", "qwen3_moe"),
+                         ("mlp", "gate_proj", "up_proj", "down_proj"))}
 
 
 @dataclass
@@ -66,7 +67,9 @@ def unserved(config):
     """Yields (what, whether this model has it): what neither this file nor vLLM computes."""
     if config.model_type in NAMES:
         yield "another activation than silu", config.hidden_act != "silu"
-        yield "dense layers among its mixtures", getattr(config, "decoder_sparse_step", 1) > 1
+        dense = "dense" in (getattr(config, "mlp_layer_types", None) or ())
+        yield ("dense layers among its mixtures",
+               dense or getattr(config, "decoder_sparse_step", 1) > 1)
 
 
 def blocks(lm) -> list[nn.Module]:
