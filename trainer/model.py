@@ -124,7 +124,9 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         if module._non_persistent_buffers_set:
             for p in module.parameters():
                 p._is_hf_initialized = True  # left alone
-            lm._init_weights(module)
+            lm.base_model._init_weights(module)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            setattr(module, name, getattr(module, name).to(compute))
     lora.start(lm, seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
@@ -284,7 +286,7 @@ class Policy(Trained):
         self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
                         if isinstance(layer, lora.Lora)}
         self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
-        if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
+        if type(lm).__name__.startswith(("Gemma2", "Gemma3n")):  # vLLM refuses their head
             self.left_out.add("lm_head.weight")
 
     def run(self, micro: Micro, *inputs):

@@ -115,7 +115,8 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
     the scores (Gemma 2). None: none.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    if query.is_cuda and half and softcap is None:  # the kernel has no larger heads
         return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
     return blocks(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
 
