@@ -78,29 +78,28 @@ class LossArgs(ClipArgs):
 
 # ---- functions of a file
 
-NAMES = {"loss": tuple(losses.LOSSES),
-         "advantage": ("dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline")}
+BUILT_IN = {"loss": losses.LOSSES, "advantage": dict.fromkeys(
+    ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
+NAMES = {flag: tuple(functions) for flag, functions in BUILT_IN.items()}
 TAKES = {  # positional arguments, and those by name
-    "loss": ("logp old A row", "rows engine_logprobs clip_low clip_high dual_clip"),
-    "advantage": ("rewards group", "scored eps parts trained")}
+    "loss": ("logp old A row", "rows engine_logprobs draws clip_low clip_high dual_clip"),
+    "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
+                                   "old_logprobs engine_logprobs")}
 
 
 class Own(NamedTuple):
-    """A function of a file."""
+    """A function of a file, or a built-in one."""
     function: Callable
     refuses: Callable  # args -> why these settings do not fit it, or None
-
-
-def loss_of(name: str) -> Callable:
-    """The function of --loss."""
-    if name in losses.LOSSES:
-        return losses.LOSSES[name]
-    return own("loss", name).function
+    per: str = "completion"  # of an advantage, or token: what has one number
+    takes: tuple[str, ...] = ()  # the names of its parameters
 
 
 @cache
 def own(flag: str, spec: str) -> Own:
-    """FILE.py:NAME of --loss or --advantage. SettingsError if it cannot be loaded."""
+    """What --loss or --advantage names. SettingsError if it cannot be loaded."""
+    if spec in NAMES[flag]:
+        return Own(BUILT_IN[flag][spec], fits)
     path, name = find(flag, spec)
     try:
         module = load(path)
@@ -110,12 +109,16 @@ def own(flag: str, spec: str) -> Own:
     function = getattr(module, name, None)
     by_order, by_name = (words.split() for words in TAKES[flag])
     try:
-        inspect.signature(function).bind(*by_order, **dict.fromkeys(by_name))
+        signature = inspect.signature(function)
+        signature.bind(*by_order, **dict.fromkeys(by_name))
     except (TypeError, ValueError) as error:  # there is none, or it takes something else
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last.") from error
-    return Own(function, getattr(module, "refuses", fits))
+    per = getattr(module, "PER", "completion")
+    if per not in ("completion", "token"):
+        raise SettingsError(f"--{flag} {spec}: PER must be completion or token (got {per!r}).")
+    return Own(function, getattr(module, "refuses", fits), per, (*signature.parameters,))
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -154,8 +157,6 @@ def rules(args):
                f"{updates}). For several updates: --loss clip.")
     for flag, names in NAMES.items():
         spec = getattr(args, flag)
-        if spec in names:
-            continue
         try:
             refused = own(flag, spec).refuses(args)
         except SettingsError as error:

@@ -42,7 +42,7 @@ def variant(name: str) -> str:
 
 def loss(name: str, logp, old, A, row, engine=None, **bounds):
     """Of a name, with the bounds above."""
-    function = loss_flags.loss_of(name if name in losses.LOSSES else variant(name))
+    function = loss_flags.own("loss", name if name in losses.LOSSES else variant(name)).function
     return function(logp, old, A, row, rows=ROWS, engine_logprobs=old if engine is None else engine,
                     **BOUNDS[name] | bounds)
 

@@ -98,6 +98,25 @@ class Batch:
         parts = [s.score.parts[name] for s in self.samples]
         return torch.tensor([x or 0.0 for x in parts], dtype=torch.float64)
 
+    def engine_logprobs(self) -> torch.Tensor:
+        """(M,) float32."""
+        return torch.from_numpy(np.concatenate(
+            [s.completion.logprobs[s.completion.sampled] for s in self.samples]))
+
+    def turns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The number of each token's turn, (M,). What the turn was paid (turns.py), at its last
+        token, else 0: (M,) float64."""
+        turn, paid = [], []
+        for s in self.samples:
+            sampled = s.completion.sampled
+            begins = sampled > np.append(False, sampled[:-1])
+            turn.append(begins.cumsum()[sampled] - 1)
+            paid.append(np.zeros(len(turn[-1])))
+            ends = np.flatnonzero(np.diff(turn[-1], append=-1))
+            if own := [one["paid"] for one in s.completion.turns or () if "paid" in one]:
+                paid[-1][ends] = own
+        return torch.from_numpy(np.concatenate(turn)), torch.from_numpy(np.concatenate(paid))
+
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
         rows = list(range(len(self.sizes)))
@@ -173,6 +192,14 @@ class Micro:
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
         """(N,) of the batch → (n,): each token gets its completion's number."""
         return to_device(x[self.rows], self.device)[self.row]
+
+    def draws(self) -> torch.Tensor:
+        """(n,) in [0, 1): one for each token, by its prompt's position in the data and the ids of
+        its completion: the same in any order."""
+        samples = [self.batch.samples[row] for row in self.rows]
+        draws = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
+            s.completion.tokens) for s in samples]
+        return to_device(torch.from_numpy(np.concatenate([[], *draws])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(M,) of the batch → (n,): what it has for the tokens that are here."""
