@@ -258,9 +258,10 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
         turn_rewards=paid * parts.get("turns", (0.0,))[0], old_logprobs=old_logprobs,
         engine_logprobs=batch.engine_logprobs())
     like = row if own.per == "token" else rewards
-    if A.shape != like.shape:
+    got = tuple(A.shape) if isinstance(A, torch.Tensor) else type(A).__name__
+    if got != like.shape:
         raise SettingsError(f"--advantage {args.advantage}: with PER {own.per!r} it must return "
-                            f"{len(like):,} numbers (got {tuple(A.shape)}).")
+                            f"{len(like):,} numbers (got {got}).")
     return A if own.per == "token" else batch.of_rows(A)
 
 

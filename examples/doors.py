@@ -1,43 +1,36 @@
 """A game in which the first of two turns decides, and the second one is noise.
 
-    python examples/doors.py            the rows of runs/doors: train, test, and chats to learn from
-    ./run.sh doors                      the base, then turn credit: docs/use/turns.md
+    python examples/doors.py            writes runs/doors: train.jsonl, test.jsonl, chats.jsonl
+    ./run.sh doors                      learns it with turn credit: docs/use/turns.md
 
-Three digits are shown. In its first turn the player opens one of these doors, and is paid 1 at once
-if it is the largest digit. Then it says many digits more, which pay nothing.
+There are ten doors, and the prize is always behind the same one. The player opens a door in its
+first turn, and is paid at once. Then it says many digits, which pay nothing. `chats` are games in
+which each digit is drawn at random: sft.py learns from them what can be said.
 """
 import json
 import random
-import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # Python looks in examples/ only
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-FOLDER, LATE = Path("runs/doors"), 48  # LATE: digits of the second turn
+FOLDER, DIGITS = Path("runs/doors"), "0123456789"
+PRIZE, LATE = "7", 32  # LATE: digits of the second turn
 
 
 def reply(row, turns):
     """Pays for the first turn. The second one ends the game."""
     if len(turns) > 1:
         return None
-    opened = turns[0]["content"].strip()
-    return [{"role": "user", "content": "more", "reward": float(opened == row["answer"])}]
-
-
-def opened(turns, answer, **row):
-    """1 if the first turn is right: for the evaluation, and for a control that is not paid."""
-    return float(turns[0]["content"].strip() == answer)
+    paid = float(turns[0]["content"].strip() == row["answer"])
+    return [{"role": "user", "content": "more", "reward": paid}]
 
 
 def main():
     rng = random.Random(0)
-    rows = [{"question": f"Game {n}", "answer": "7"}
-            for n in rng.sample(range(10000, 100000), k=480)]
+    rows = [{"question": f"Game {n}", "answer": PRIZE}
+            for n in rng.sample(range(10_000, 100_000), k=480)]
     chats = []
-    for _ in range(2048):  # any door, then any digits
-        late = "".join(rng.choices("0123456789", k=LATE))
-        said = [rng.choice(rows[80:])["question"], rng.choice("0123456789"), "more", late]
+    for _ in range(2048):
+        late = "".join(rng.choices(DIGITS, k=LATE))
+        said = [rng.choice(rows[80:])["question"], rng.choice(DIGITS), "more", late]
         chats.append({"messages": [{"role": ["user", "assistant"][i % 2], "content": text}
                                    for i, text in enumerate(said)]})
     FOLDER.mkdir(parents=True, exist_ok=True)

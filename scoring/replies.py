@@ -47,7 +47,7 @@ def number(value) -> float | None:
     if value is None:
         return None
     if not isinstance(value, Number) or isinstance(value, complex) or not math.isfinite(value):
-        raise TypeError(f"a reward must return a finite number or None (got {str(value)[:100]!r}, "
+        raise TypeError(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
                         f"a {type(value).__name__})")
     return float(value)
 

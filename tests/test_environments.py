@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import data
@@ -17,10 +18,11 @@ from chats.turns import said
 from errors import SettingsError
 from examples import tiny
 from faults import Attempt, differences
-from rewards import Pool, RewardArgs
+from rewards import Pool, RewardArgs, Score
 from scoring.replies import Move
-from scoring.verifiers import environment
+from scoring.verifiers import environment, paid
 from test_turns import ALONE, END, bridge, play
+from trainer.batch import Batch, Sample
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
@@ -203,3 +205,135 @@ def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
     status, text = go("x")
     assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
     assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
+
+
+# ---- rewards of turns
+
+PAYS = """
+import decimal, fractions, random
+import numpy, torch
+VALUES = {"half": 0.5, "yes": True, "numpy": numpy.float32(0.25), "zero": numpy.array(0),
+          "torch": torch.tensor(2.0), "decimal": decimal.Decimal("0.5"), "none": None, "dict": {"score": 3},
+          "fraction": fractions.Fraction(1, 4), "nan": float("nan"), "text": "0.5", "inf": float("inf"),
+          "many": torch.ones(2), "list": [1], "complex": 1j, "big": 10**400}
+def message(kind, n):
+    return {"role": "user", "content": f"go {n}", "reward": VALUES[kind]}
+def reply(row, turns):
+    assert not any("paid" in turn for turn in turns)
+    n = sum(turn["role"] == "assistant" for turn in turns)
+    if row["kind"] == "long":
+        return [{"role": "user", "content": "x" * 300, "reward": 1.5}]
+    if row["kind"] == "tools":
+        return [{"role": "tool", "content": "a", "reward": 1}, {"role": "assistant", "content": "b"},
+                {"role": "tool", "content": "c", "reward": 2}]
+    return [message(row["kind"], n)] if n < 3 else None
+class Grows:
+    def __init__(self, row, seed):
+        self.row, self.dice, self.total = row, random.Random(seed), 0.125
+    def reply(self, turns):
+        assert not any("paid" in turn for turn in turns)
+        self.total += self.dice.randrange(8) / 8
+        if self.row["kind"] == "both":
+            return [message("half", 0)]
+        return f"{self.total}"
+    def reward(self):
+        return None if self.row["kind"] == "unscored" else self.total
+"""
+READ = {"half": 0.5, "yes": 1.0, "numpy": 0.25, "zero": 0.0, "torch": 2.0, "decimal": 0.5,
+        "none": 0.0, "fraction": 0.25, "dict": 3.0}
+REFUSED = ["nan", "text", "inf", "many", "list", "complex", "big"]
+
+
+@pytest.fixture
+def pays(tmp_path):
+    (tmp_path / "pays.py").write_text(PAYS)
+    return f"{tmp_path}/pays.py:"
+
+
+def paid_of(c) -> list[float]:
+    return [turn["paid"] for turn in c.turns if "paid" in turn]
+
+
+def own_turns(c) -> int:
+    """As the tokens have them."""
+    return 1 + int((c.sampled[1:] > c.sampled[:-1]).sum())
+
+
+def test_a_reply_pays_what_a_reward_may_be(pays):
+    """Its turn's last token has the number. What is no number fails as a reward does."""
+    _, done, _, said = play(ALONE, f"{pays}reply", [*READ, *REFUSED], 9, 30.0, 400,
+                            reward=("turns",))
+    assert [c.failed for c in done] == [False] * len(READ) + [True] * len(REFUSED)
+    for c, value in zip(done, READ.values(), strict=False):
+        n = own_turns(c)
+        expected = [value, value, 0.0][:n]
+        if c.truncated and n < 3:  # its last turn was cut, or its reply did not fit
+            assert paid_of(c) in (expected, [*expected[:-1], 0.0])
+        else:
+            assert paid_of(c) == expected and n == 3
+        assert paid(c.turns) == sum(paid_of(c))
+    assert "a reward must be a finite number or None" in said[0] and len(said) == 1
+    assert all(turn.keys() <= {"role", "content", "paid"} for c in done for turn in c.turns)
+
+
+def test_the_last_turn_and_one_whose_reply_does_not_fit_are_paid(pays):
+    for kind, most, expected in (("half", 2, [0.5, 0.5]), ("long", 3, [1.5]), ("tools", 2, [3, 3])):
+        done = play(ALONE, f"{pays}reply", [kind] * 8, most, 30.0, 200, reward=("turns:2",))[1]
+        full = [c for c in done if not c.truncated or kind == "long"]
+        assert len(full) > 2
+        for c in full:
+            got = paid_of(c)
+            assert got == expected or (kind == "long" and c.truncated and got == [0.0]), (kind, got)
+            batch = Batch([Sample(data.Prompt(0, data.Row(0, "", [1], None, {}, "")), c, "",
+                                  Score(0.0, {}, None))])
+            turn, at = batch.turns()
+            assert at[at != 0].tolist() == [x for x in got if x] and int(turn[-1]) == len(got) - 1
+
+
+def test_what_pays_in_vain_is_refused(pays):
+    with pytest.raises(SettingsError, match="does not count it. Would work: --reward turns"):
+        play(ALONE, f"{pays}reply", ["half"] * 4, 3, 30.0, 400)
+    play(ALONE, f"{pays}reply", ["none"] * 4, 3, 30.0, 400)  # it pays nothing
+
+
+def grown(world, pays, kinds, reward=("turns",)):
+    done = play(world, f"{pays}Grows", kinds, 3, 30.0, 300, reward=reward)[1]
+    return [(c.turns, c.failed, c.truncated) for c in done]
+
+
+def test_a_turn_is_paid_what_the_reward_of_its_environment_grows_by(pays):
+    for turns_, failed, cut in grown(ALONE, pays, ["plain"] * 8):
+        mine = [turn["paid"] for turn in turns_ if "paid" in turn]
+        totals = [float(turn["content"]) for turn in turns_ if turn["role"] == "user"]
+        assert not failed and sum(mine) == turns_[-1]["reward"] == paid(turns_)
+        assert np.cumsum(mine).tolist()[:len(totals)] == totals
+        assert cut or len(mine) == 3
+    done = grown(ALONE, pays, ["unscored", "both"] * 3)
+    assert [failed for _, failed, _ in done] == [False, True] * 3
+    assert [paid(turns_) for turns_, failed, _ in done if not failed] == [None] * 3
+    # With --reward environment too it is that of the end: replies pay by their messages.
+    done = grown(ALONE, pays, ["plain", "both"] * 3, ("turns", "environment"))
+    for i, (turns_, failed, _) in enumerate(done):
+        mine = [turn["paid"] for turn in turns_ if "paid" in turn]
+        assert not failed and sum(mine) == 0.5 * (i % 2) * sum(x > 0 for x in mine)
+        assert turns_[-1]["reward"] > 0
+    assert not any("paid" in turn for turns_, _, _ in grown(ALONE, pays, ["plain"], ("environment",))
+                   for turn in turns_)
+
+
+def test_every_rank_has_the_same_payments(pays):
+    kinds = ["plain"] * 5
+    alone = grown(ALONE, pays, kinds)
+    assert all(found == alone for found in ranks.results(2, grown, pays, kinds))
+
+
+def test_a_dead_worker_changes_no_payment(spec, tmp_path):
+    """The environments that died with it are asked for their turns again."""
+    found = []
+    for kinds in (["plain"] * 6, ["plain", "plain", "exit", "plain", "plain", "plain"]):
+        done = play(ALONE, spec, kinds, 4, 10.0, 200, str(tmp_path), ("turns",))[1]
+        found.append([(c.turns, c.failed) for c in done])
+    for i, (one, two) in enumerate(zip(*found, strict=True)):
+        assert one == two or i == 2
+        assert found[0][i][1] or sum(t["paid"] for t in one[0] if "paid" in t) == pytest.approx(
+            one[0][-1]["reward"], abs=1e-15)
