@@ -305,7 +305,7 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
 @pytest.mark.parametrize("flags, words", [
     (dict(name="turn_credit", reward=("exact",)), "no --reward counts it: give --reward turns"),
     (dict(name="turn_credit", reward=("turns",)), "--reward turns needs --reply FILE.py:NAME."),
-    (dict(name="pass_at_k", group=3), "draws 4 completions of a group"),
+    (dict(name="pass_at_k", group=3), "draws 4 of a group: --group must be at least 5 (got 3)"),
     (dict(name="pass_at_k", overlong_buffer=8), "--overlong_buffer subtracts from them")])
 def test_settings_that_do_not_fit_are_one_sentence(flags, words):
     flags["advantage"] = variant(flags.pop("name"))
@@ -323,7 +323,7 @@ def test_pass_at_k_needs_rewards_of_0_and_1_and_its_mean_is_0():
     assert close(A.view(2, 8).sum(1), torch.zeros(2, dtype=F64), 1e-14) and A[8] == 0
     assert A[0] > 0 > A[1] and not function(torch.ones(8, dtype=F64), 8, scored=scored[:8]).any()
     assert not function(torch.zeros(8, dtype=F64), 8, scored=scored[:8]).any()
-    with pytest.raises(SettingsError, match="needs rewards of 0 or 1"):
+    with pytest.raises(SettingsError, match="is neither 0 nor 1"):
         function(R / 2, 8, scored=scored)
 
 

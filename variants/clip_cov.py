@@ -1,12 +1,10 @@
-"""Clip-Cov: some tokens that would lower the entropy most have no gradient.
+"""Clip-Cov: some tokens that lower the entropy have no gradient. https://arxiv.org/abs/2505.22617
 
-    clip's loss, but 0 for a share RATE of the tokens with LOW < cov_t < HIGH
-    cov_t = (logp_t - mean of logp) * A_t    https://arxiv.org/abs/2505.22617, verl
+    clip's loss, but 0 with probability RATE where LOW < (logp_t - mean of logp) * A_t < HIGH
 
-There the means of logp and A are over the batch, and the share is drawn from all of it: what a
-token learns then depends on other groups and on the order of the rows. Here the mean is over the
-completion, A has its group's baseline, and each token has a draw of its own. There 2e-4 of all
-tokens are drawn, whatever share is between the bounds.
+In the paper the means of logp and A are over the batch, and 2e-4 of all its tokens are drawn: what
+a token learns depends on other groups and on the order. Here the mean is over the completion, A has
+its baseline, and each token has its own draw.
 """
 import torch
 

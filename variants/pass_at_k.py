@@ -1,10 +1,8 @@
-"""Pass@k training: the reward of k completions is that of the best one, 0 or 1.
+"""Pass@k training, for rewards of 0 and 1.    https://arxiv.org/abs/2508.10751, analytical form
 
-    P = 1 - C(wrong, k) / C(G, k)    pass@k of the group's G completions
-    A = (1 - P) / s if right, (1 - P - C(wrong - 1, k - 1) / C(G - 1, k - 1)) / s if wrong
-    s = sqrt(P (1 - P))    https://arxiv.org/abs/2508.10751, its analytical form
-
-0 where P is 0 or 1. Where fewer than k completions are scored, k is their number.
+    P = 1 - C(wrong, K) / C(n, K)    pass@K of the n scored completions of a group
+    A = (1 - P) / s if right, (1 - P - C(wrong - 1, K - 1) / C(n - 1, K - 1)) / s if wrong
+    s = sqrt(P (1 - P)); A is 0 where s is: always where n is not above K
 """
 import torch
 
@@ -14,22 +12,22 @@ K = 4
 
 
 def pass_at_k(rewards, group, *, scored, **others):
-    right, wrong = scored & (rewards == 1), scored & (rewards == 0)
-    if (scored & ~right & ~wrong).any():
-        raise SettingsError("--advantage pass_at_k needs rewards of 0 or 1. Would work: "
+    wrong = scored & (rewards == 0)
+    if (scored & ~wrong & (rewards != 1)).any():
+        raise SettingsError("--advantage pass_at_k: a reward is neither 0 nor 1. Would work: "
                             "--advantage dr_grpo.")
     n, failed = (x.view(-1, group).sum(1).repeat_interleave(group) for x in (scored, wrong))
-    rest = torch.ones_like(rewards)  # C(failed - 1, k - 1) / C(n - 1, k - 1)
+    rest = 1.0
     for j in range(1, K):
-        rest = torch.where(n > j, rest * (failed - j).clamp(min=0) / (n - j).clamp(min=1), rest)
-    none = rest * failed / n.clamp(min=1)  # 1 - P
+        rest = rest * (failed - j).clamp(min=0).double() / (n - j).clamp(min=1)
+    none = rest * failed / n.clamp(min=1)
     s = (none * (1 - none)).sqrt()
     return torch.where(scored & (s > 0), (none - rest * wrong) / s, 0)
 
 
 def refuses(args) -> str | None:
-    if args.group < K:
-        return f"draws {K} completions of a group (K in the file), and --group is {args.group}."
+    if args.group <= K:
+        return f"draws {K} of a group: --group must be at least {K + 1} (got {args.group})."
     for flag in ("overlong_buffer", "kl_reward_coef"):
         if getattr(args, flag):
-            return f"needs rewards of 0 or 1, and --{flag} subtracts from them."
+            return f"needs rewards of 0 and 1, and --{flag} subtracts from them."

@@ -1,13 +1,11 @@
-"""Turn credit: what a turn is paid counts for it and for the turns before it.
+"""Turn credit: a token gets what is still to come.    docs/learn/algorithms.md proves it
 
-    A_it = G_ik - mean of G_jk over the other episodes j of the group    token t is of turn k
-    G_ik = R_i - what i was paid before turn k; 0 if i had ended before turn k
+    A_it = G_ik - mean of G_jk over the other episodes j of the group, where token t is of turn k
+    G_ik = R_i - what was paid before turn k; 0 if the episode had no turn k
 
-R is the whole reward, so G is what is still to come. The policy decides when an episode ends. So
-the mean is over *all* others: it depends on nothing that i did, and the expected gradient is exact
-(docs/learn/algorithms.md). A mean over those that had a turn j, summed over the turns that i had,
-is not: https://github.com/verl-project/verl/issues/7244 about https://arxiv.org/abs/2505.11821.
-Leave one out: https://arxiv.org/abs/2402.14740. G without a baseline: REINFORCE's reward to go.
+The policy decides how many turns there are. The mean is over *all* others, so it depends on nothing
+that i did. MT-GRPO (https://arxiv.org/abs/2505.11821) has a mean of each turn's reward, and sums:
+that is biased, https://github.com/verl-project/verl/issues/7244.
 """
 import torch
 
@@ -19,10 +17,10 @@ PER = "token"
 def turn_credit(rewards, group, *, scored, eps, row, turn, turn_rewards, **others):
     paid = rewards.new_zeros(len(rewards), int(turn.max()) + 1)  # (N, K)
     had = paid.bool()
-    paid.index_put_((row, turn), turn_rewards, accumulate=True)
     had[row, turn] = True
-    to_go = torch.where(had, rewards[:, None] - paid.cumsum(1) + paid, 0)
-    A = [losses.group_advantages(G, group, kind="rloo", eps=eps, scored=scored) for G in to_go.T]
+    paid.index_put_((row, turn), turn_rewards, accumulate=True)
+    G = torch.where(had, rewards[:, None] - paid.cumsum(1) + paid, 0)
+    A = [losses.group_advantages(x, group, kind="rloo", eps=eps, scored=scored) for x in G.T]
     return torch.stack(A, 1)[row, turn]
 
 
