@@ -250,18 +250,18 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (M,)."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
-    own, (turn, paid) = loss_flags.own("advantage", args.advantage), batch.turns()
+    own = loss_flags.own("advantage", args.advantage)
+    turn, paid, engine_logprobs = batch.turns()  # (M,)
     row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
     A = own.function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, turn=turn,
         turn_rewards=paid * parts.get("turns", (0.0,))[0], old_logprobs=old_logprobs,
-        engine_logprobs=batch.engine_logprobs())
+        engine_logprobs=engine_logprobs)
     like = row if own.per == "token" else rewards
-    got = tuple(A.shape) if isinstance(A, torch.Tensor) else type(A).__name__
-    if got != like.shape:
-        raise SettingsError(f"--advantage {args.advantage}: with PER {own.per!r} it must return "
-                            f"{len(like):,} numbers (got {got}).")
+    if getattr(A, "shape", A) != like.shape:
+        raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
+                            f"numbers: its PER is {own.per}.")
     return A if own.per == "token" else batch.of_rows(A)
 
 

@@ -137,32 +137,20 @@ class Episode:
     completion: Completion
     seed: int
     seen: list[int] = field(default_factory=list)  # how many turns there were at each reply
-    worth: float = 0.0  # what reward() had last
+    worth: float = 0.0  # what its environment has paid so far
 
     def asked(self, over: bool, grows: bool) -> Move:
         """What a worker is asked: its reply, or the reward of an environment."""
-        row, columns = self.row, {"prompt": self.row.prompt, "answer": self.row.answer}
-        turns = [{key: x for key, x in turn.items() if key != "paid"}
-                 for turn in self.completion.turns]
-        return Move(row.columns | columns, self.seed, turns, self.seen, over, grows,
-                    turns[-1]["content"])
-
-    def pay(self, reward: float, grows: bool):
-        """Pays for the last turn. grows: the reward is that of all turns."""
-        turn = self.completion.turns[-1]
-        if "paid" not in turn:
-            raise SettingsError("--reply pays for turns, and --reward does not count it. Would "
-                                "work: --reward turns; turns:0 measures it.")
-        turn["paid"] += reward - self.worth
-        if grows:
-            self.worth = reward
+        row, turns = self.row, self.completion.turns
+        columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
+        return Move(columns, self.seed, turns, self.seen, over, grows, turns[-1]["content"])
 
 
 class Reply(NamedTuple):
     """How an episode was answered."""
     value: list[dict] | float | None  # messages, or of an episode that is over its reward
     ids: list[int]  # of the messages, to append
-    paid: list[float]  # for the turn
+    paid: float  # for the turn; by an environment that has reward(): for all so far
     error: str | None  # None: nothing failed
 
 
@@ -175,11 +163,9 @@ class Episodes:
         self.workers = Pool([args.turn_args.reply], args.reward_args, "reply", homes=True)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
-        rewards = [spec.partition(":")[0] for spec in args.reward]
-        self.counted = "turns" in rewards  # is what a turn is paid a part of the reward?
-        # With --reward environment too, reward() is that of the end.
-        self.grows = (self.counted and "reward" in self.workers.methods
-                      and "environment" not in rewards)
+        # Is what turns are paid a part of the reward, and is it what reward() grows by?
+        self.counted = "turns" in [spec.partition(":")[0] for spec in args.reward]
+        self.grows = self.counted and "reward" in self.workers.methods
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -198,7 +184,7 @@ class Episodes:
                 it.completion.turns.append(message)
             running = [it for it in running if not it.completion.truncated]
             last = turn == self.max_turns
-            if not running or (last and not self.stateful and not self.counted):
+            if not running or (last and not (self.stateful or self.counted)):
                 break
             replies = self.reply(running)
             if last:  # it is only seen and paid
@@ -236,23 +222,28 @@ class Episodes:
         for it, reply in zip(episodes, replies, strict=True):
             it.seen.append(len(it.completion.turns))
             it.completion.failed = bool(reply.error)
-            for reward in reply.paid:
-                it.pay(reward, self.grows)
+            if self.counted:
+                it.completion.turns[-1]["paid"] += reply.paid - it.worth
+                it.worth = reply.paid if self.grows else 0.0
+            elif reply.paid:
+                raise SettingsError("--reply pays for turns, and --reward does not count it. Would "
+                                    "work: --reward turns; turns:0 only measures it.")
         errors = [reply.error for reply in replies]
         report(self.workers, self.log, errors, None in errors, len(errors))
         return replies
 
     def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
-        """What a worker answered, with the ids of its messages, which only then lack `reward`."""
-        value, ids = answer.values[0], []
-        paid = [value] if over and self.grows else []
+        """What a worker answered, with the ids of its messages. They lose their `reward`."""
+        value, ids, paid = answer.values[0], [], 0.0
         try:
-            if value and not over:
-                paid = [m.pop("reward") for m in value if "reward" in m]
+            if over:
+                paid = value or 0.0 if self.grows else 0.0
+            elif value:
+                paid = sum(m.pop("reward", None) or 0.0 for m in value)
                 ids = self.bridge.ids(int(c.ids[-1]), value)
         except SettingsError as error:
-            return Reply(None, [], [], str(error))
-        return Reply(value, ids, [x for x in paid if x is not None], answer.error)
+            return Reply(None, [], 0.0, str(error))
+        return Reply(value, ids, paid, answer.error)
 
     def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
         """Appends a reply, if the episode goes on and a token has room after it."""

@@ -4,7 +4,7 @@ Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in vari
 found from the current folder or from the project's, and loaded before weights are.
 """
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,9 +29,10 @@ class ClipArgs:
     mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
     the mean over each prompt's tokens (ScaleRL)."""
     engine_correction: Literal["none", "truncate", "mask", "sequence_truncate",
-                               "sequence_mask"] = "none"
+                               "sequence_mask", "sequence_mean"] = "none"
     """Weight losses by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
-    high] (IcePop). sequence_: by the ratio of the whole completion."""
+    high] (IcePop). sequence_: by the ratio of the whole completion. sequence_mean: by the geometric
+    mean of its tokens' ratios, truncated."""
     correction_low: float = 0.5
     """Lower bound; truncate has none."""
     correction_high: float = 2.0
@@ -91,8 +92,8 @@ class Own(NamedTuple):
     """A function of a file, or a built-in one."""
     function: Callable
     refuses: Callable  # args -> why these settings do not fit it, or None
-    per: str = "completion"  # of an advantage, or token: what has one number
-    takes: tuple[str, ...] = ()  # the names of its parameters
+    per: str = "completion"  # or token: what has one number of an advantage
+    takes: Sequence[str] = ()  # the names of its parameters
 
 
 @cache
@@ -115,10 +116,8 @@ def own(flag: str, spec: str) -> Own:
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last.") from error
-    per = getattr(module, "PER", "completion")
-    if per not in ("completion", "token"):
-        raise SettingsError(f"--{flag} {spec}: PER must be completion or token (got {per!r}).")
-    return Own(function, getattr(module, "refuses", fits), per, (*signature.parameters,))
+    return Own(function, getattr(module, "refuses", fits), getattr(module, "PER", "completion"),
+               [*signature.parameters])
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:

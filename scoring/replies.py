@@ -20,7 +20,7 @@ class Move(NamedTuple):
     turns: list[dict]
     seen: list[int]  # how many turns there were at each of its replies so far
     over: bool = False  # not a reply, but its reward: the episode is over
-    grows: bool = False  # reward() comes with the reply: a turn is paid what it grows by
+    grows: bool = False  # its reward so far comes with a reply: a turn is paid what it grows by
     completion: str = ""  # as of an Item, for errors
 
 
@@ -82,8 +82,7 @@ class Environments:
         self.live[move.seed] = it
         if said and move.grows:
             if any("reward" in m for m in said):
-                raise TypeError("reward() pays for the turn, and so does a message's key reward: "
-                                "give one of them")
+                raise TypeError("a class with reward() must not pay by its messages too")
             said[0]["reward"] = number(it.reward())
         return said
 

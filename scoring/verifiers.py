@@ -61,7 +61,7 @@ def environment(turns) -> float | None:
 
 
 def paid(turns) -> float | None:
-    """What the turns of an episode were paid. None: its environment cannot score it."""
+    """What all turns of a --reply were paid. None: its environment cannot score the episode."""
     unscored = turns[-1].get("reward", 0) is None
     return None if unscored else sum(turn.get("paid", 0.0) for turn in turns)
 

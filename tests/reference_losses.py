@@ -104,15 +104,17 @@ def engine_correction(args, old: list[float], engine: list[float]) -> tuple[list
         truncate, mask       the token's ratio, at most high (TIS); 0 outside [low, high] (IcePop,
                              arXiv:2510.18855)
         sequence_…           the same with the product of the completion's ratios
+        sequence_mean        truncated, with their geometric mean: NeMo-RL #2269
     """
     kind, gaps = args.engine_correction, [a - b for a, b in zip(old, engine, strict=True)]
     ratios = [math.exp(gap) for gap in gaps]
     if kind.startswith("sequence"):
-        ratios = [math.exp(sum(gaps))] * len(gaps)
+        total = mean(gaps) if kind == "sequence_mean" else sum(gaps)
+        ratios = [math.exp(total)] * len(gaps)
     inside = [args.correction_low <= ratio <= args.correction_high for ratio in ratios]
     if kind == "none":
         return [1.0] * len(gaps), ratios
-    if kind.endswith("truncate"):
+    if kind in ("truncate", "sequence_truncate", "sequence_mean"):
         return [min(ratio, args.correction_high) for ratio in ratios], ratios
     return [ratio if keep else 0.0 for ratio, keep in zip(ratios, inside, strict=True)], ratios
 

@@ -109,6 +109,7 @@ ppo group=1 steps=2 engine_correction=truncate entropy_coef=0.2 {BOUNDS}
 ppo group=1 steps=2 critic_warmup_steps=1
 ppo group=1 steps=2 engine_correction=mask entropy_coef=0.2 {BOUNDS}
 ppo group=2 steps=2 engine_correction=sequence_mask {BOUNDS}
+grpo group=3 steps=1 engine_correction=sequence_mean correction_high=1.02 {TWICE}
 sft group=1 steps=2
 sft group=1 steps=2 minibatches=7 epochs=2 temperature=0.7
 distill group=3 steps=2 teacher=x
@@ -131,7 +132,8 @@ OFTEN = {"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7), "lo
 SAMPLED = OFTEN | {
     "aggregation": ("token", "sequence", "constant", "prompt"), "dual_clip": (None, 1.1),
     "clip_high": (0.05, 0.2), "correction_low": (0.7,), "correction_high": (1.2,),
-    "engine_correction": ("none", "truncate", "mask", "sequence_truncate", "sequence_mask")}
+    "engine_correction": ("none", "truncate", "mask", "sequence_truncate", "sequence_mask",
+                          "sequence_mean")}
 REWARDED = SAMPLED | {"kl_reward_coef": (0.0, 0.2), "entropy_coef": (0.0, 0.2),
                       "overlong_buffer": (0, 8), "max_grad_norm": (1.0, 0.0)}
 FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()] for kind, names in {

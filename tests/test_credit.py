@@ -83,10 +83,10 @@ class World:
         row = torch.arange(len(index)).repeat_interleave(lengths)
         begin = lengths.cumsum(0) - lengths
         place = torch.tensor(batch.starts)[index][row] + torch.arange(len(row)) - begin[row]
-        turn, paid = (x[place] for x in batch.turns())
+        turn, paid, engine = (x[place] for x in batch.turns())
         A = estimate(batch.rewards[index], G, scored=torch.ones(len(index), dtype=torch.bool),
                      eps=0.0, parts={}, trained=None, row=row, lengths=lengths, turn=turn,
-                     turn_rewards=paid, old_logprobs=None, engine_logprobs=None)
+                     turn_rewards=paid, old_logprobs=engine, engine_logprobs=engine)
         weight = torch.zeros(len(self.logprobs()), dtype=F64).index_add(0, place, A * chance[row])
         return gradient(weight @ self.logprobs() / G, self.theta)
 
@@ -232,11 +232,11 @@ def batch_of(*masks: str, paid=None, text: str = "") -> Batch:
 
 def test_the_turns_of_tokens_and_what_they_were_paid():
     batch = batch_of("ss..s", "s", ".s.ss.s", "sss", paid=[[0.5, -1], [], [1, 2, 3], [0]])
-    turn, paid = batch.turns()
+    turn, paid, engine = batch.turns()
     assert [x.tolist() for x in batch.split(turn)] == [[0, 0, 1], [0], [0, 1, 1, 2], [0, 0, 0]]
     assert [x.tolist() for x in batch.split(paid)] == [
         [0, 0.5, -1], [0], [1, 0, 2, 3], [0, 0, 0]]
-    assert batch.engine_logprobs().tolist() == [-9, -8, -5, -9, -8, -6, -5, -3, -9, -8, -7]
+    assert engine.tolist() == [-9, -8, -5, -9, -8, -6, -5, -3, -9, -8, -7]
     assert paid.dtype == F64
 
 
@@ -256,9 +256,9 @@ def few(rewards, group, **others):
 
 def advantages(tmp_path, per: str, result: str, batch: Batch, reward=("turns:0.5",), name="f"):
     code = SEES.replace("arange(4)", f"arange({len(batch.samples)})")
-    (tmp_path / "sees.py").write_text(code.format(per=per, result=result or None))
-    loss_flags.own.cache_clear()
-    args = plan.changed(grpo.Args(), advantage=f"{tmp_path}/sees.py:{name}", group=2, reward=reward)
+    path = tmp_path / f"sees_{len([*tmp_path.iterdir()])}.py"
+    path.write_text(code.format(per=per, result=result or None))
+    args = plan.changed(grpo.Args(), advantage=f"{path}:{name}", group=2, reward=reward)
     assert args.needs_old_logprobs == (name == "f")
     old = torch.arange(int(batch.tokens.sum())).float()
     return args, grpo.compute_advantages(args, batch, batch.tokens, old, None)
@@ -281,11 +281,12 @@ def test_a_file_says_what_has_one_number(tmp_path):
 
 
 @pytest.mark.parametrize("per, result, words", [
-    ("token", "rewards", "with PER 'token' it must return 11 numbers (got (4,))"),
-    ("completion", "turn.double()", "with PER 'completion' it must return 4 numbers (got (11,))"),
-    ("token", "turn.double()[:, None]", "it must return 11 numbers (got (11, 1))"),
-    ("token", "None", "it must return 11 numbers (got NoneType)"),
-    ("tokens", "turn", "PER must be completion or token (got 'tokens')")])
+    ("token", "rewards", "must return a tensor of 11 numbers: its PER is token."),
+    ("completion", "turn.double()", "must return a tensor of 4 numbers: its PER is completion."),
+    ("token", "turn.double()[:, None]", "must return a tensor of 11 numbers"),
+    ("token", "None", "must return a tensor of 11 numbers"),
+    ("token", "turn.tolist()", "must return a tensor of 11 numbers"),
+    ("tokens", "turn.double()", "must return a tensor of 4 numbers: its PER is tokens.")])
 def test_a_file_that_returns_something_else_is_refused(per, result, words, tmp_path):
     batch = batch_of("ss..s", "s", ".s.ss.s", "sss")
     with pytest.raises(SettingsError, match=re.escape(words)):

@@ -21,10 +21,12 @@ from chats import turns
 from chats.turns import said
 from errors import SettingsError
 from examples import tiny
-from faults import Attempt, differences
+from faults import Attempt, differences, metrics
+from keeping.files import read
 from rewards import Pool, RewardArgs, Score
 from scoring.replies import Move, messages
 from scoring.verifiers import environment, paid
+from test_losses import variant
 from test_turns import ALONE, END, bridge, play
 from trainer.batch import Batch, Sample
 
@@ -193,13 +195,14 @@ class Rolls:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
+@pytest.mark.parametrize("flags", ["environment", f"turns --advantage {variant('turn_credit')}"])
+def test_killed_in_the_middle_of_episodes_and_resumed(flags, tmp_path):
     (tmp_path / "rolls.py").write_text(ROLLS)
 
     def go(name, faults=""):
         return Attempt(tmp_path, "--model", tiny.ensure(str(ROOT / "runs")), "--name", name,
                        "--steps", "5", "--reply", f"{tmp_path}/rolls.py:Rolls", "--reward",
-                       "environment", "--max_turns", "3", "--max_tokens", "120",
+                       *flags.split(), "--max_turns", "3", "--max_tokens", "120",
                        faults=faults).end()
 
     status, text = go("alone")
@@ -209,6 +212,10 @@ def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
     status, text = go("x")
     assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
     assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
+    if "turns" in flags:
+        assert all(row["reward/turns"] == row["reward/mean"] for row in metrics(tmp_path / "runs/x"))
+        rows = read(tmp_path / "runs/x/samples/step_00005.jsonl")
+        assert all("paid" in turn for row in rows for turn in row["turns"][::2])
 
 
 # ---- rewards of turns
@@ -216,7 +223,6 @@ def test_killed_in_the_middle_of_episodes_and_resumed(tmp_path):
 PAYS = """
 import random
 def reply(row, turns):
-    assert not any("paid" in turn for turn in turns)
     n = sum(turn["role"] == "assistant" for turn in turns)
     if row["kind"] == "long":
         return [{"role": "user", "content": "x" * 300, "reward": 1.5}]
@@ -231,7 +237,6 @@ class Grows:
     def __init__(self, row, seed):
         self.row, self.dice, self.total = row, random.Random(seed), 0.125
     def reply(self, turns):
-        assert not any("paid" in turn for turn in turns)
         self.total += self.dice.randrange(8) / 8
         if self.row["kind"] == "both":
             return [{"role": "user", "content": "x", "reward": 0.5}]
@@ -294,7 +299,7 @@ def test_the_last_turn_and_one_whose_reply_does_not_fit_are_paid(pays):
             assert got == expected or (kind == "long" and c.truncated and got == [0.0]), (kind, got)
             batch = Batch([Sample(data.Prompt(0, data.Row(0, "", [1], None, {}, "")), c, "",
                                   Score(0.0, {}, None))])
-            turn, at = batch.turns()
+            turn, at, _ = batch.turns()
             assert at[at != 0].tolist() == [x for x in got if x] and int(turn[-1]) == len(got) - 1
 
 
@@ -319,12 +324,6 @@ def test_a_turn_is_paid_what_the_reward_of_its_environment_grows_by(pays):
     done = grown(ALONE, pays, ["unscored", "both"] * 3)
     assert [failed for _, failed, _ in done] == [False, True] * 3
     assert [paid(turns_) for turns_, failed, _ in done if not failed] == [None] * 3
-    # With --reward environment too it is that of the end: replies pay by their messages.
-    done = grown(ALONE, pays, ["plain", "both"] * 3, ("turns", "environment"))
-    for i, (turns_, failed, _) in enumerate(done):
-        mine = [turn["paid"] for turn in turns_ if "paid" in turn]
-        assert not failed and sum(mine) == 0.5 * (i % 2) * sum(x > 0 for x in mine)
-        assert turns_[-1]["reward"] > 0
     (only, _, _), = grown(ALONE, pays, ["plain"], ("environment",))
     assert not any("paid" in turn for turn in only)
 

@@ -313,7 +313,8 @@ def test_a_ratio_that_overflows(name, log_ratio):
         assert far(x, A) == far(x, A, dual_clip=3.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask",
+                                  "sequence_mean"])
 def test_a_correction_is_the_formula_and_finite(kind):
     args = SimpleNamespace(engine_correction=kind, correction_low=0.6, correction_high=1.4)
     _, old, engine, _, row = ragged(0)
@@ -329,7 +330,7 @@ def test_a_correction_is_the_formula_and_finite(kind):
     for far in (500.0, -500.0):
         got, _ = losses.engine_correction(
             engine + far, engine, torch.zeros(2, dtype=torch.long), rows=1, **options)
-        top = 2.0 if kind.endswith("truncate") and far > 0 else 0.0
+        top = 2.0 if kind.endswith(("truncate", "mean")) and far > 0 else 0.0
         assert got.dtype == torch.float32 and got.tolist() == [top, top]
 
 

@@ -99,24 +99,17 @@ class Batch:
         parts = [s.score.parts[name] for s in self.samples]
         return torch.tensor([math.nan if x is None else x for x in parts], dtype=torch.float64)
 
-    def engine_logprobs(self) -> torch.Tensor:
-        """(M,) float32."""
-        return torch.from_numpy(np.concatenate(
-            [s.completion.logprobs[s.completion.sampled] for s in self.samples]))
-
-    def turns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of each token's turn, (M,). What the turn was paid (turns.py), at its last
-        token, else 0: (M,) float64."""
-        turn, paid = [], []
-        for s in self.samples:
-            sampled = s.completion.sampled
-            begins = sampled > np.append(False, sampled[:-1])
-            turn.append(begins.cumsum()[sampled] - 1)
-            paid.append(np.zeros(len(turn[-1])))
-            ends = np.flatnonzero(np.diff(turn[-1], append=-1))
-            if own := [one["paid"] for one in s.completion.turns or () if "paid" in one]:
-                paid[-1][ends] = own
-        return torch.from_numpy(np.concatenate(turn)), torch.from_numpy(np.concatenate(paid))
+    def turns(self) -> list[torch.Tensor]:
+        """Of each token, (M,): the number of its turn; if it is the last one there, what the turn
+        was paid (turns.py), else 0; the engine's log-prob."""
+        found = []
+        for c in (s.completion for s in self.samples):
+            turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
+            paid = np.zeros(len(turn))
+            paid[np.flatnonzero(np.diff(turn, append=-1))] = [
+                one["paid"] for one in c.turns or () if "paid" in one] or 0
+            found.append((turn, paid, c.logprobs[c.sampled]))
+        return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
@@ -195,12 +188,11 @@ class Micro:
         return to_device(x[self.rows], self.device)[self.row]
 
     def draws(self) -> torch.Tensor:
-        """(n,) in [0, 1): one for each token, by its prompt's position in the data and the ids of
-        its completion: the same in any order."""
+        """(n,) in [0, 1), at random: a token has the same one in any order and batch."""
         samples = [self.batch.samples[row] for row in self.rows]
-        draws = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
+        found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
             s.completion.tokens) for s in samples]
-        return to_device(torch.from_numpy(np.concatenate([[], *draws])), self.device)
+        return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(M,) of the batch → (n,): what it has for the tokens that are here."""
