@@ -163,7 +163,7 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
 
     for step in range(3):
         if step:
-            update(world, policy, batch)
+            update(world, policy, found[-1][0])
             export_model(policy, folder, f"{folder}-{step}")
         batch = scored(prompts, generate())
         ours = batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])

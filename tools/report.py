@@ -27,6 +27,7 @@ from keeping.files import read, write_whole  # noqa: E402
 from keeping.log import finished_steps, is_evaluation, read_metrics  # noqa: E402
 from pictures.eyes import opened  # noqa: E402
 from tools import plot  # noqa: E402
+from tools.samples import role  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
 POINTS = 2000  # of a curve at most
@@ -165,8 +166,9 @@ def block(rows: list[dict], with_tokens: bool, most: int | None, step: int = 0) 
             "rewards": row.get("rewards"), "advantage": row.get("advantage"),
             "n": row["tokens"], "cut": row["truncated"],
             "answer": shortened(as_text(row.get("answer")), most),
-            "turns": [[t["role"], shortened(as_text(t["content"]), most)] for t in turns]
-            if len(turns) > 1 else None})
+            "turns": [[role(t), shortened(as_text(t["content"]), most)] for t in turns]
+            if len(turns) > 1 else None,
+            "paid": [f", paid {t['paid']:g}" for t in turns if "paid" in t]})
     pictures = [[small(path) for path in paths if most is None and Path(path).is_file()]
                 for _, paths in prompts]
     return packed({"prompts": [shortened(text, most) for text, _ in prompts], "rows": kept,

@@ -155,8 +155,8 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter or buffer: its name in the files}, of which only the headers are read. SettingsError: they
-    lack a tensor, or have one that the model does not take."""
+    """{parameter or buffer: its name in the files}, whose headers alone are read. SettingsError:
+    they lack a tensor, or have one that the model does not take."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
