@@ -161,6 +161,7 @@ class Episodes:
         self.workers = Pool([args.turn_args.reply], args.reward_args, "reply", homes=True)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
+        self.told = False  # that no reply fits
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -184,8 +185,14 @@ class Episodes:
             replies = self.reply(running)
             if last:  # only its environment sees this turn
                 break
+            answered = sum(bool(reply.value) for reply in replies)
             running = [it for it, reply in zip(running, replies, strict=True)
                        if self.goes_on(it.completion, reply.value, reply.ids)]
+            if turn == 1 and answered and not running and not self.told:
+                self.told = True
+                self.log.say(f"  no reply fits: of {answered:,} none had room after the first turn."
+                             f" --max_tokens {self.max_tokens} is for a whole episode, with its "
+                             f"replies. Would work: a larger --max_tokens.")
             new = complete([Request(
                 it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
                 self.max_tokens - len(it.completion.ids)) for it in running])

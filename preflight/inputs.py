@@ -350,7 +350,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     if not card:
         found.plan.free = free_bytes() / local_size
     planned = Memory(found.plan, shape, card)
-    found.plan.memory = planned.text()
+    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 EVEN = 0.7  # segments of one block have at least this share of the longest one's length
 
@@ -123,6 +122,7 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
     """torch's kernel for bfloat16 on a GPU, (S, heads, d) → the same. It aligns the ends of queries
     and keys: a completion's keys are its prompt and itself."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
     left = -1 if window is None else window - 1
     return varlen_attn(q, k.index_select(0, keys), v.index_select(0, keys), *sizes,
