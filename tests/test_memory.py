@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 import learning
@@ -16,7 +18,7 @@ from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs, memory, plan
+from preflight import floor, inputs, memory, plan
 from preflight.memory import Memory
 from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
@@ -66,6 +68,29 @@ def test_the_printed_plan_has_each_part_and_their_sum(capsys):
     for name, size in ("weights", 4), ("gradients", 4), ("moments", 8), ("reference", 2):
         assert rows[name][1] == pytest.approx(size * n, abs=0.01)
     assert rows["logits"][1] == pytest.approx(5 * 0.5, abs=0.01)  # of 512 MiB each
+
+
+def test_the_floor_counts_the_flops_and_bytes_of_a_step():
+    """Held against torch's own counter."""
+    known = shape_of("tiny")
+    made = planned(grpo, 1, "tiny", 80, batch=3, group=2, max_tokens=40, max_prompt_tokens=24)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=320,
+        tie_word_embeddings=True), attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        lm(torch.zeros(1, 64, dtype=torch.long), use_cache=False)
+    # Three prompts of 24 tokens, and six completions of 40 that read them again.
+    pairs = 3 * 24 * 24 / 2 + 6 * 40 * (24 + 20)
+    attention = 4 * 2 * 128  # FLOPs of a pair
+    matrices = (counter.get_total_flops() - attention * 64 * 64) / 64  # of a token
+    forward = matrices * (3 * 24 + 6 * 40) + attention * pairs
+    found = floor.seconds(made)
+    assert found["update"] == pytest.approx(3 * forward / 989e12, rel=0.01)
+    assert not found["score"]
+    bytes_read = 40 * 2 * known.params + 6 * 2 * 2 * 2 * 128 * 40 * (24 + 20)
+    assert found["rollout"] == pytest.approx(bytes_read / 3.35e12)
+    assert f"floor      {sum(found.values()):.2g} s a step on 1 x H100 SXM" in made.text()
 
 
 @pytest.mark.parametrize("part, flags, change", [
