@@ -229,11 +229,13 @@ class Log:
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
-        count = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
+        if row.get("rollout/turns_mean", 1) > 1:
+            shown.append(f"turns {row['rollout/turns_mean']:.2f}")
+        at = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
         times = [row["time/step"] for row in self.rows[-20:] if row.get("time/step")]
         if times and row["step"] < self.steps:
             shown.append(f"{duration(statistics.median(times) * (self.steps - row['step']))} left")
-        return "  ".join([f"step {count}", *shown])
+        return "  ".join([f"step {at}", *shown])
 
     def hints(self, row: dict):
         """Says what should not stay so: when it begins, and every tenth step."""
