@@ -5,7 +5,7 @@
 It is grpo.py with another advantage: A_t = log π_T(t) - log π_old(t). The teacher is loaded like
 grpo.py's reference. --divergence compares whole distributions instead. With --teacher_prompt the
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
-as in grpo.py. What is minimized: docs/learn/algorithms.md.
+as in grpo.py. What is minimized: docs/use/recipes.md.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass

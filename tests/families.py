@@ -1,6 +1,6 @@
 """Random models of every family in weights.FAMILIES, and how far engine and trainer are from
 transformers. `python tests/families.py` prints the table of
-docs/reference/evidence.md (10 minutes)."""
+bench/RESULTS.md (10 minutes)."""
 import json
 import os
 import pickle
@@ -219,7 +219,7 @@ def worker(folder: str, out: str) -> None:
 
 
 def row(name: str) -> str:
-    """A line of the table in docs/reference/evidence.md."""
+    """A line of the table in bench/RESULTS.md."""
     trainer, engine = with_engine(name)
     kind, _, special = CASES[name]
     return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine:.0e} |"

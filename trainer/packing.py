@@ -4,7 +4,7 @@
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
 
 All prompts come first, then all completions without their last tokens, which predict nothing. A
-row's attention is what it was: this changes no log-prob (docs/reference/evidence.md).
+row's attention is what it was: this changes no log-prob (bench/packing.py).
 """
 from dataclasses import dataclass
 from functools import cached_property, partial
