@@ -128,6 +128,21 @@ def test_a_critic_needs_what_the_policy_needs():
     assert found["critic"][1] == sum(found[name][1] for name in ("weights", "gradients", "moments"))
 
 
+def test_a_published_step_takes_six_times_the_floor():
+    """NeMo-RL 0.4: Llama-3.1-8B on 16 H100, 64 prompts x 32 completions, 1,060 tokens: 97.7 s."""
+    with torch.device("meta"):
+        llama = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256))
+    args = plan.changed(grpo.Args(), batch=64, group=32, minibatches=4, kl_loss_coef=0.01,
+                        max_prompt_tokens=150, max_tokens=910)
+    shape = shape_from(llama)
+    found = floor.seconds(Memory(plan.Plan(args, 16, None, 0, shape), shape, 80 * GIB))
+    assert round(shape.params / 1e9) == 8 and round(sum(found.values())) == 17
+    page = (ROOT / "bench/RESULTS.md").read_text()
+    assert "where the floor is 17 s: 17 %" in page and round(100 * 17 / 97.7) == 17
+
+
 def test_known_models():
     """As their model cards count them; others are refused; the tiny one is as tiny.py makes it."""
     assert shape_of("Qwen/Qwen2.5-7B").params == 7_615_616_512
