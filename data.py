@@ -38,7 +38,7 @@ class DataArgs:
     """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.max_image_tokens and plan.shape and not plan.shape.tower:
             yield "--max_image_tokens must be 0: --model sees no pictures."
         if self.prompt_template == "":
@@ -176,6 +176,7 @@ def parts_of(spec: str) -> tuple[str, str, str]:
 # other rows have numbers. It names no line, and refuses a .parquet that is empty or has maps.
 
 def read_file(path: str) -> list[dict]:
+    """The rows of one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
         return from_arrow(pyarrow.parquet.read_table(path))
@@ -200,6 +201,7 @@ def from_arrow(table) -> list[dict]:
 
 
 def keys_once(pairs: list[tuple]) -> dict:
+    """A dict of the pairs. ValueError: a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"one of {', '.join(found)} is there twice")
@@ -303,6 +305,7 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
 
 
 def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
+    """The text that the model sees. SettingsError: the chat template cannot write it."""
     if finished:
         if len(messages) > 1 or options:
             raise SettingsError("a finished chat text takes no --system, no tools and no other "
@@ -313,8 +316,10 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> st
     goes_on = messages[-1]["role"] == "assistant"
     text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
                      continue_final_message=goes_on)
-    for m in messages:
-        if m["role"] in ("system", "developer") and text and m["content"].strip() not in text:
+    for m in messages if text else ():
+        said = m["content"].strip()  # Llama writes what a tool says as JSON
+        if (m["role"] not in ("user", "assistant") and said not in text
+                and json.dumps(said, ensure_ascii=False) not in text):
             raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
     return text
 

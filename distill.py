@@ -47,7 +47,7 @@ class Args(ClipArgs, CommonArgs):
     needs_reference: ClassVar[bool] = True  # the teacher
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if not (self.teacher or self.teacher_prompt):
             yield "--teacher or --teacher_prompt must be given: else nobody teaches."
         if self.eval_data and not self.reward:

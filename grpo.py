@@ -77,7 +77,7 @@ class Args(loss_flags.LossArgs, CommonArgs):
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.group == 1 and self.dynamic_sampling:
             yield ("--dynamic_sampling keeps groups whose rewards differ, so --group must be at "
                    "least 2 (got 1).")

@@ -158,6 +158,7 @@ def whiten(values, among):
 
 
 def ratio_metrics(log_ratio, ratio, cut):
+    """log_ratio, ratio, and cut: whether a bound acts, (n,) → metrics, (n,) without gradient."""
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return {"ratio": ratio, "clip_frac": cut.to(ratio.dtype),
             "approx_kl": log_ratio.exp() - 1 - log_ratio}

@@ -46,7 +46,7 @@ class CriticArgs:
     """--score_tokens of the critic: its values before the update."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         for name in ("critic_update_tokens", "critic_score_tokens"):
             yield from plan.too_small(name, getattr(self, name))
         if 0 < plan.args.steps <= self.critic_warmup_steps:
@@ -83,7 +83,7 @@ class Args(LossArgs, CommonArgs):
         return self.kl_reward_coef > 0
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.kl_target is not None and self.kl_reward_coef == 0:
             yield (f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0. "
                    "Would work: --kl_reward_coef 0.05.")

@@ -50,7 +50,7 @@ class EngineArgs:
     """No CUDA graphs: a faster start, a slower generation."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if "" in self.stop:
             yield "--stop must not have an empty string: every completion would end at once."
         wholes, shape = [(plan.ranks, "ranks")], plan.shape

@@ -33,7 +33,7 @@ class TurnArgs:
     """The model's turns in an episode, at most."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if "max_turns" in not_default(self) and not self.reply:
             yield "--max_turns needs --reply."
         if self.reply and plan.shape and plan.shape.tower:

@@ -180,6 +180,7 @@ def facts(args, inputs, world: World) -> dict:
 
 
 def digest(value) -> str:
+    """12 hex digits of what repr(value) says."""
     return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
 
 
@@ -208,8 +209,7 @@ def sampled(path: str | Path) -> str:
 
 
 def code_digests(flags: dict) -> dict[str, str]:
-    """{"code of --loss FILE.py:NAME": digest} of each such flag: comments and docstrings are not
-    in it."""
+    """{"code of --loss FILE.py:NAME": digest} of each such flag."""
     found = {}
     for flag, value in flags.items():
         for spec in value if isinstance(value, tuple) else [value]:
@@ -221,6 +221,7 @@ def code_digests(flags: dict) -> dict[str, str]:
 
 
 def digest_of_code(path: Path) -> str:
+    """Of a Python file, without comments and docstrings."""
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):

@@ -206,6 +206,7 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
+    """transformers' tokenizer of the folder `source`. SettingsError: it has none."""
     from transformers import AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(source)

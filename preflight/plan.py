@@ -18,7 +18,7 @@ class PlanArgs:
     """The completions of every optimizer step must divide evenly over the ranks."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if not self.plan:
             yield from (f"--{name} needs --plan." for name in ("ranks", "gpu_gb")
                         if name in not_default(self))

@@ -54,7 +54,7 @@ class RunArgs:
     """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.target_reward and plan.args.steps < 13:
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
@@ -126,7 +126,7 @@ class CommonArgs:
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         for name in ("model", "data", "eval_data"):
             if getattr(self, name) == "":
                 yield f"--{name} must not be empty."

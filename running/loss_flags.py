@@ -38,7 +38,7 @@ class ClipArgs:
     """Upper bound."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         masks = self.engine_correction in ("mask", "sequence_mask")
         if masks and self.correction_low > self.correction_high:
             yield (f"--correction_low must be at most --correction_high {self.correction_high} "
@@ -69,7 +69,7 @@ class LossArgs(ClipArgs):
     """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.overlong_buffer > plan.args.max_tokens:
             yield (f"--overlong_buffer must be at most --max_tokens {plan.args.max_tokens:,} (got "
                    f"{self.overlong_buffer:,}).")

@@ -217,9 +217,10 @@ def gdpo(args, step) -> list[list[float]]:
         for i in step.trained():
             first, parts = i - i % args.group, step.completions[i].parts
             group = [c.parts[name] for c in step.completions[first:first + args.group]
-                     if c.reward is not None]
-            total[i][0] += float(weight or 1) * group_advantage(
-                args, "grpo", parts[name], group, [])
+                     if c.reward is not None and c.parts[name] is not None]
+            if parts[name] is not None:  # it applies
+                total[i][0] += float(weight or 1) * group_advantage(
+                    args, "grpo", parts[name], group, [])
     return [A * len(old) for A, old in zip(whiten(total), step.old, strict=True)]
 
 

@@ -94,9 +94,10 @@ class Batch:
         return x.split(self.tokens.tolist())
 
     def part(self, name: str) -> torch.Tensor:
-        """(N,) float64: one of the rewards that --reward adds up, without its weight."""
+        """(N,) float64: one of the rewards that --reward adds up, without its weight. NaN: it has
+        no number, or does not apply."""
         parts = [s.score.parts[name] for s in self.samples]
-        return torch.tensor([x or 0.0 for x in parts], dtype=torch.float64)
+        return torch.tensor([math.nan if x is None else x for x in parts], dtype=torch.float64)
 
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""

@@ -41,7 +41,7 @@ class ModelArgs:
     """Tokens whose logits are held at once. 0: 512 MiB of float32 logits."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.shard_size and plan.ranks % self.shard_size:
             works = max(k for k in range(1, plan.ranks + 1)
                         if plan.ranks % k == 0 and k <= self.shard_size)
@@ -66,7 +66,7 @@ class OptimizerArgs:
     """Train a model's vision tower and projector too. Else they stay as they are."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if max(self.betas) >= 1:
             yield f"--betas must be below 1 (got {self.betas}). Usual: --betas 0.9 0.999."
         if self.train_vision and plan.shape and not plan.shape.tower:
@@ -96,6 +96,7 @@ def experts_in(dtype) -> str | None:
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
+    """Of the computation: --dtype, or what fits the device."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
@@ -183,6 +184,7 @@ class LogprobModel(nn.Module):
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
+        """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
         if formula is None:
             formula = token_logprobs
         return formula(hidden_states(self.lm, inputs, source), self.head, targets,
@@ -209,9 +211,10 @@ class ValueModel(nn.Module):
                               dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
+        """The value before each sampled token, (n,), at least float32."""
         hidden = hidden_states(self.lm, inputs, source)
         values = self.head(hidden).sum(-1)  # no squeeze: hooks need no view
-        return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Trained:
@@ -227,6 +230,7 @@ class Trained:
                                            weight_decay=args.weight_decay, fused=True)
 
     def run(self, micro: Micro, *inputs):
+        """The module's forward on a micro-batch. It has a gradient if the micro-batch learns."""
         seen = micro.inputs | seeing.pictures_of(self.module.lm, micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
             out = self.module(seen, micro.source, *inputs)

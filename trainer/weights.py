@@ -114,6 +114,7 @@ def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[str]:
+    """The names of the files that an index names."""
     try:
         files = json.loads(index.read_text())["weight_map"].values()
         return sorted({min(files), *map(str, files)})
