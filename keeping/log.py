@@ -10,7 +10,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +28,11 @@ LINE = {  # what is printed of a step
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
-EQUAL = 3  # steps in a row whose groups have equal rewards: it is said
+HINTS = [  # (after how many steps in a row, of which metric that is 1, what is said)
+    (1, "rollout/truncated_frac", "no completion ended: each reached --max_tokens, or the model does "
+     "not know its end token"),
+    (3, "batch/groups_equal", "the rewards inside every group were equal: nothing to prefer. "
+     "tools/samples.py shows them")]
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 
 
@@ -113,7 +117,7 @@ class Log:
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.bad_steps, self.writing = 0, world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
-        self.lasting: dict[str, int] = {}  # of each hint: for how many steps it has been so
+        self.lasting = Counter()  # of each hint: for how many steps it has been so
         self.times = defaultdict(float)  # of this step
         self.wandb = None
 
@@ -239,18 +243,12 @@ class Log:
 
     def hints(self, row: dict):
         """Says what should not stay so: when it begins, and every tenth step."""
-        found = []
-        if row.get("rollout/truncated_frac") == 1:
-            found.append((1, "no completion ended: each reached --max_tokens. It is too small, or "
-                             "the model does not know its end token (docs/use/troubleshooting.md)"))
-        if row.get("batch/groups_equal") == 1:
-            found.append((EQUAL, "the rewards inside every group were equal: there is nothing to "
-                                 "prefer. tools/samples.py shows what was said and scored"))
-        self.lasting = {text: self.lasting.get(text, 0) + 1 for _, text in found}
-        for patience, text in found:
-            steps = self.lasting[text]
-            if steps == patience or steps % 10 == 0:
-                self.say(f"  {count(steps, 'step')} in a row {text}.")
+        for patience, metric, text in HINTS:
+            self.lasting[metric] += 1
+            if row.get(metric) != 1:
+                self.lasting[metric] = 0
+            elif self.lasting[metric] == patience or self.lasting[metric] % 10 == 0:
+                self.say(f"  {count(self.lasting[metric], 'step')} in a row {text}.")
 
     def watch(self, metrics: dict):
         """Counts the steps in a row that had a gradient that is not finite. RuntimeError after

@@ -72,7 +72,8 @@ def show_plan(args) -> int:
     found = read_files(args, args.plan_args.ranks)
     planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
     found.plan.memory = planned.text()
-    print(found.plan.text())
+    from tools import floor
+    print(found.plan.text(), floor.text(planned), sep="\n")
     return int(found.shape.fused and not planned.fits)
 
 

@@ -4,7 +4,6 @@ docs/use/memory_and_machines.md has them in words. Each is an upper bound. The b
 as it is computed, m in a weight that is trained (float32). R ranks share the weights. shape: a
 Shape. card: the bytes of a GPU; None: there is none.
 """
-from preflight import floor
 from preflight.plan import Phase, Plan, ceil_div, count, save_every
 from preflight.shape import Shape
 from rollout import HELD, engine_limits
@@ -162,7 +161,6 @@ class Memory:
                           f"{self.plan.requests:,}")
         if self.adapter:
             lines.append(f"  lora       {self.adapter:,} parameters are trained")
-        lines += [floor.text(self)] if self.card else []
         return "\n".join([*lines, self.saved()])
 
     def saved(self) -> str:

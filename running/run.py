@@ -79,16 +79,13 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 def again(world: dist.World, name: str) -> str:
     """The command that goes on with this run. run.sh says how it was started."""
-    started, (script, *flags) = os.environ.get("STARTED_AS"), sys.argv
-    if not started:
-        folder = os.path.relpath(os.path.dirname(sys.executable))
-        started = shlex.join([f"{folder}/python", script, *flags])
-        if world.size > 1:
-            started = shlex.join([f"{folder}/torchrun", "--nproc_per_node", str(world.local_size),
-                                  script, *flags])
-    named = any(flag.partition("=")[0] == "--name" for flag in flags)
+    folder = os.path.relpath(os.path.dirname(sys.executable))
+    start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
+    words = [*(start if world.size > 1 else [f"{folder}/python"]), *sys.argv]
+    named = any(word.partition("=")[0] == "--name" for word in words)
     machines = " (on each machine, as before)" if world.size > world.local_size else ""
-    return started + ("" if named else f" --name {shlex.quote(name)}") + machines
+    return (os.environ.get("STARTED_AS") or shlex.join(words)) + (
+        "" if named else f" --name {shlex.quote(name)}") + machines
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,

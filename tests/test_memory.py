@@ -18,11 +18,12 @@ from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from preflight import floor, inputs, memory, plan
+from preflight import inputs, memory, plan
 from preflight.memory import Memory
 from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
 from running import worst_case
+from tools import floor
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -90,7 +91,7 @@ def test_the_floor_counts_the_flops_and_bytes_of_a_step():
     assert not found["score"]
     bytes_read = 40 * 2 * known.params + 6 * 2 * 2 * 2 * 128 * 40 * (24 + 20)
     assert found["rollout"] == pytest.approx(bytes_read / 3.35e12)
-    assert f"floor      {sum(found.values()):.2g} s a step on 1 x H100 SXM" in made.text()
+    assert f"floor      {sum(found.values()):.2g} s a step on 1 x H100 SXM" in floor.text(made)
 
 
 @pytest.mark.parametrize("part, flags, change", [

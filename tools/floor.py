@@ -1,4 +1,4 @@
-"""floor.py: the least seconds that a step can take on one known card, by arithmetic.
+"""floor.py: the least seconds that a step can take on one known card, by arithmetic: --plan has it.
 
 A matrix product needs 2 FLOPs for each weight and token, and twice that again for its gradients.
 Each round of decoding reads all weights, and the keys and values of what it goes on with. Sizes are
