@@ -29,8 +29,8 @@ LINE = {  # what is printed of a step
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
 HINTS = [  # (after how many steps in a row, of which metric that is 1, what is said)
-    (1, "rollout/truncated_frac", "no completion ended: each reached --max_tokens, or the model does "
-     "not know its end token"),
+    (1, "rollout/truncated_frac", "no completion ended: each reached --max_tokens, or the model "
+     "does not know its end token"),
     (3, "batch/groups_equal", "the rewards inside every group were equal: nothing to prefer. "
      "tools/samples.py shows them")]
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends

@@ -33,8 +33,8 @@ def run(script: str, flags: list[str], seed: int) -> list[dict]:
     subprocess.run(
         [f"{os.path.dirname(sys.executable)}/torchrun", "--local_addr", "127.0.0.1",
          "--nproc_per_node", "2", script, *USUAL, *flags, *FIXED, "--seed", str(seed), "--name",
-         name], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True,
-        stdout=subprocess.DEVNULL)
+         name], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
     return read(ROOT / "runs" / name / "metrics.jsonl")
 
 

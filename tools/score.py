@@ -3,7 +3,8 @@
     python tools/score.py runs/NAME near.py:near          beside the reward that the run had
     python tools/score.py runs/NAME exact near.py:near:0.1 --show 5
 
-For both it prints the mean, and in how many groups the rewards differ: only these have a gradient.
+For both it prints the mean, and in how many groups of two and more the rewards differ: only these
+have a gradient.
 Then come the completions of which they think most differently. samples/ keeps prompt, answer and
 turns, and no other column of a row: a reward that needs one is refused.
 """
@@ -55,7 +56,8 @@ def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
 def summary(name: str, totals: list[float | None], groups: list[list[int]]) -> str:
     """The mean of the scored ones, and the share of groups with two different rewards."""
     scored = [total for total in totals if total is not None]
-    differ = np.mean([len({totals[i] for i in group} - {None}) > 1 for group in groups])
+    differ = np.mean([len({totals[i] for i in group} - {None}) > 1 for group in groups
+                      if len(group) > 1] or [0.0])
     mean = f"{np.mean(scored):8.3f}" if scored else "    none"
     return f"{name:<30} mean {mean}   groups that differ {differ:6.1%}   unscored " \
            f"{len(totals) - len(scored)}"
