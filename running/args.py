@@ -1,5 +1,6 @@
 """args.py: the flags that all training scripts share, and the command line."""
 import io
+import os
 import re
 import sys
 from contextlib import redirect_stderr
@@ -170,6 +171,8 @@ def parse(kind: type, description: str):
         with redirect_stderr(said):
             args = tyro.cli(kind, description=TEN + description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
+    except BrokenPipeError:  # --help | head
+        os._exit(0)
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue().rstrip()}"] if end.code else [])  # 0: --help
     if mistakes is not None:
