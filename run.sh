@@ -21,6 +21,8 @@
 # model, data, reward or evaluation. Times are of two CPU cores. RANKS=1 ./run.sh trains on one rank
 # (without it: one rank for each GPU, or two without a GPU).
 set -euo pipefail
+STARTED_AS="./run.sh$([ $# = 0 ] || printf ' %q' "$@")"  # for a run's first line
+export STARTED_AS
 cd "$(dirname "$0")"
 
 # Where this is set (many containers), Python compiles torch, transformers and vLLM again at every

@@ -127,6 +127,19 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
     return goes_on
 
 
+def check_room(folder: Path, args, size: float):
+    """SettingsError if the disk does not hold --keep checkpoints of `size` bytes, and the next."""
+    every, keep = plan.save_every(args), args.run_args.keep
+    there = sum(path.stat().st_size for path in folder.glob("checkpoints/*/*"))
+    disk = next(path for path in folder.resolve().parents if path.exists())
+    room = there + shutil.disk_usage(disk).free
+    if every and size * (keep + 1) > room:
+        works = f"--keep {int(room / size) - 1}" if room >= 2 * size else "--save_every 0"
+        raise SettingsError(
+            f"--keep {keep} needs {size * (keep + 1) / 1e9:.1f} GB for {keep} checkpoints and one "
+            f"that is written; {disk} has {room / 1e9:.1f} GB. Would work: {works}.")
+
+
 def find(folder: Path, world: World) -> Saved | None:
     """The newest one. A collective."""
     numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them

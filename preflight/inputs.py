@@ -75,7 +75,8 @@ def show_plan(args) -> int:
     found = read_files(args, args.plan_args.ranks)
     planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
     found.plan.memory = planned.text()
-    print(found.plan.text())
+    from tools import floor
+    print(found.plan.text(), floor.text(planned), sep="\n")
     return int(found.shape.fused and not planned.fits)
 
 
@@ -355,7 +356,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     if not card:
         found.plan.free = free_bytes() / local_size
     planned = Memory(found.plan, shape, card)
-    found.plan.memory = planned.text()
+    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.

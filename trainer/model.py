@@ -26,7 +26,7 @@ HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
 @dataclass
 class ModelArgs:
-    """Weights and memory: nothing here changes the maths."""
+    """Weights and memory. Only --dtype changes numbers, by rounding."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
     checkpointing: bool = False

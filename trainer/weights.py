@@ -43,6 +43,8 @@ def find(model: str, flag: str = "model") -> str:
     if Path(model, "config.json").is_file():
         return model
     why = "this folder has no config.json"
+    if Path(model, ".metadata").exists():
+        why = "this is a checkpoint: tools/export.py makes a model of it"
     if not Path(model).is_dir():
         try:
             return fetch(model)
