@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
+from tqdm import tqdm
 
 from errors import Count, SettingsError
 from scoring.messages import chat_of, from_json, not_null, options_of, templated
@@ -35,11 +36,14 @@ class DataArgs:
     """A system message, put before the prompt."""
     max_image_tokens: int = 0
     """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
+    min_image_tokens: int = 0
+    """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
 
     def rules(self, plan):
         """See plan.problems."""
-        if self.max_image_tokens and plan.shape and not plan.shape.tower:
-            yield "--max_image_tokens must be 0: --model sees no pictures."
+        for name in "max_image_tokens", "min_image_tokens":
+            if getattr(self, name) and plan.shape and not plan.shape.tower:
+                yield f"--{name} must be 0: --model sees no pictures."
         if self.prompt_template == "":
             yield "--prompt_template must not be empty: give {question}, or leave it out."
 
@@ -92,7 +96,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make = make or make_row
     raw, name = read(spec, seed)
     controls, rows = marks(tokenizer)[0], []
-    for index, columns in enumerate(raw):
+    silent = os.environ.get("RANK", "0") != "0"
+    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
+            raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
         except (SettingsError, ValueError) as error:

@@ -123,10 +123,10 @@ def train(args: Args) -> int:
             metrics["data/position"] = run.stream.position
             metrics |= refused | learn(args, run.world, run.policy, kept, lr=lr,
                                        reference=run.reference, phase=run.log.time)
-            run.record(step, samples)  # in samples/
             metrics["batch/dropped"] += sum(refused.values())  # by --dynamic_sampling
 
         run.log.step(step + 1, metrics)
+        run.record(step, samples)  # in samples/
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:
@@ -218,6 +218,8 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
               "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
     return batch.tokens * keep, {
         "batch/prompts": len(scored) // args.group,
+        "batch/groups_equal": 1 - float(losses.keep_groups(
+            batch.rewards, args.group, scored).double().mean()) if args.group > 1 else 0.0,
         "batch/tokens": sum(p + c for _, p, c in batch.sizes),
         **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
 

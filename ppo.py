@@ -124,12 +124,12 @@ def train(args: Args) -> int:
             metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
                              critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
                              phase=run.log.time)
-            run.record(step, samples)  # in samples/
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
 
         run.log.step(step + 1, metrics)
+        run.record(step, samples)  # in samples/
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:

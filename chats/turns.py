@@ -166,6 +166,7 @@ class Episodes:
         # Does --reward count what turns are paid, and is it what reward() grows by?
         self.counted = "turns" in [spec.partition(":")[0] for spec in args.reward]
         self.grows = self.counted and "reward" in self.workers.methods
+        self.told = False  # that no reply fits
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
              complete: Callable, seed: Callable) -> None:
@@ -189,8 +190,14 @@ class Episodes:
             replies = self.reply(running)
             if last:  # it is only seen and paid
                 break
+            answered = sum(bool(reply.value) for reply in replies)
             running = [it for it, reply in zip(running, replies, strict=True)
                        if self.goes_on(it.completion, reply.value, reply.ids)]
+            if turn == 1 and answered and not running and not self.told:
+                self.told = True
+                self.log.say(f"  no reply fits: of {answered:,} none had room after the first turn."
+                             f" --max_tokens {self.max_tokens} is for a whole episode, with its "
+                             f"replies. Would work: a larger --max_tokens.")
             new = complete([Request(
                 it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
                 self.max_tokens - len(it.completion.ids)) for it in running])

@@ -81,15 +81,19 @@ def shape_from(lm) -> Shape:
     c, text, tower = lm.config.get_text_config(), seeing.text_of(lm), seeing.tower_sizes(lm)
     first = [(name, p) for name, p in text.named_parameters() if ".0." in name]
     layer, params = sum(p.numel() for _, p in first), sum(p.numel() for p in lm.parameters())
+    linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features
-               for name, m in text.named_modules() if ".0." in name and hasattr(m, "in_features")}
+               for name, m in linear.items() if ".0." in name}
     heads, mixture = c.num_attention_heads, experts.sizes(lm)
-    inner = mixture.inner if mixture else getattr(c, "intermediate_size", None)
+    inner = mixture.inner if mixture else max(  # layers may differ: Gemma 4
+        (m.in_features for name, m in linear.items() if "mlp" in name
+         and m.in_features != c.hidden_size), default=getattr(c, "intermediate_size", None))
     return Shape(
         hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
         intermediate=inner or 4 * c.hidden_size,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
+                     default=c.hidden_size // heads),
         layer=layer, params=params, linears=linears, mixture=mixture, tower=tower,
         root=params - c.num_hidden_layers * layer - (tower.sharded if tower else 0),
-        fused=c.model_type != "gemma2")
+        fused=not getattr(c, "attn_logit_softcapping", None))

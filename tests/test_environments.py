@@ -213,8 +213,8 @@ def test_killed_in_the_middle_of_episodes_and_resumed(flags, tmp_path):
     assert status == 0 and "resumed from runs/x/checkpoints/step_2" in text, text
     assert differences(tmp_path / "runs/alone", tmp_path / "runs/x") == []
     if "turns" in flags:
-        steps = metrics(tmp_path / "runs/x")
-        assert all(row["reward/turns"] == row["reward/mean"] for row in steps)
+        kept = metrics(tmp_path / "runs/x")
+        assert all(row["reward/turns"] == row["reward/mean"] for row in kept)
         rows = read(tmp_path / "runs/x/samples/step_00005.jsonl")
         assert all("paid" in turn for row in rows for turn in row["turns"][::2])
 
@@ -305,7 +305,7 @@ def test_the_last_turn_and_one_whose_reply_does_not_fit_are_paid(pays):
 
 
 def test_what_pays_in_vain_is_refused(pays):
-    with pytest.raises(SettingsError, match="no --reward counts it. Would work: --reward turns"):
+    with pytest.raises(SettingsError, match="does not count it. Would work: --reward turns"):
         play(ALONE, f"{pays}reply", ["half"] * 4, 3, 30.0, 400)
     play(ALONE, f"{pays}reply", ["none"] * 4, 3, 30.0, 400)  # it pays nothing
 
@@ -322,9 +322,9 @@ def test_a_turn_is_paid_what_the_reward_of_its_environment_grows_by(pays):
         assert not failed and sum(mine) == turns_[-1]["reward"] == paid(turns_)
         assert np.cumsum(mine).tolist()[:len(totals)] == totals
         assert cut or len(mine) == 3
-    assert [paid(turns_) for turns_, *_ in grown(ALONE, pays, ["unscored"] * 3)] == [None] * 3
-    for turns_, *_ in grown(ALONE, pays, ["both"] * 3):  # reward() alone counts
-        assert paid(turns_) == turns_[-1]["reward"]
+    done = grown(ALONE, pays, ["unscored", "both"] * 3)
+    assert [failed for _, failed, _ in done] == [False, True] * 3
+    assert [paid(turns_) for turns_, failed, _ in done if not failed] == [None] * 3
     (only, _, _), = grown(ALONE, pays, ["plain"], ("environment",))
     assert not any("paid" in turn for turn in only)
 

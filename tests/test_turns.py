@@ -215,6 +215,13 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
 
 
+def test_replies_that_never_fit_are_told_once(spec):
+    """--max_tokens of a task of one turn: each episode ended after its first, without a word."""
+    *_, said = play(ALONE, spec, ["plain"] * 6 + ["never"] * 2, room=8)
+    assert len(said) == 1 and "no reply fits: of " in said[0] and "--max_tokens 8 " in said[0]
+    assert not play(ALONE, spec, ["plain"] * 4)[-1] and not play(ALONE, spec, ["never"] * 4)[-1]
+
+
 def test_a_turn_that_is_cut_ends_its_episode(played):
     _, done, engine, _ = played
     cuts = [[made.truncated for made in engine.gave[i]] for i in range(len(done))]

@@ -26,7 +26,7 @@ HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
 @dataclass
 class ModelArgs:
-    """Weights and memory: nothing here changes the maths."""
+    """Weights and memory. Only --dtype changes numbers, by rounding."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
     checkpointing: bool = False
@@ -124,7 +124,9 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         if module._non_persistent_buffers_set:
             for p in module.parameters():
                 p._is_hf_initialized = True  # left alone
-            lm._init_weights(module)
+            lm.base_model._init_weights(module)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            setattr(module, name, getattr(module, name).to(compute))
     lora.start(lm, seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
@@ -161,7 +163,8 @@ def hidden_states(lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
     on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
     inputs = seeing.embedded(lm, **inputs)
-    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
+    base = seeing.text_of(lm).base_model
+    hidden = base(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
@@ -175,12 +178,15 @@ class LogprobModel(nn.Module):
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
+        self.sees = seeing.sees(lm.config)
         self.routing = experts.Routing(lm) if experts.blocks(lm) else None
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.sees:
+            seeing.forbid(self.lm, logits)
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
@@ -195,7 +201,11 @@ class LogprobModel(nn.Module):
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
         inputs = seeing.embedded(self.lm, **inputs)
-        logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
+        if self.sees:
+            base = seeing.text_of(self.lm)
+            logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])
+        else:
+            logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
         seeing.text_of(self.lm).set_attn_implementation("packed")
         return logits[0]
 
@@ -276,7 +286,7 @@ class Policy(Trained):
         self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
                         if isinstance(layer, lora.Lora)}
         self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
-        if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
+        if type(lm).__name__.startswith(("Gemma2", "Gemma3n")):  # vLLM refuses their head
             self.left_out.add("lm_head.weight")
 
     def run(self, micro: Micro, *inputs):
