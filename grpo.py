@@ -75,7 +75,7 @@ class Args(loss_flags.LossArgs, CommonArgs):
 
     @property
     def token_advantages(self) -> bool:
-        """Whether the tokens of a completion have different advantages."""
+        """Whether tokens of a completion have different advantages."""
         return (loss_flags.own("advantage", self.advantage).per == "token"
                 or (self.advantage == "reinforce++" and self.kl_reward_coef > 0))
 
