@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
+from tqdm import tqdm
 
 from errors import Count, SettingsError
 from scoring.messages import chat_of, from_json, not_null, options_of, templated
@@ -35,11 +36,14 @@ class DataArgs:
     """A system message, put before the prompt."""
     max_image_tokens: int = 0
     """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
+    min_image_tokens: int = 0
+    """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
-        if self.max_image_tokens and plan.shape and not plan.shape.tower:
-            yield "--max_image_tokens must be 0: --model sees no pictures."
+        """See plan.problems."""
+        for name in "max_image_tokens", "min_image_tokens":
+            if getattr(self, name) and plan.shape and not plan.shape.tower:
+                yield f"--{name} must be 0: --model sees no pictures."
         if self.prompt_template == "":
             yield "--prompt_template must not be empty: give {question}, or leave it out."
 
@@ -92,7 +96,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make = make or make_row
     raw, name = read(spec, seed)
     controls, rows = marks(tokenizer)[0], []
-    for index, columns in enumerate(raw):
+    silent = os.environ.get("RANK", "0") != "0"
+    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
+            raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
         except (SettingsError, ValueError) as error:
@@ -173,6 +179,7 @@ def parts_of(spec: str) -> tuple[str, str, str]:
 # other rows have numbers. It names no line, and refuses a .parquet that is empty or has maps.
 
 def read_file(path: str) -> list[dict]:
+    """The rows of one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
         return from_arrow(pyarrow.parquet.read_table(path))
@@ -197,6 +204,7 @@ def from_arrow(table) -> list[dict]:
 
 
 def keys_once(pairs: list[tuple]) -> dict:
+    """A dict of the pairs. ValueError: a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"one of {', '.join(found)} is there twice")
@@ -300,6 +308,7 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
 
 
 def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
+    """The text that the model sees. SettingsError: the chat template cannot write it."""
     if finished:
         if len(messages) > 1 or options:
             raise SettingsError("a finished chat text takes no --system, no tools and no other "
@@ -310,8 +319,10 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> st
     goes_on = messages[-1]["role"] == "assistant"
     text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
                      continue_final_message=goes_on)
-    for m in messages:
-        if m["role"] in ("system", "developer") and text and m["content"].strip() not in text:
+    for m in messages if text else ():
+        said = m["content"].strip()  # Llama writes what a tool says as JSON
+        if (m["role"] not in ("user", "assistant") and said not in text
+                and json.dumps(said, ensure_ascii=False) not in text):
             raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
     return text
 

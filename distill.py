@@ -5,7 +5,7 @@
 It is grpo.py with another advantage: A_t = log π_T(t) - log π_old(t). The teacher is loaded like
 grpo.py's reference. --divergence compares whole distributions instead. With --teacher_prompt the
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
-as in grpo.py. What is minimized: docs/learn/algorithms.md.
+as in grpo.py. What is minimized: docs/use/recipes.md.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Args(ClipArgs, CommonArgs):
     needs_reference: ClassVar[bool] = True  # the teacher
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if not (self.teacher or self.teacher_prompt):
             yield "--teacher or --teacher_prompt must be given: else nobody teaches."
         if self.eval_data and not self.reward:
@@ -84,9 +84,9 @@ def train(args: Args) -> int:
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
                 phase=run.log.time) | {"data/position": run.stream.position}
-            run.record(step, samples)  # in samples/
 
         run.log.step(step + 1, metrics)
+        run.record(step, samples)  # in samples/
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:

@@ -158,6 +158,7 @@ def whiten(values, among):
 
 
 def ratio_metrics(log_ratio, ratio, cut):
+    """log_ratio, ratio, and cut: whether a bound acts, (n,) → metrics, (n,) without gradient."""
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return {"ratio": ratio, "clip_frac": cut.to(ratio.dtype),
             "approx_kl": log_ratio.exp() - 1 - log_ratio}
@@ -272,12 +273,14 @@ def engine_correction(old, engine, row, *, rows, kind, low, high):
         truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
         mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
         sequence_*  the product of a completion's w_t: verl truncates at 2, TRL masks above 3
+        sequence_mean   its geometric mean, truncated: its noise does not grow with the length
+                    https://github.com/NVIDIA-NeMo/RL/pull/2269
     """
     log_ratio = old.detach() - engine
     if kind.startswith("sequence"):
-        log_ratio = row_sum(log_ratio, row, rows)
+        log_ratio = (row_mean if kind == "sequence_mean" else row_sum)(log_ratio, row, rows)
     ratio = log_ratio.exp()
-    if kind.endswith("truncate"):
+    if kind.endswith(("truncate", "mean")):
         weights, cut = ratio.clamp(max=high), ratio > high
     else:
         cut = (ratio < low) | (ratio > high)

@@ -46,7 +46,7 @@ class CriticArgs:
     """--score_tokens of the critic: its values before the update."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         for name in ("critic_update_tokens", "critic_score_tokens"):
             yield from plan.too_small(name, getattr(self, name))
         if 0 < plan.args.steps <= self.critic_warmup_steps:
@@ -83,7 +83,7 @@ class Args(LossArgs, CommonArgs):
         return self.kl_reward_coef > 0
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.kl_target is not None and self.kl_reward_coef == 0:
             yield (f"--kl_target {self.kl_target} adapts --kl_reward_coef, which must not be 0. "
                    "Would work: --kl_reward_coef 0.05.")
@@ -124,12 +124,12 @@ def train(args: Args) -> int:
             metrics |= learn(args, run.world, (run.policy, run.critic), samples, lr=lr,
                              critic_lr=critic_lr, kl_coef=run.kl_coef, reference=run.reference,
                              phase=run.log.time)
-            run.record(step, samples)  # in samples/
             if args.kl_target is not None:
                 run.kl_coef = losses.adaptive_kl(run.kl_coef, metrics["policy/kl"], n=len(samples),
                                                  target=args.kl_target, horizon=args.kl_horizon)
 
         run.log.step(step + 1, metrics)
+        run.record(step, samples)  # in samples/
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:

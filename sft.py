@@ -20,6 +20,7 @@ import torch
 import dist
 import losses
 from dist import World
+from errors import not_default
 from preflight.inputs import show_plan
 from running.args import CommonArgs, parse
 from running.run import set_up
@@ -46,13 +47,16 @@ class Args(CommonArgs):
         return bool(self.eval_data and self.reward)
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.group != 1:
             yield (f"--group must be 1: a row has one completion (got {self.group}). For an "
                    "evaluation there is --eval_samples.")
         if self.temperature != 1:
             yield (f"--temperature must be 1: nothing is sampled (got {self.temperature}). For an "
                    "evaluation there is --eval_temperature.")
+        for flag in not_default(self.engine_args) + not_default(self.turn_args):
+            if not self.needs_engine:
+                yield f"--{flag} is for an engine. Would work: with --eval_data and --reward."
         if self.reward and not self.eval_data:
             yield "--reward needs --eval_data: sft.py learns from no reward."
         if self.run_args.target_reward:

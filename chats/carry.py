@@ -36,7 +36,7 @@ class CarryArgs:
     """Tokens of a round. After each round the step looks whether its prompts have ended."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if not self.carry:
             return
         if plan.args.engine_correction == "none":

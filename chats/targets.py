@@ -68,8 +68,12 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
     if column is None:
         raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
                             f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
-    if there.get("label") is False or there.get("kto_tag") is False:
-        raise SettingsError(f"its label is false, and {column} would be learned all the same.")
+    meant = [name for name in ("label", "kto_tag") if there.get(name) is False]
+    meant += [name for name in ("weight", "loss_weight") if there.get(name, 1) != 1]
+    meant += [name for name in ("labels", "loss_mask") if isinstance(there.get(name), list)]
+    if meant:
+        raise SettingsError(f"its {meant[0]} is {there[meant[0]]!r:.300}, and {column} would be "
+                            "learned all the same.")
     if column in CHATS:
         chat = chat_of(column, there[column], None)
         first = next((i for i, m in enumerate(chat) if m["role"] == "assistant"), len(chat))

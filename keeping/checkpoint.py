@@ -33,8 +33,8 @@ from trainer.weights import FILES, config_of, names_in_files, weight_files
 
 # What another value means for a resumed run. Any setting that is in neither is taken over and said.
 FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets
-    max_image_tokens max_prompt_tokens model model_files precision prompt_template reply rows
-    script seed source system teacher teacher_files teacher_prompt
+    max_image_tokens max_prompt_tokens min_image_tokens model model_files precision
+    prompt_template reply rows script seed source system teacher teacher_files teacher_prompt
     train_vision""".split())  # refused: it would be another run
 SAME_UPDATE = frozenset("""checkpointing cpu_offload critic_score_tokens critic_update_tokens eager
     eval_data eval_every eval_only eval_pass eval_samples eval_temperature export gpu_gb head_chunk
@@ -127,6 +127,19 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
     return goes_on
 
 
+def check_room(folder: Path, args, size: float):
+    """SettingsError if the disk does not hold --keep checkpoints of `size` bytes, and the next."""
+    every, keep = plan.save_every(args), args.run_args.keep
+    there = sum(path.stat().st_size for path in folder.glob("checkpoints/*/*"))
+    disk = next(path for path in folder.resolve().parents if path.exists())
+    room = there + shutil.disk_usage(disk).free
+    if every and size * (keep + 1) > room:
+        works = f"--keep {int(room / size) - 1}" if room >= 2 * size else "--save_every 0"
+        raise SettingsError(
+            f"--keep {keep} needs {size * (keep + 1) / 1e9:.1f} GB for {keep} checkpoints and one "
+            f"that is written; {disk} has {room / 1e9:.1f} GB. Would work: {works}.")
+
+
 def find(folder: Path, world: World) -> Saved | None:
     """The newest one. A collective."""
     numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them
@@ -167,6 +180,7 @@ def facts(args, inputs, world: World) -> dict:
 
 
 def digest(value) -> str:
+    """12 hex digits of what repr(value) says."""
     return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
 
 
@@ -195,8 +209,7 @@ def sampled(path: str | Path) -> str:
 
 
 def code_digests(flags: dict) -> dict[str, str]:
-    """{"code of --loss FILE.py:NAME": digest} of each such flag: comments and docstrings are not
-    in it."""
+    """{"code of --loss FILE.py:NAME": digest} of each such flag."""
     found = {}
     for flag, value in flags.items():
         for spec in value if isinstance(value, tuple) else [value]:
@@ -208,6 +221,7 @@ def code_digests(flags: dict) -> dict[str, str]:
 
 
 def digest_of_code(path: Path) -> str:
+    """Of a Python file, without comments and docstrings."""
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):

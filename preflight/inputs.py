@@ -17,8 +17,7 @@ from chats.teacher import add_teacher_prompts
 from data import eos_ids
 from errors import Mistakes, SettingsError
 from pictures import rows as pictured
-from pictures.eyes import Eyes
-from pictures.seeing import sees
+from pictures.seeing import FAMILIES, sees
 from preflight import memory
 from preflight.memory import Memory
 from preflight.plan import Plan, problems
@@ -43,16 +42,20 @@ class Inputs:
     bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
-    eyes: Eyes | None = None  # of a model that sees
+    eyes: object = None  # of a model that sees: idefics3.Eyes, and those of other families
     ends: list[int] = field(default_factory=list)  # ids that end a completion
 
     @property
     def for_pictures(self) -> dict:
         """The engine's options for them. {}: the model sees none."""
+        if not self.eyes:
+            return {}
         most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
                     if row.pictures), default=0)
-        return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
-                "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
+        # vLLM's own normalization would have noise for a mean, by load_format="dummy".
+        return {"limit_mm_per_prompt": {"image": max(1, most), "video": 0},
+                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
+                "mm_processor_kwargs": {"size": self.eyes.size}}
 
 
 class NoTokenizer:
@@ -72,7 +75,8 @@ def show_plan(args) -> int:
     found = read_files(args, args.plan_args.ranks)
     planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
     found.plan.memory = planned.text()
-    print(found.plan.text())
+    from tools import floor
+    print(found.plan.text(), floor.text(planned), sep="\n")
     return int(found.shape.fused and not planned.fits)
 
 
@@ -206,6 +210,7 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
+    """transformers' tokenizer of the folder `source`. SettingsError: it has none."""
     from transformers import AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(source)
@@ -276,26 +281,24 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
-def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = None) -> Eyes:
+def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = None):
     """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
-    limit = args.data_args.max_image_tokens
-    eyes = load_eyes(args.model, source, lm.config, limit)
+    limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
+    eyes = load_eyes(args.model, source, lm.config, *limits)
     if teacher:
         config = weights.config_of(teacher, "teacher")
         theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
                                 "with an equal processor for pictures and an equal image token.")
-    longest = eyes.size["longest_edge"]
-    if longest < eyes.usual:
-        notes.append(f"--max_image_tokens {limit}: every picture is scaled to a longest edge of "
-                     f"{longest:,} pixels, not {eyes.usual:,}: at most {eyes.most:,} tokens")
+    if eyes.note:
+        notes.append(eyes.note)
     return eyes
 
 
-def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model") -> Eyes:
+def load_eyes(name: str, source: str, config, *limits: int, flag: str = "model"):
     try:
-        return Eyes(source, config, limit)
+        return FAMILIES[config.model_type].Eyes(source, config, *limits)
     except SettingsError:
         raise
     except Exception as error:  # transformers has many kinds
@@ -323,7 +326,7 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes: Eyes | None,
+def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
               notes: list[str]) -> list[data.Row]:
     """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
     the flag."""
@@ -342,7 +345,7 @@ def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes: Eyes | None,
     if files.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
         raise SettingsError(
             f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
-            f"model of type idefics3, or rows without image and images.")
+            f"model of type {', '.join(FAMILIES)}, or rows without image and images.")
     notes.append(f"--{flag} {note}")
     return rows
 
@@ -356,7 +359,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     if not card:
         found.plan.free = free_bytes() / local_size
     planned = Memory(found.plan, shape, card)
-    found.plan.memory = planned.text()
+    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.

@@ -18,7 +18,7 @@ class PlanArgs:
     """The completions of every optimizer step must divide evenly over the ranks."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if not self.plan:
             yield from (f"--{name} needs --plan." for name in ("ranks", "gpu_gb")
                         if name in not_default(self))
@@ -51,6 +51,14 @@ def changed(args, **values):
             if inside:
                 values[name] = replace(group, **inside)
     return replace(args, **values)
+
+
+def save_every(args) -> int:
+    """Steps between two checkpoints. 0: there are none."""
+    given = args.run_args.save_every
+    if args.eval_args.eval_only:
+        return 0
+    return ceil_div(args.steps, 10) if given is None else given
 
 
 def ceil_div(n: int, size: int) -> int:
@@ -105,6 +113,7 @@ class Plan:
     local_size: int | None = None  # ranks of a machine, if known
     free: float = 0.0  # bytes for a rank that has no GPU; 0: not known
     memory: str = ""  # text of the memory plan
+    checkpoint: float = 0.0  # bytes; 0: not known
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch

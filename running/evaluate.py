@@ -31,7 +31,7 @@ class EvalArgs:
     """Evaluate --model on --eval_data, and end."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if not plan.args.eval_data:
             yield from (f"--{name} needs --eval_data." for name in not_default(self))
         if self.eval_temperature and not 0.01 <= self.eval_temperature <= 2:  # vLLM's own limits

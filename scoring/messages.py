@@ -13,17 +13,19 @@ MARK = "<image>"  # a picture, in a text
 # ShareGPT's, ms-swift's. The content of a function_call is a call.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool",
          "function_call": "assistant", "tool_call": "assistant"}
-WEIGHTS = ("weight", "train", "training", "train_on_turn", "loss")  # 0: the turn is not learned
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "loss", "train", "training",
+           "trainable", "train_on_turn")  # 0: the turn is not learned
 # Keys of a message that change what is learned: a chat template must know them.
-MEANT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal",
-         "images", "audio", "train", "training", "train_on_turn", "train_detail", "loss", "masked")
-UNREAD = ("history", "videos", "audios")  # columns: lists that would change the prompt
+MEANT = (*WEIGHTS[1:], "tool_calls", "reasoning_content", "reasoning", "thinking", "refusal",
+         "images", "audio", "train_detail", "masked", "mask")
+UNREAD = ("history", "functions", "videos", "audios")  # columns: lists that would change the prompt
 FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
         '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')
 CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # JSON, or Python's
 
 
 def not_null(columns: dict) -> dict:
+    """Without None and NaN."""
     return {column: value for column, value in columns.items()
             if value is not None and value == value}  # NaN differs from itself
 
@@ -67,7 +69,8 @@ def message_of(stored, image: str | None) -> dict:
     role = m.get("role")
     if not isinstance(role, str):
         raise ValueError("role")
-    calls = m.pop("content", None) if role.endswith("_call") else m.pop("tool_calls", None)
+    old = m.pop("function_call", None)  # OpenAI's first form of tool_calls
+    calls = m.pop("content", None) if role.endswith("_call") else m.pop("tool_calls", old)
     m["role"] = ROLES.get(role, role)
     if calls:
         calls = from_json(calls)
@@ -104,6 +107,7 @@ def call_of(stored) -> dict:
 # ---- what the chat template gets ----
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    """The text that the chat template makes of them. SettingsError: it raises."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
     except (TemplateError, TypeError) as error:
@@ -120,10 +124,12 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
         raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
                             f"not {own!r:.300} and {more!r:.300}.")
     options = more | ({"tools": own} if own else {})
-    meant = [key for m in messages for key in MEANT if m.get(key) not in (None, "", [], False)]
-    meant += [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
-    for key in [*options, *meant]:
-        if template != "" and not re.search(rf"\b{re.escape(key)}\b", str(template)):
+    meant = [key for m in messages for key in MEANT
+             if m.get(key) not in (None, "", []) and m[key] is not False]
+    unread = [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
+    for key in [*options, *meant, *unread]:
+        known = template == "" or re.search(rf"\b{re.escape(key)}\b", str(template))
+        if key in unread or not known:
             raise SettingsError(f"the chat template of the model has no place for {key}. Would "
                                 "work: rows without it, or another model.")
     return options

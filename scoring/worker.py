@@ -116,6 +116,7 @@ def received(pipe: socket.socket):
 
 
 def work(fd: int) -> None:
+    """The life of a worker. fd: of its socket."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))

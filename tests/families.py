@@ -1,6 +1,6 @@
 """Random models of every family in weights.FAMILIES, and how far engine and trainer are from
-transformers. `python tests/families.py` prints the table of docs/reference/evidence.md (half an
-hour), `python tests/families.py X` the lines of a name or a model_type, supported or not."""
+transformers. `python tests/families.py` prints the table of bench/RESULTS.md (half an hour),
+`python tests/families.py X` the lines of a name or a model_type, supported or not."""
 import json
 import os
 import pickle
@@ -282,7 +282,7 @@ def names_of(word: str) -> list[str]:
 
 
 def row(name: str) -> str:
-    """A line of the table in docs/reference/evidence.md."""
+    """A line of the table in bench/RESULTS.md."""
     trainer, engine = with_engine(name)
     kind, _, special = CASES[name]
     engine = "-" if kind in STATES else f"{engine:.0e}"  # a CPU's vLLM has none

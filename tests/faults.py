@@ -4,7 +4,7 @@
     python tests/faults.py --kills 5 --script ppo --seed 1
     python tests/faults.py --kills 5 --task experts     the model is tiny:experts
     python tests/faults.py --kills 5 --task squares     a model that sees
-    python tests/faults.py --kills 10 --carry 0.6 --carry_tokens 3 --engine_correction truncate
+    python tests/faults.py --kills 10 --carry 1 --carry_tokens 3 --engine_correction truncate
 
 A kill is KILL or TERM of one rank or of all, or TERM of torchrun: half of them after some steps, a
 quarter in a save, a quarter in the start. Exit status 1: anything but the times differs.

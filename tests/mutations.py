@@ -347,7 +347,7 @@ def verdict_of(status: int | None, text: str) -> str:
     if status is None:
         return "hangs"
     if status == 1 and re.search(r"\d+ (failed|error)", text):
-        return "fails"
+        return "caught"
     print(text)
     return "DOES NOT FAIL"
 

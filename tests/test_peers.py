@@ -208,13 +208,19 @@ def test_trls_advantages(scale, kind):
     assert close(mine, theirs, 1e-12) and mine.any()
 
 
-def test_trls_gdpo():
-    """They divide by std + 1e-4 in the end, we by √(var + 1e-8): their constant is taken out."""
-    theirs, sums = trl_advantages(PARTS, [1.0, 0.5],
+@pytest.mark.parametrize("lacking", ["both rewards", "one of them"])
+def test_trls_gdpo(lacking):
+    """A reward that is None for a completion is not applicable to it, and is no 0 in its group.
+
+    They divide by std + 1e-4 in the end, we by √(var + 1e-8): their constant is taken out."""
+    parts = PARTS.clone()
+    if lacking == "one of them":
+        parts[5, 1] = 0.3
+    theirs, sums = trl_advantages(parts, [1.0, 0.5],
                                   multi_objective_aggregation="normalize_then_sum")
-    scored, (exact, short) = ~PARTS.isnan().any(1), torch.nan_to_num(PARTS).T
+    scored, (exact, short) = ~parts.isnan().all(1), parts.T
     mine = loss_flags.own("advantage", variant("gdpo")).function(
-        exact, 4, scored=scored, eps=1e-4, trained=scored,
+        exact.nan_to_num(), 4, scored=scored, eps=1e-4, trained=scored,
         parts={"exact": (1.0, exact), "short": (0.5, short)})
     sums = sums[~sums.isnan()]
     mine = mine * (sums.var() + 1e-8).sqrt()

@@ -197,7 +197,8 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
         inputs.find_bridge(args, inputs.ModelFiles(None), [of(asked, row, tmp_path)])
 
 
-@pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False)])
+@pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False),
+                                      ("trainable", False), ("loss_mask", 0)])
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
 def test_a_turn_of_weight_0_is_not_learned(tmp_path, key, off, tokenizer):
     chat = [user(), said("no", **{key: off}), user(), said("yes", **{key: 1}), user(),
@@ -217,7 +218,8 @@ def test_calls_as_openai_writes_them(tmp_path):
     stored = said(None, tool_calls=[call('{"a": [1, null]}', id="c1")], refusal=None)
     right = template([user(), said("", tool_calls=[call({"a": [1, None]}, id="c1")])], False)
     for made in (stored, {**stored, "tool_calls": json.dumps(stored["tool_calls"])},
-                 stored | {"tool_calls": [{"name": "f", "arguments": {"a": [1, None]}}]}):
+                 stored | {"tool_calls": [{"name": "f", "arguments": {"a": [1, None]}}]},
+                 said(None, function_call={"name": "f", "arguments": '{"a": [1, null]}'})):
         row = of(learned, {"messages": [user(), made]}, tmp_path)
         assert row.prompt + texts(row)[2] == right.rstrip()
     for nothing in "", None:
@@ -277,8 +279,13 @@ def test_sharegpt(tmp_path):
     (learned, {"question": "q", "answer": 5}, "the answer must be text or a list of"),
     (learned, {"messages": "q"}, "the messages must be a list of"),
     (learned, {"prompt": "q", "chosen": "a", "rejected": "b"}, "this one has prompt, chosen, rej"),
-    (learned, {"prompt": "q", "completion": "a", "label": False}, "its label is false"),
-    (learned, {"messages": [user(), said(function_call={"name": "f"})]}, "for function_call"),
+    (learned, {"prompt": "q", "completion": "a", "label": False}, "its label is False"),
+    (asked, {"prompt": "q", "functions": [{"name": "f"}]}, "no place for functions"),
+    (learned, {"prompt": "q", "completion": "a", "weight": 0}, "its weight is 0"),
+    (learned, {"prompt": "q", "completion": "a", "loss_weight": 0.5}, "its loss_weight is 0.5"),
+    (learned, {"messages": [user(), said()], "labels": [-100, 1]}, "its labels is [-100, 1]"),
+    (learned, {"messages": [user(), said(mask=0)]}, "no place for mask"),
+    (learned, {"messages": [user(), said(loss_scale=0.3)]}, "its weight cannot be used"),
     (learned, {"messages": [user(), said(train_detail=[1])]}, "no place for train_detail"),
     (learned, {"messages": [user() | {"train": True}, said()]}, "no place for train")])
 def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, load, row, words):
@@ -291,10 +298,11 @@ def test_thoughts_need_a_place(tmp_path):
     assert "no place for reasoning_content" in refusal(learned, row, tmp_path, tokenizer=PLAIN)
     deaf = make_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
                           "{% endif %}{% endfor %}")
-    chat = {"prompt": [{"role": "developer", "content": "D"}, user()]}
-    assert of(asked, chat, tmp_path).prompt == template(chat["prompt"])
-    assert "leaves out the message of role developer" in refusal(
-        asked, chat, tmp_path, tokenizer=deaf)
+    for role in "developer", "function":
+        chat = {"prompt": [{"role": role, "content": "D"}, user()]}
+        assert of(asked, chat, tmp_path).prompt == template(chat["prompt"])
+        assert f"leaves out the message of role {role}" in refusal(
+            asked, chat, tmp_path, tokenizer=deaf)
 
 
 def test_keys_that_are_there_twice(tmp_path):

@@ -56,7 +56,7 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
      {"advantage": variant("gdpo"), "kl_reward_coef": 4}),
     ("has one ratio for a completion, and --engine_correction truncate has one for each token",
      {"loss": variant("gmpo"), "engine_correction": "truncate"}),
-    ("--advantage reinforce++ with --kl_reward_coef has an advantage for each token",
+    ("--advantage reinforce++ has an advantage for each token",
      {"loss": variant("gmpo"), "advantage": "reinforce++", "kl_reward_coef": 0.1}),
     ("does not combine with --engine_correction",
      {"loss": variant("geometric"), "engine_correction": "mask"}),

@@ -56,7 +56,8 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
     settings = read(path / "state.json")["settings"]
     name = settings["model"]
     source = inputs.find_model(name, make=True)
-    if checkpoint.digest_of_files(source) != settings["model_files"]:
+    files = checkpoint.digest_of_files(source)
+    if files != settings.get("model_files", files):  # an older checkpoint has none
         raise SettingsError(f"--model {name} has other weights than when the run began.")
     ends, vocab = eos_ids(source, inputs.load_tokenizer(name, source)), model.config_of(
         source).get_text_config().vocab_size

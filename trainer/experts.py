@@ -41,7 +41,7 @@ class ExpertArgs:
     """R3: the trainer uses the experts that the engine used. On GPU."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         args = plan.args
         if plan.shape and not plan.shape.mixture:
             yield from (f"--{name} needs a model with experts." for name in not_default(self))

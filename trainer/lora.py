@@ -37,7 +37,7 @@ class LoraArgs:
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         shape, most = plan.shape, LORA_RANKS[-1]
         if not self.lora_rank:
             yield from (f"--{name} needs --lora_rank." for name in not_default(self))
@@ -95,15 +95,18 @@ class Base:
         self.layers = [m for m in policy.module.modules() if isinstance(m, Lora)]
 
     def logprobs(self, *args):
+        """As Policy.logprobs."""
         with self.without():
             return self.policy.logprobs(*args)
 
     def hidden(self, micro):
+        """As Policy.hidden."""
         with self.without():
             return self.policy.hidden(micro)
 
     @contextmanager
     def without(self):
+        """In it, the layers compute without their adapters."""
         scale = self.layers[0].scale
         for layer in self.layers:
             layer.scale = 0

@@ -26,7 +26,7 @@ HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
 @dataclass
 class ModelArgs:
-    """Weights and memory: nothing here changes the maths."""
+    """Weights and memory. Only --dtype changes numbers, by rounding."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
     checkpointing: bool = False
@@ -41,7 +41,7 @@ class ModelArgs:
     """Tokens whose logits are held at once. 0: 512 MiB of float32 logits."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if self.shard_size and plan.ranks % self.shard_size:
             works = max(k for k in range(1, plan.ranks + 1)
                         if plan.ranks % k == 0 and k <= self.shard_size)
@@ -66,7 +66,7 @@ class OptimizerArgs:
     """Train a model's vision tower and projector too. Else they stay as they are."""
 
     def rules(self, plan):
-        """Yields a sentence for each broken rule (plan.problems)."""
+        """See plan.problems."""
         if max(self.betas) >= 1:
             yield f"--betas must be below 1 (got {self.betas}). Usual: --betas 0.9 0.999."
         if self.train_vision and plan.shape and not plan.shape.tower:
@@ -99,6 +99,7 @@ def experts_in(dtype) -> str | None:
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
+    """Of the computation: --dtype, or what fits the device."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
@@ -165,7 +166,8 @@ def hidden_states(lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
     on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
     inputs = seeing.embedded(lm, **inputs)
-    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
+    base = seeing.text_of(lm).base_model
+    hidden = base(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
@@ -179,15 +181,19 @@ class LogprobModel(nn.Module):
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
+        self.sees = seeing.sees(lm.config)
         self.routing = experts.Routing(lm) if experts.blocks(lm) else None
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.sees:
+            seeing.forbid(self.lm, logits)
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
+        """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
         if formula is None:
             formula = token_logprobs
         return formula(hidden_states(self.lm, inputs, source), self.head, targets,
@@ -198,7 +204,11 @@ class LogprobModel(nn.Module):
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
         inputs = seeing.embedded(self.lm, **inputs)
-        logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
+        if self.sees:
+            base = seeing.text_of(self.lm)
+            logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])
+        else:
+            logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
         seeing.text_of(self.lm).set_attn_implementation("packed")
         return logits[0]
 
@@ -214,9 +224,10 @@ class ValueModel(nn.Module):
                               dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
+        """The value before each sampled token, (n,), at least float32."""
         hidden = hidden_states(self.lm, inputs, source)
         values = self.head(hidden).sum(-1)  # no squeeze: hooks need no view
-        return values.to(torch.promote_types(values.dtype, torch.float32))  # (n,)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Trained:
@@ -232,6 +243,7 @@ class Trained:
                                            weight_decay=args.weight_decay, fused=True)
 
     def run(self, micro: Micro, *inputs):
+        """The module's forward on a micro-batch. It has a gradient if the micro-batch learns."""
         seen = micro.inputs | seeing.pictures_of(self.module.lm, micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
             out = self.module(seen, micro.source, *inputs)

@@ -4,7 +4,7 @@
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
 
 All prompts come first, then all completions without their last tokens, which predict nothing. A
-row's attention is what it was: this changes no log-prob (docs/reference/evidence.md).
+row's attention is what it was: this changes no log-prob (bench/packing.py).
 """
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 EVEN = 0.7  # segments of one block have at least this share of the longest one's length
 
@@ -124,6 +123,7 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
     """torch's kernel for bfloat16 on a GPU, (S, heads, d) → the same. It aligns the ends of queries
     and keys: a completion's keys are its prompt and itself."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
     left = -1 if window is None else window - 1
     return varlen_attn(q, k.index_select(0, keys), v.index_select(0, keys), *sizes,

@@ -45,6 +45,8 @@ def find(model: str, flag: str = "model") -> str:
     if Path(model, "config.json").is_file():
         return model
     why = "this folder has no config.json"
+    if Path(model, ".metadata").exists():
+        why = "this is a checkpoint: tools/export.py makes a model of it"
     if not Path(model).is_dir():
         try:
             return fetch(model)
@@ -130,6 +132,7 @@ def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[str]:
+    """The names of the files that an index names."""
     try:
         files = json.loads(index.read_text())["weight_map"].values()
         return sorted({min(files), *map(str, files)})
@@ -156,8 +159,8 @@ def tensors(lm):
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter or buffer: its name in the files}, of which only the headers are read.
-    SettingsError: they lack a tensor, or have one that the model does not take."""
+    """{parameter or buffer: its name in the files}, whose headers alone are read. SettingsError:
+    they lack a tensor, or have one that the model does not take."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
@@ -172,8 +175,10 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
         homes |= dict.fromkeys(here, path)
     found = {}
     for name, shape in experts.shapes(lm, tensors(lm)).items():
-        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
-        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
+        tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                 name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                 name.replace(".language_model", ""))  # Qwen2.5-VL
+        found[name] = next((other for other in tries if other in shapes), name)
         if (there := shapes.get(found[name])) != shape:
             raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
                                 f"{shape}; the *.safetensors have {there or 'none'}.")

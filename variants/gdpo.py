@@ -10,11 +10,12 @@ import torch
 import losses
 
 
-def gdpo(rewards, group, *, scored, eps, parts, trained):
+def gdpo(rewards, group, *, scored, eps, parts, trained, **others):
     total = torch.zeros_like(rewards)
     for weight, values in parts.values():
+        applies = scored & ~values.isnan()
         total += weight * losses.group_advantages(
-            values, group, kind="grpo", eps=eps, scored=scored)
+            values.nan_to_num(), group, kind="grpo", eps=eps, scored=applies)
     return losses.whiten(total, trained)
 
 

@@ -24,6 +24,6 @@ def refuses(args) -> str | None:
     if args.engine_correction in ("truncate", "mask"):
         return (f"has one ratio for a completion, and --engine_correction {args.engine_correction} "
                 f"has one for each token; sequence_{args.engine_correction} fits.")
-    if args.advantage == "reinforce++" and args.kl_reward_coef:
-        return ("has one ratio for a completion, and --advantage reinforce++ with --kl_reward_coef "
-                "has an advantage for each token; --kl_loss_coef fits.")
+    if args.token_advantages:
+        return (f"has one ratio for a completion, and --advantage {args.advantage} has an "
+                f"advantage for each token.")
