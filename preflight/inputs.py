@@ -263,7 +263,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
                      f"{room} positions of {args.model}.{works}")
     on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
     adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
-    if on_cpu and args.needs_engine and config.model_type in weights.STATES:
+    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
         found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
                      "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
     if on_cpu and args.expert_args.replay_routing:
