@@ -167,6 +167,8 @@ class Memory:
     def saved(self) -> str:
         """How often a run keeps a checkpoint, and how much."""
         every, keep = save_every(self.args), self.args.run_args.keep
+        if self.args.eval_args.eval_only:
+            return "  saved      nothing (--eval_only)"
         if not every:
             return "  saved      no checkpoint (--save_every 0), but after SIGTERM"
         return (f"  saved      every {count(every, 'step')}, the newest {keep} stay: {keep} x "
