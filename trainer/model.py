@@ -19,7 +19,7 @@ from trainer.batch import Micro
 from trainer.experts import ExpertArgs
 from trainer.logprobs import Teacher, hidden_alone, token_divergences, token_logprobs
 from trainer.lora import LoraArgs
-from trainer.weights import config_of, load, names_in_files
+from trainer.model_files import config_of, load, names_in_files
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
@@ -86,6 +86,9 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
         lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa",
                               experts_implementation=experts_in(dtype))
     seeing.text_of(lm).set_attn_implementation("packed")
+    for name, layer in lm.named_modules():
+        if name.endswith(".linear_attn"):
+            layer.forward = partial(packing.row_by_row, layer.forward)
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     return lm
 
@@ -286,7 +289,7 @@ class Policy(Trained):
         self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
                         if isinstance(layer, lora.Lora)}
         self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
-        if type(lm).__name__.startswith(("Gemma2", "Gemma3n")):  # vLLM refuses their head
+        if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
             self.left_out.add("lm_head.weight")
 
     def run(self, micro: Micro, *inputs):

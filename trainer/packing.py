@@ -146,6 +146,18 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
     return torch.cat(done).index_select(0, place)
 
 
+def row_by_row(forward, hidden_states, packed: Packed | None = None, **inputs):
+    """A layer with a state, as in Qwen3.5: (1, S, H) → the same. It reads each completion behind a
+    copy of its prompt of its own, so nothing of a row reaches another. Without `packed`:
+    transformers' own."""
+    if packed is None:
+        return forward(hidden_states, **inputs)
+    parts, place = packed.blocks
+    done = [forward(F.embedding(row, hidden_states[0]), **inputs)[:, prefix:].flatten(0, 1)
+            for _, row, prefix in parts]
+    return torch.cat(done).index_select(0, place).unsqueeze(0)
+
+
 def gather(x, index):
     """(S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index] depends
     on the threads; that of F.embedding does not."""

@@ -1,4 +1,4 @@
-"""weights.py: which model a folder has, and which files and tensors are that model.
+"""model_files.py: which model a folder has, and which files and tensors are that model.
 
 A run loads what transformers loads, or it is refused.
 """
@@ -19,7 +19,8 @@ FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares each with the engine and transformers.
 FAMILIES = """arcee cohere cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4 gpt2
     gpt_neox granite granitemoehybrid hunyuan_v1_dense jais2 llama mellum ministral3 mistral mixtral
-    olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 vaultgemma""".split()
+    olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_5_text qwen3_moe seed_oss smollm3
+    vaultgemma""".split()
 UNSERVED = {  # {family: {what vLLM leaves out, some of it in silence: the value that it has then}}
     "cohere": {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": True},
     "ernie4_5": {"use_bias": False},
@@ -32,6 +33,7 @@ UNSERVED = {  # {family: {what vLLM leaves out, some of it in silence: the value
     "qwen2": {"use_sliding_window": False}, "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False, "mlp_only_layers": []}}
 ATTENTION = "full_attention", "sliding_attention"  # layers of other types have a state
+STATES = {"qwen3_5_text": "linear_attention"}  # those that packing.row_by_row computes
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 VARIANT = re.compile(r"model\.\w+\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
@@ -87,7 +89,7 @@ def config_of(folder: str, flag: str = "model"):
             (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
             *((name, (getattr(config, name, value) or None) != (value or None))
               for name, value in UNSERVED.get(kind, {}).items()),
-            *((f"layers of type {layer}", layer not in ATTENTION)
+            *((f"layers of type {layer}", layer not in (*ATTENTION, STATES.get(kind)))
               for layer in getattr(config, "layer_types", None) or ()),
             *experts.unserved(config), *seeing.unserved(config)):
         if wrong:
@@ -148,8 +150,8 @@ def unread(folder: str, flag: str = "model") -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name, tensor) of what files have of a model: parameters, and some buffers, such as
-    the scale of a layer of Gemma 4."""
+    """Yields (name, tensor) of what files have: parameters, and buffers such as Gemma 4's scales
+    of layers."""
     saved = lm.state_dict().keys()
     for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
         if name in saved and not lora.is_adapter(name):
