@@ -94,7 +94,7 @@ def config_of(folder: str, flag: str = "model"):
             *experts.unserved(config), *seeing.unserved(config)):
         if wrong:
             why, tries = seeing.WHY_NOT.get(kind, ""), ""
-            if kind in CLASSES and kind not in FAMILIES:
+            if "CausalLM" in CLASSES.get(kind, "") and kind not in FAMILIES:
                 tries = (f" `python tests/families.py {kind}` tries {kind} in a minute, and "
                          "CONTRIBUTING.md (A family of models) says how it is added.")
             raise SettingsError(
