@@ -150,8 +150,7 @@ def unread(folder: str, flag: str = "model") -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name, tensor) of what files have: parameters, and buffers such as Gemma 4's scales
-    of layers."""
+    """Yields (name, tensor) of what files have: parameters, and some buffers (Gemma 4)."""
     saved = lm.state_dict().keys()
     for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
         if name in saved and not lora.is_adapter(name):
