@@ -163,7 +163,7 @@ class Episodes:
         self.workers = Pool([args.turn_args.reply], args.reward_args, "reply", homes=True)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
-        # Is what turns are paid a part of the reward, and is it what reward() grows by?
+        # Does --reward count what turns are paid, and is it what reward() grows by?
         self.counted = "turns" in [spec.partition(":")[0] for spec in args.reward]
         self.grows = self.counted and "reward" in self.workers.methods
         self.told = False  # that no reply fits
@@ -233,8 +233,8 @@ class Episodes:
                 it.completion.turns[-1]["paid"] += reply.paid - it.worth
                 it.worth = reply.paid if self.grows else 0.0
             elif reply.paid:
-                raise SettingsError("--reply pays for turns, and --reward does not count it. Would "
-                                    "work: --reward turns; turns:0 only measures it.")
+                raise SettingsError("--reply pays for turns, and no --reward counts it. Would "
+                                    "work: --reward turns (turns:0 only measures it).")
         errors = [reply.error for reply in replies]
         report(self.workers, self.log, errors, None in errors, len(errors))
         return replies

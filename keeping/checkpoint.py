@@ -29,7 +29,7 @@ from preflight import plan
 from scoring.signatures import ROOT
 from trainer import lora
 from trainer.model import Policy, Trained, compute_dtype
-from trainer.weights import FILES, config_of, names_in_files, weight_files
+from trainer.model_files import FILES, config_of, names_in_files, weight_files
 
 # What another value means for a resumed run. Any setting that is in neither is taken over and said.
 FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets

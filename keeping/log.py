@@ -28,10 +28,10 @@ LINE = {  # what is printed of a step
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
-HINTS = [  # (after how many steps in a row, of which metric that is 1, what is said)
-    (1, "rollout/truncated_frac", "no completion ended: each reached --max_tokens, or the model "
-     "does not know its end token"),
-    (3, "batch/groups_equal", "the rewards inside every group were equal: nothing to prefer. "
+HINTS = [  # (after how many steps in a row, of which metric at least how much, what is said)
+    (1, "rollout/truncated_frac", 0.95, "hardly a completion ended: they reached --max_tokens, or "
+     "the model does not know its end token"),
+    (3, "batch/groups_equal", 1, "the rewards inside every group were equal: nothing to prefer. "
      "tools/samples.py shows them")]
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 
@@ -243,9 +243,9 @@ class Log:
 
     def hints(self, row: dict):
         """Says what should not stay so: when it begins, and every tenth step."""
-        for patience, metric, text in HINTS:
+        for patience, metric, least, text in HINTS:
             self.lasting[metric] += 1
-            if row.get(metric) != 1:
+            if row.get(metric, 0) < least:
                 self.lasting[metric] = 0
             elif self.lasting[metric] == patience or self.lasting[metric] % 10 == 0:
                 self.say(f"  {count(self.lasting[metric], 'step')} in a row {text}.")

@@ -83,6 +83,6 @@ def features(lm, pixels) -> list:
 
 def sizes(config) -> dict:
     """Of the tower, for seeing.Tower."""
-    c, patches = config.vision_config, config.scale_factor**2
-    return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size, patches=patches,
-                pixels=patches * c.patch_size**2)
+    c = config.vision_config
+    return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size,
+                patches=config.scale_factor**2)

@@ -8,8 +8,8 @@ from errors import SettingsError
 from pictures.eyes import opened
 
 CLASS, TEXT, TOWER = "Qwen2VLForConditionalGeneration", "language_model", ["visual"]
-INSTALL = ("pip install torchvision==0.28.0, which beside a CPU build of torch needs "
-           "--index-url https://download.pytorch.org/whl/cpu")
+INSTALL = ("pip install torchvision==0.28.0; beside a CPU build of torch, with --index-url "
+           "https://download.pytorch.org/whl/cpu")
 
 
 class Eyes:
@@ -60,14 +60,14 @@ class Eyes:
         rows, cols = self.grid_of(size)
         return [self.token] * (rows * cols)
 
-    def positions(self, short_ids, sizes):
+    def positions(self, short_ids, sizes) -> list:
         """(3, P) of a prompt. A picture takes as many steps as its longer side has tokens."""
         parts, start, rest = [], 0, iter(sizes)
         for token in short_ids:
             grid = self.grid_of(next(rest)) if token == self.token else (1, 1)
             parts.append(start + np.indices((1, *grid), np.int32).reshape(3, -1))
             start += max(grid)
-        return np.concatenate(parts, 1)
+        return np.concatenate(parts, 1).tolist()
 
     def pixels(self, sources) -> tuple:
         """Of the pictures of a prompt: float32 (patches, pixels of one), and the grid of each, in
@@ -107,9 +107,5 @@ def features(lm, pixels, grids) -> list:
 
 def sizes(config) -> dict:
     c = config.vision_config
-    return grid_sizes(c) | dict(hidden=c.embed_dim, inner=int(2 * c.embed_dim * c.mlp_ratio))
-
-
-def grid_sizes(c) -> dict:
-    patches = c.spatial_merge_size**2
-    return dict(patches=patches, pixels=patches * c.patch_size**2 * c.temporal_patch_size)
+    return dict(hidden=c.embed_dim, inner=int(2 * c.embed_dim * c.mlp_ratio),
+                patches=c.spatial_merge_size**2)

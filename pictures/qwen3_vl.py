@@ -1,15 +1,7 @@
 """qwen3_vl.py: Qwen3-VL. As Qwen2-VL, but the first layers of the text model also get features of
 inner layers of the tower (deepstack).     https://arxiv.org/abs/2511.21631
 """
-from pictures.qwen2_vl import (  # noqa: F401
-    TEXT,
-    TOWER,
-    Eyes,
-    features,
-    grid_sizes,
-    nothing,
-    unserved_text,
-)
+from pictures.qwen2_vl import TEXT, TOWER, Eyes, features, nothing, unserved_text  # noqa: F401
 
 CLASS = "Qwen3VLForConditionalGeneration"
 
@@ -23,5 +15,5 @@ def unserved(config):
 
 def sizes(config) -> dict:
     c = config.vision_config
-    return grid_sizes(c) | dict(hidden=c.hidden_size, inner=2 * c.intermediate_size,
-                                deep=len(c.deepstack_visual_indexes))
+    return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size,
+                patches=c.spatial_merge_size**2, deep=len(c.deepstack_visual_indexes))

@@ -19,7 +19,7 @@ class Pictures(NamedTuple):
     short_ids: list[int]  # the prompt with one token for each: the engine makes more of it itself
     places: list[int]  # where in the prompt's ids their features stand
     eyes: object  # of the model's family: idefics3.Eyes
-    positions: object = None  # (3, P) of the prompt, if they have three axes
+    positions: list | None = None  # (3, P) of the prompt, if they have three axes
     bytes: int = 0  # of its pixels, as files have them and as the tower gets them
 
 

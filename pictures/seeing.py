@@ -14,8 +14,8 @@ from pictures import idefics3, qwen2_5_vl, qwen2_vl, qwen3_vl
 FAMILIES = {"idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl,
             "qwen3_vl": qwen3_vl}
 CLASSES = {kind: family.CLASS for kind, family in FAMILIES.items()}
-WHY_NOT = dict.fromkeys(("internvl", "llava", "smolvlm"), ": it has no file in pictures/"
-) | dict.fromkeys(("gemma3", "paligemma"), ": on a CPU vLLM's attention drops its pictures' mask")
+WHY_NOT = dict.fromkeys(("gemma3", "paligemma"),
+                        ": on a CPU vLLM's attention drops its pictures' mask")
 NEVER = -100.0  # is added to the image token's logit: no policy samples it. vLLM's lowest
 
 
@@ -81,13 +81,14 @@ def tower_sizes(lm) -> Tower | None:
     """None: a text model."""
     if not tower_of(lm):
         return None
-    parts = tower_of(lm)
+    parts, sizes = tower_of(lm), FAMILIES[lm.config.model_type].sizes(lm.config)
     layers = next(m for m in parts[0].modules() if isinstance(m, nn.ModuleList))
+    patch = lm.config.vision_config.patch_size**2 * getattr(
+        lm.config.vision_config, "temporal_patch_size", 1)
     sharded = sum(p.numel() for p in layers.parameters())
     return Tower(
         params=sum(p.numel() for part in parts for p in part.parameters()), sharded=sharded,
-        layer=sharded // len(layers), layers=len(layers),
-        **FAMILIES[lm.config.model_type].sizes(lm.config))
+        layer=sharded // len(layers), layers=len(layers), pixels=sizes["patches"] * patch, **sizes)
 
 
 def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
@@ -120,7 +121,7 @@ def positions_of(micro) -> torch.Tensor:
         owner, length, tokens = micro.batch.sizes[row]
         if owner not in ends:
             pictures = micro.batch.samples[row].prompt.row.pictures
-            prompts.append(pictures.positions if pictures else in_line(length))
+            prompts.append(np.array(pictures.positions) if pictures else in_line(length))
             ends[owner] = prompts[-1].max() + 1
         rest.append(in_line(tokens - 1) + ends[owner])
     found = np.concatenate([*prompts, *rest] if prompts else [in_line(micro.tokens)], 1)

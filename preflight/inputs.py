@@ -23,7 +23,7 @@ from preflight.memory import Memory
 from preflight.plan import Plan, problems
 from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
-from trainer import experts, model, weights
+from trainer import experts, model, model_files
 
 TIMES = """-d -e -m -H -I -y -j a A b B c C d D e F G h H I j k l m M p S T u U V w W x X y Y Z
     z""".split()  # of strftime
@@ -101,7 +101,7 @@ def read_files(args, ranks: int, local_size: int | None = None,
     if args.teacher:
         teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)
-        notes += weights.unread(teacher, "teacher") if teacher else []
+        notes += model_files.unread(teacher, "teacher") if teacher else []
     if files.lm and sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, notes, teacher)
 
@@ -156,8 +156,8 @@ def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
     if folder is None:
         return ModelFiles(planned_shape(args.model))
     lm = model.skeleton(folder)
-    weights.names_in_files(lm, folder)
-    notes += weights.unread(folder)
+    model_files.names_in_files(lm, folder)
+    notes += model_files.unread(folder)
     tokenizer = load_tokenizer(args.model, folder)
     tokenizer.chat_template = dated(tokenizer.chat_template, began)
     found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
@@ -173,7 +173,7 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
     """The value of --model or --teacher → its folder. Where it is not here: None, or if `make`, it
     is made or fetched."""
     if not is_tiny(name):
-        return weights.find(name, flag) if make or Path(name).is_dir() else None
+        return model_files.find(name, flag) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
@@ -195,7 +195,7 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
     if not folder:
         return None, planned_shape(args.teacher, "teacher")
     theirs = model.skeleton(folder, flag="teacher")
-    weights.names_in_files(theirs, folder, "teacher")
+    model_files.names_in_files(theirs, folder, "teacher")
     if not files.folder:
         return folder, shape_from(theirs)
     if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != files.tokenizer.get_vocab():
@@ -263,7 +263,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
                      f"{room} positions of {args.model}.{works}")
     on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
     adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
-    if on_cpu and args.needs_engine and config.model_type in weights.STATES:
+    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
         found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
                      "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
     if on_cpu and args.expert_args.replay_routing:
@@ -286,7 +286,7 @@ def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = Non
     limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
     eyes = load_eyes(args.model, source, lm.config, *limits)
     if teacher:
-        config = weights.config_of(teacher, "teacher")
+        config = model_files.config_of(teacher, "teacher")
         theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "

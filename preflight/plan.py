@@ -163,9 +163,9 @@ class Plan:
         if prompts < a.batch:
             lines[0] += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
         if self.n_rows:
-            lines.append(f"  data       {self.n_rows:,} prompts, "
-                         f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
-                         f"{self.batches[-1]:,} prompts in the last")
+            lines.append(f"  data       {count(self.n_rows, 'prompt')}, "
+                         f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
+                         f"{count(self.batches[-1], 'prompt')} in the last")
         if not a.supervised:
             lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
                          f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "

@@ -83,7 +83,7 @@ BUILT_IN = {"loss": losses.LOSSES, "advantage": dict.fromkeys(
     ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
 NAMES = {flag: tuple(functions) for flag, functions in BUILT_IN.items()}
 TAKES = {  # positional arguments, and those by name
-    "loss": ("logp old A row", "rows engine_logprobs draws clip_low clip_high dual_clip"),
+    "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
     "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
                                    "old_logprobs engine_logprobs")}
 

@@ -104,7 +104,7 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
         times = max(1, tokens // len(seen.prompt_ids))
         places = [i % p for i in range(times * len(seen.pictures.places))]
         pictures = seen.pictures._replace(
-            sources=seen.pictures.sources * times, places=places, positions=in_line(p))
+            sources=seen.pictures.sources * times, places=places, positions=in_line(p).tolist())
     batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 

@@ -20,7 +20,7 @@ class Move(NamedTuple):
     turns: list[dict]
     seen: list[int]  # how many turns there were at each of its replies so far
     over: bool = False  # not a reply, but its reward: the episode is over
-    grows: bool = False  # its reward so far comes with a reply: a turn is paid what it grows by
+    grows: bool = False  # with a reply comes its reward so far, by whose growth turns are paid
     completion: str = ""  # as of an Item, for errors
 
 
@@ -81,9 +81,8 @@ class Environments:
         said = messages(it.reply([dict(turn) for turn in move.turns]))
         self.live[move.seed] = it
         if said and move.grows:
-            if any("reward" in m for m in said):
-                raise TypeError("a class with reward() must not pay by its messages too")
-            said[0]["reward"] = number(it.reward())
+            worth = number(it.reward())
+            said = [m | {"reward": worth if m is said[0] else None} for m in said]
         return said
 
     def played_again(self, move: Move):

@@ -1,4 +1,4 @@
-"""Random models of every family in weights.FAMILIES, and how far engine and trainer are from
+"""Random models of every family in model_files.FAMILIES, and how far engine and trainer are from
 transformers. `python tests/families.py` prints the table of bench/RESULTS.md (half an hour),
 `python tests/families.py X` the lines of a name or a model_type, supported or not."""
 import json
@@ -24,7 +24,7 @@ from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
-from trainer.weights import FAMILIES, STATES
+from trainer.model_files import FAMILIES, STATES
 
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature

@@ -305,7 +305,7 @@ def test_the_last_turn_and_one_whose_reply_does_not_fit_are_paid(pays):
 
 
 def test_what_pays_in_vain_is_refused(pays):
-    with pytest.raises(SettingsError, match="does not count it. Would work: --reward turns"):
+    with pytest.raises(SettingsError, match="no --reward counts it. Would work: --reward turns"):
         play(ALONE, f"{pays}reply", ["half"] * 4, 3, 30.0, 400)
     play(ALONE, f"{pays}reply", ["none"] * 4, 3, 30.0, 400)  # it pays nothing
 

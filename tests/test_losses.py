@@ -44,7 +44,8 @@ def variant(name: str) -> str:
 def loss(name: str, logp, old, A, row, engine=None, **bounds):
     """Of a name, with the bounds above."""
     function = loss_flags.own("loss", name if name in losses.LOSSES else variant(name)).function
-    return function(logp, old, A, row, rows=ROWS, engine_logprobs=old if engine is None else engine,
+    return function(logp, old, A, row, n_rows=ROWS,
+                    engine_logprobs=old if engine is None else engine,
                     draws=lambda: DRAWS[:len(row)], **BOUNDS[name] | bounds)
 
 
@@ -254,7 +255,8 @@ def one_by_one(name: str, logp, old, engine, A, row):
             if name == "clip_cov":
                 t = len(dropped) - 1
                 dropped[-1] = reference_losses.cov_cut(
-                    variant(name), a, logps, t - sum(LENGTHS[:i]), float(DRAWS[t]))
+                    variant(name), a, logp[row == i].tolist(), t - sum(LENGTHS[:i]),
+                    float(DRAWS[t]))
             total = total + (1 + 0.1 * i) * (0.0 * one if dropped[-1] else one)  # a row's weight
             ratios.append(float(ratio.detach()))
             cuts.append(float(cut))
@@ -301,7 +303,7 @@ def test_a_ratio_that_overflows(name, log_ratio):
     def far(log_ratio, advantage, **options):
         logp = torch.tensor([log_ratio - 1.0], requires_grad=True)
         loss, metrics = losses.LOSSES[name](logp, torch.tensor([-1.0]), torch.tensor([advantage]),
-                                            torch.tensor([0]), rows=1, **WIDE | options)
+                                            torch.tensor([0]), n_rows=1, **WIDE | options)
         return float(loss.detach()), float(gradient(loss, logp)), float(metrics["clip_frac"])
 
     assert far(log_ratio, -2.0, dual_clip=3.0) == pytest.approx((6, 0, 1))
@@ -316,10 +318,11 @@ def test_a_ratio_that_overflows(name, log_ratio):
 @pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask",
                                   "sequence_mean"])
 def test_a_correction_is_the_formula_and_finite(kind):
-    args = SimpleNamespace(engine_correction=kind, correction_low=0.6, correction_high=1.4)
+    high = 1.05 if kind == "sequence_mean" else 1.4
+    args = SimpleNamespace(engine_correction=kind, correction_low=0.6, correction_high=high)
     _, old, engine, _, row = ragged(0)
-    options = dict(kind=kind, low=0.6, high=1.4)
-    got, found = losses.engine_correction(old, engine, row, rows=ROWS, **options)
+    options = dict(kind=kind, low=0.6, high=high)
+    got, found = losses.engine_correction(old, engine, row, n_rows=ROWS, **options)
     for i in range(ROWS):
         weights, ratios = reference_losses.engine_correction(
             args, old[row == i].tolist(), engine[row == i].tolist())
@@ -329,7 +332,7 @@ def test_a_correction_is_the_formula_and_finite(kind):
     engine, options = torch.tensor([-501.0, -501.0]), dict(kind=kind, low=0.5, high=2.0)
     for far in (500.0, -500.0):
         got, _ = losses.engine_correction(
-            engine + far, engine, torch.zeros(2, dtype=torch.long), rows=1, **options)
+            engine + far, engine, torch.zeros(2, dtype=torch.long), n_rows=1, **options)
         top = 2.0 if kind.endswith(("truncate", "mean")) and far > 0 else 0.0
         assert got.dtype == torch.float32 and got.tolist() == [top, top]
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -35,7 +35,7 @@ from rollout import HELD, Request, parts_of
 from running import worst_case
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
-from trainer import lora, model, weights
+from trainer import lora, model, model_files
 from trainer.batch import Batch
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,8 @@ def folder(request, tmp_path_factory) -> Path:
     save_file(kept, path / "split/model.safetensors", metadata={"format": "pt"})
     rng = random.Random(0)
     for i, size in enumerate([(64, 96), (64, 96), (160, 40), (33, 100)]):
-        squares.draw(rng, i + 1).resize(size).save(path / f"{'abcd'[i]}.png")
+        drawn = squares.draw(rng, i + 1).resize(size)
+        (ImageOps.invert(drawn) if i == 1 else drawn).save(path / f"{'abcd'[i]}.png")
     return path
 
 
@@ -99,7 +100,7 @@ def test_ids_pixels_and_positions_are_those_of_transformers(folder, row):
         assert torch.equal(grids, theirs["image_grid_thw"])
         positions, _ = model.skeleton(str(folder / "split")).model.get_rope_index(
             theirs["input_ids"], theirs["mm_token_type_ids"], theirs["image_grid_thw"])
-        assert ours.pictures.positions.tolist() == positions[:, 0].tolist()
+        assert ours.pictures.positions == positions[:, 0].tolist()
         assert 4 * len(ours.pictures.places) == len(pixels)
 
 
@@ -127,6 +128,15 @@ def test_a_picture_whose_side_is_too_long_is_named_with_its_row(folder):
     read(folder, good, long, kind="split")
     with pytest.raises(SettingsError, match="row 1 .*1,500 x 10 pixels has .* tokens at its small"):
         read(folder, good, long, kind="split", most=16)
+
+
+def test_two_rows_with_equal_pictures_share_a_prompt(folder):
+    row = {"prompt": "q", "image": "a.png"}
+    samples = fabricate(folder, "split")[:4]
+    for sample, same in zip(samples, read(folder, row, row, row | {"image": "b.png"}, row,
+                                          kind="split"), strict=True):
+        sample.prompt = data.Prompt(0, same)
+    assert [owner for owner, _, _ in Batch(samples).sizes] == [0, 0, 2, 3]
 
 
 def test_limits_that_leave_no_size_are_refused(folder):
@@ -318,7 +328,7 @@ def test_a_folder_as_the_hub_has_it_is_the_same_model(folder):
     if config_of(folder).model_type == "qwen3_vl":
         pytest.skip("its names on the hub are those of transformers")
     lm = model.skeleton(str(hub_like(folder)))
-    names = weights.names_in_files(lm, str(folder / "hub"))
+    names = model_files.names_in_files(lm, str(folder / "hub"))
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.up_proj.weight")
     assert names["model.visual.merger.mlp.0.weight"] == "visual.merger.mlp.0.weight"

@@ -70,7 +70,7 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
     ("there is no such loss. Would work: --loss variants/sapo.py:sapo.", {"loss": "sapo"}),
     ("there is no file nowhere.py, here or in", {"loss": "nowhere.py:f"}),
     ("does not say which function. Would work: --loss mine.py:NAME", {"loss": "mine.py"}),
-    ("needs a function bad(logp, old, A, row, *, rows, engine", {
+    ("needs a function bad(logp, old, A, row, *, n_rows, engine", {
         "loss": "mine.py:bad"}),
     ("needs a function good(rewards, group, *, scored, eps", {"advantage": "mine.py:good"}),
     ("mine.py:good is for one epoch. Would work: --loss clip", {"loss": "mine.py:good",

@@ -19,7 +19,7 @@ from trainer.batch import Micro
 from trainer.experts import ExpertArgs
 from trainer.logprobs import Teacher, hidden_alone, token_divergences, token_logprobs
 from trainer.lora import LoraArgs
-from trainer.weights import config_of, load, names_in_files
+from trainer.model_files import config_of, load, names_in_files
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 

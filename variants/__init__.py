@@ -1,6 +1,6 @@
 """Losses and advantages that fewer use: one file a paper. --loss variants/sapo.py:sapo takes one.
 
-Loss: f(logp, old, A, row, *, rows, engine_logprobs, draws, clip_low, clip_high, dual_clip) →
+Loss: f(logp, old, A, row, *, n_rows, engine_logprobs, draws, clip_low, clip_high, dual_clip) →
 token_loss, metrics; all are (n,), but for the number of rows and the bounds. draws() gives each
 token a random number, the same in any order. Advantage: f(rewards (N,), group, *, scored (N,) bool,
 eps, parts {name: (weight, (N,))}, trained (N,) bool, row (M,), lengths (N,), turn (M,),

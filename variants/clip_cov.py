@@ -13,8 +13,8 @@ import losses
 LOW, HIGH, RATE = 1.0, 5.0, 0.01
 
 
-def clip_cov(logp, old, A, row, *, rows, draws, **bounds):
+def clip_cov(logp, old, A, row, *, n_rows, draws, **bounds):
     loss, metrics = losses.clip_loss(logp, old, A, row, **bounds)
-    cov = ((logp - losses.row_mean(logp, row, rows)) * A).detach()
+    cov = ((logp - losses.row_mean(logp, row, n_rows)) * A).detach()
     cut = (cov > LOW) & (cov < HIGH) & (draws() < RATE)
     return torch.where(cut, 0, loss), metrics | {"cov_cut": cut}

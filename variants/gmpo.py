@@ -11,10 +11,10 @@ import torch
 import losses
 
 
-def gmpo(logp, old, A, row, *, rows, clip_low, clip_high, **others):
+def gmpo(logp, old, A, row, *, n_rows, clip_low, clip_high, **others):
     log_r = (logp - old).clamp(max=20)
     clipped = torch.where(A > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
-    s = losses.row_mean(clipped, row, rows).exp()
+    s = losses.row_mean(clipped, row, n_rows).exp()
     return -s * A, losses.ratio_metrics(logp - old, s, (clipped != log_r) & (A != 0))
 
 

@@ -1,4 +1,4 @@
-"""weights.py: which model a folder has, and which files and tensors are that model.
+"""model_files.py: which model a folder has, and which files and tensors are that model.
 
 A run loads what transformers loads, or it is refused.
 """
