@@ -42,7 +42,7 @@ class Shape:
         attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
         mlp = 4 * c * self.wide
         if self.state:  # packing.row_by_row
-            mlp += keys * ((60 + 20 * c) * self.state + c * self.hidden)
+            mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
         return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
 
     @property
