@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
+from tqdm import tqdm
 
 from errors import Count, SettingsError
 from scoring.messages import chat_of, from_json, not_null, options_of, templated
@@ -95,7 +96,9 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     make = make or make_row
     raw, name = read(spec, seed)
     controls, rows = marks(tokenizer)[0], []
-    for index, columns in enumerate(raw):
+    silent = os.environ.get("RANK", "0") != "0"
+    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
+            raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
         try:
             row = make(index, columns, name, tokenizer, controls, args)
         except (SettingsError, ValueError) as error:

@@ -3,6 +3,7 @@
 The global batch is the same list on every rank, and the splits are pure functions of it: ranks
 cannot disagree about who does what.
 """
+import ctypes
 import datetime
 import os
 import re
@@ -258,6 +259,8 @@ def meet(rank: int, size: int, limit: datetime.timedelta) -> td.Store:
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
     rank, local_rank, size, local_size = place()
+    if td.is_torchelastic_launched():  # a torchrun that is killed must leave no rank behind
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG
     device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
     if torch.cuda.is_available() and not gpu_mistakes(local_size):  # mistakes are said together
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"

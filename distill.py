@@ -5,7 +5,7 @@
 It is grpo.py with another advantage: A_t = log π_T(t) - log π_old(t). The teacher is loaded like
 grpo.py's reference. --divergence compares whole distributions instead. With --teacher_prompt the
 teacher sees more in its prompt: without --teacher, the starting model then teaches itself. Shapes:
-as in grpo.py. What is minimized: docs/learn/algorithms.md.
+as in grpo.py. What is minimized: docs/use/recipes.md.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from running.args import CommonArgs, parse
 from running.loss_flags import ClipArgs
 from running.run import set_up
 from running.same_policy import compare_policies
-from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
+from trainer.batch import Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 
 
@@ -84,9 +84,9 @@ def train(args: Args) -> int:
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,
                 phase=run.log.time) | {"data/position": run.stream.position}
-            run.record(step, samples)  # in samples/
 
         run.log.step(step + 1, metrics)
+        run.record(step, samples)  # in samples/
         run.log.watch(metrics)  # gradients that are not finite
         stopping = run.stop.agreed()  # SIGTERM, on any rank
         if stopping or step + 1 in run.saves:
@@ -128,9 +128,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
-                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
+                        old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs(),
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            "rollout/logprob_gap_mean": (old - engine).abs(),
                             "teacher_kl": old - micro.take(teacher_logprobs)}
                 if exact:
                     details["loss/divergence"] = divergence[0]

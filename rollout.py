@@ -108,9 +108,8 @@ class Engine:
         self.adapter, self.request, self.syncs, self.eyes = adapter, None, 0, eyes
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's own
-        self.sleep_level = args.sleep_level
-        if adapter:  # the base comes once, in the first load: it must be kept
-            self.sleep_level = min(args.sleep_level, 1)
+        # With an adapter the base comes once, in the first load: it must be kept.
+        self.sleep_level = min(args.sleep_level, 1 if adapter else 2)
         if self.on_gpu:
             self.make_room()  # vLLM measures what is free
         else:

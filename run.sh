@@ -5,6 +5,7 @@
 # ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute for it
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
 # ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
+# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides. 3 minutes
 # ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? 3 minutes
 #                         vision:qwen2_5_vl: with another model that sees (needs torchvision)
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
@@ -20,6 +21,8 @@
 # model, data, reward or evaluation. Times are of two CPU cores. RANKS=1 ./run.sh trains on one rank
 # (without it: one rank for each GPU, or two without a GPU).
 set -euo pipefail
+STARTED_AS="./run.sh$([ $# = 0 ] || printf ' %q' "$@")"  # for a run's first line
+export STARTED_AS
 cd "$(dirname "$0")"
 
 # Where this is set (many containers), Python compiles torch, transformers and vLLM again at every
@@ -130,6 +133,15 @@ case "${1:-}" in
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.95")" --steps 40 \
            --model tiny:guess --data tiny:guess --eval_data tiny:guess@test --max_tokens 128 \
            --reply examples/guess.py:reply --reward examples/guess.py:won --max_turns 4 "$@" ;;
+  doors) shift; setup
+         [ -e runs/doors/train.jsonl ] || .venv/bin/python examples/doors.py
+         [ -e runs/doors-base/model ] || (train sft.py "" --data runs/doors/chats.jsonl \
+           --batch 64 --steps 80 --lr 2e-3 --max_tokens 64 --name doors-base)
+         train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.9")" --steps 100 \
+           --model runs/doors-base/model --data runs/doors/train.jsonl \
+           --eval_data runs/doors/test.jsonl --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
+           --reply examples/doors.py:reply --reward turns \
+           --advantage variants/turn_credit.py:turn_credit "$@" ;;
   vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
          model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
          [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind

@@ -88,4 +88,7 @@ def run(path: Path, write: bool) -> bool:
 if __name__ == "__main__":
     import matplotlib
     matplotlib.use("agg")  # no window
-    sys.exit(not run(Path(sys.argv[1]), "--write" in sys.argv))
+    right = run(Path(sys.argv[1]), "--write" in sys.argv)
+    if right:
+        print(f"{sys.argv[1]}: every cell gives what the notebook keeps")
+    sys.exit(not right)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 GAP, ENTROPY, REWARD = "rollout/logprob_gap_mean", "policy/entropy", "reward/mean"
+LENGTH = "rollout/length_mean"
 ROUNDING = 1e-5  # nats; the tiny model computes in float32
 
 
@@ -98,14 +99,15 @@ def answer_right(run, healthy):
                 f"not only the reward is high.")
 
 
-# Of each cause: the metric that shows it, and the checks.
+# Of each cause: the metrics that show it, and the checks.
 CAUSES = {
     "nothing is wrong": (REWARD, [differs]),
     "the engine samples at a lower temperature": (GAP, [no_gap_in_step_1, no_gap_later]),
     "the engine never gets new weights": (GAP, [gap_in_step_1, no_gap_later, reward_grows]),
     "the engine's prefix cache is of old weights": (GAP, [gap_in_step_1, no_gap_later]),
     "the KL term has the wrong sign": ("loss/kl", [no_kl, kl_not_negative]),
-    "the learning rate is too high": (ENTROPY, [any_gap, kl_negative, reward_not_lost]),
+    "the learning rate is too high": (
+        f"{ENTROPY} {LENGTH} grad/norm", [any_gap, kl_negative, reward_not_lost]),
     "the entropy term has the wrong sign": (ENTROPY, [entropy_not_low, reward_grows, kl_negative]),
     "the reward is high without a right answer": (
         "reward/exact", [any_gap, reward_not_high, answer_right])}
@@ -129,7 +131,7 @@ def what_is_wrong(number: int, cause: str, metric: str) -> str | None:
             return f"If {cause}: {sentence}"
     if metric not in run:
         return f"There is no metric {metric!r}. There are: {', '.join(run)}."
-    if metric != shown:
+    if metric not in shown.split():
         return f"The cause is right, but {metric} is not what tells it from the other causes."
     return None
 

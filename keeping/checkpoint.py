@@ -29,7 +29,7 @@ from preflight import plan
 from scoring.signatures import ROOT
 from trainer import lora
 from trainer.model import Policy, Trained, compute_dtype
-from trainer.weights import FILES, config_of, names_in_files, weight_files
+from trainer.model_files import FILES, config_of, names_in_files, weight_files
 
 # What another value means for a resumed run. Any setting that is in neither is taken over and said.
 FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets
@@ -125,6 +125,19 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
         raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
                             f" Would work: --steps {step}, or more.")
     return goes_on
+
+
+def check_room(folder: Path, args, size: float):
+    """SettingsError if the disk does not hold --keep checkpoints of `size` bytes, and the next."""
+    every, keep = plan.save_every(args), args.run_args.keep
+    there = sum(path.stat().st_size for path in folder.glob("checkpoints/*/*"))
+    disk = next(path for path in folder.resolve().parents if path.exists())
+    room = there + shutil.disk_usage(disk).free
+    if every and size * (keep + 1) > room:
+        works = f"--keep {int(room / size) - 1}" if room >= 2 * size else "--save_every 0"
+        raise SettingsError(
+            f"--keep {keep} needs {size * (keep + 1) / 1e9:.1f} GB for {keep} checkpoints and one "
+            f"that is written; {disk} has {room / 1e9:.1f} GB. Would work: {works}.")
 
 
 def find(folder: Path, world: World) -> Saved | None:

@@ -7,9 +7,10 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +21,18 @@ import torch
 from dist import World, peak_memory
 from errors import SettingsError
 from keeping.files import as_lines, read, write_whole, writing
+from preflight.plan import count
 
 LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
+HINTS = [  # (after how many steps in a row, of which metric at least how much, what is said)
+    (1, "rollout/truncated_frac", 0.95, "hardly a completion ended: they reached --max_tokens, or "
+     "the model does not know its end token"),
+    (3, "batch/groups_equal", 1, "the rewards inside every group were equal: nothing to prefer. "
+     "tools/samples.py shows them")]
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 
 
@@ -96,6 +103,13 @@ def evaluation_line(row: dict) -> str:
     return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
 
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 5.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 class Log:
     """A run's folder and output. project: of Weights & Biases."""
 
@@ -103,6 +117,7 @@ class Log:
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.bad_steps, self.writing = 0, world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
+        self.lasting = Counter()  # of each hint: for how many steps it has been so
         self.times = defaultdict(float)  # of this step
         self.wandb = None
 
@@ -211,13 +226,29 @@ class Log:
         if self.wandb:
             self.write_wandb(row)
         self.say(evaluation_line(row) if is_evaluation(row) else self.step_line(row))
+        if not is_evaluation(row):
+            self.hints(row)
 
     def step_line(self, row: dict) -> str:
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
-        count = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
-        return "  ".join([f"step {count}", *shown])
+        if row.get("rollout/turns_mean", 1) > 1:
+            shown.append(f"turns {row['rollout/turns_mean']:.2f}")
+        at = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
+        times = [row["time/step"] for row in self.rows[-20:] if row.get("time/step")]
+        if times and row["step"] < self.steps:
+            shown.append(f"{duration(statistics.median(times) * (self.steps - row['step']))} left")
+        return "  ".join([f"step {at}", *shown])
+
+    def hints(self, row: dict):
+        """Says what should not stay so: when it begins, and every tenth step."""
+        for patience, metric, least, text in HINTS:
+            self.lasting[metric] += 1
+            if row.get(metric, 0) < least:
+                self.lasting[metric] = 0
+            elif self.lasting[metric] == patience or self.lasting[metric] % 10 == 0:
+                self.say(f"  {count(self.lasting[metric], 'step')} in a row {text}.")
 
     def watch(self, metrics: dict):
         """Counts the steps in a row that had a gradient that is not finite. RuntimeError after

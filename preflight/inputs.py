@@ -23,7 +23,7 @@ from preflight.memory import Memory
 from preflight.plan import Plan, problems
 from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
-from trainer import experts, model, weights
+from trainer import experts, model, model_files
 
 TIMES = """-d -e -m -H -I -y -j a A b B c C d D e F G h H I j k l m M p S T u U V w W x X y Y Z
     z""".split()  # of strftime
@@ -75,7 +75,8 @@ def show_plan(args) -> int:
     found = read_files(args, args.plan_args.ranks)
     planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
     found.plan.memory = planned.text()
-    print(found.plan.text())
+    from tools import floor
+    print(found.plan.text(), floor.text(planned), sep="\n")
     return int(found.shape.fused and not planned.fits)
 
 
@@ -100,7 +101,7 @@ def read_files(args, ranks: int, local_size: int | None = None,
     if args.teacher:
         teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)
-        notes += weights.unread(teacher, "teacher") if teacher else []
+        notes += model_files.unread(teacher, "teacher") if teacher else []
     if files.lm and sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, notes, teacher)
 
@@ -155,8 +156,8 @@ def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
     if folder is None:
         return ModelFiles(planned_shape(args.model))
     lm = model.skeleton(folder)
-    weights.names_in_files(lm, folder)
-    notes += weights.unread(folder)
+    model_files.names_in_files(lm, folder)
+    notes += model_files.unread(folder)
     tokenizer = load_tokenizer(args.model, folder)
     tokenizer.chat_template = dated(tokenizer.chat_template, began)
     found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
@@ -172,7 +173,7 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
     """The value of --model or --teacher → its folder. Where it is not here: None, or if `make`, it
     is made or fetched."""
     if not is_tiny(name):
-        return weights.find(name, flag) if make or Path(name).is_dir() else None
+        return model_files.find(name, flag) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
@@ -194,7 +195,7 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
     if not folder:
         return None, planned_shape(args.teacher, "teacher")
     theirs = model.skeleton(folder, flag="teacher")
-    weights.names_in_files(theirs, folder, "teacher")
+    model_files.names_in_files(theirs, folder, "teacher")
     if not files.folder:
         return folder, shape_from(theirs)
     if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != files.tokenizer.get_vocab():
@@ -253,12 +254,18 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     found, vocab = [], config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if args.needs_engine and "llama_4_scaling_beta" in rope:  # Ministral 3: vLLM leaves it out,
+        room = rope["original_max_position_embeddings"]  # and it scales nothing below this
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
     on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
     adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
+    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
+        found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
+                     "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
     if on_cpu and args.expert_args.replay_routing:
         found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
     if on_cpu and adapts and config.model_type in experts.NAMES:
@@ -279,7 +286,7 @@ def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = Non
     limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
     eyes = load_eyes(args.model, source, lm.config, *limits)
     if teacher:
-        config = weights.config_of(teacher, "teacher")
+        config = model_files.config_of(teacher, "teacher")
         theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
@@ -352,7 +359,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     if not card:
         found.plan.free = free_bytes() / local_size
     planned = Memory(found.plan, shape, card)
-    found.plan.memory = planned.text()
+    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.

@@ -53,6 +53,14 @@ def changed(args, **values):
     return replace(args, **values)
 
 
+def save_every(args) -> int:
+    """Steps between two checkpoints. 0: there are none."""
+    given = args.run_args.save_every
+    if args.eval_args.eval_only:
+        return 0
+    return ceil_div(args.steps, 10) if given is None else given
+
+
 def ceil_div(n: int, size: int) -> int:
     """n / size, rounded up."""
     return -(-n // size)
@@ -105,6 +113,7 @@ class Plan:
     local_size: int | None = None  # ranks of a machine, if known
     free: float = 0.0  # bytes for a rank that has no GPU; 0: not known
     memory: str = ""  # text of the memory plan
+    checkpoint: float = 0.0  # bytes; 0: not known
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
@@ -154,9 +163,9 @@ class Plan:
         if prompts < a.batch:
             lines[0] += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
         if self.n_rows:
-            lines.append(f"  data       {self.n_rows:,} prompts, "
-                         f"{ceil_div(self.n_rows, a.batch):,} steps an epoch, "
-                         f"{self.batches[-1]:,} prompts in the last")
+            lines.append(f"  data       {count(self.n_rows, 'prompt')}, "
+                         f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
+                         f"{count(self.batches[-1], 'prompt')} in the last")
         if not a.supervised:
             lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
                          f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "

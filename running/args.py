@@ -1,5 +1,6 @@
 """args.py: the flags that all training scripts share, and the command line."""
 import io
+import os
 import re
 import sys
 from contextlib import redirect_stderr
@@ -27,8 +28,9 @@ class RunArgs:
     """The run's folder, checkpoints, and what is shown."""
     resume: bool = True
     """--no-resume: refuse if runs/NAME exists."""
-    save_every: int = 0
-    """Steps between checkpoints, and one after the last step. 0: only after SIGTERM."""
+    save_every: int | None = None
+    """Steps between checkpoints, and one after the last step. Not given: a tenth of --steps. 0:
+    only after SIGTERM."""
     keep: Count = 2
     """Checkpoints to keep, the newest."""
     samples_every: Count = 10
@@ -136,9 +138,9 @@ class CommonArgs:
             yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got "
                    f"{str(self.name)[:60]!r}). Would work: --name my-run.")
-        if "environment" in [spec.partition(":")[0] for spec in self.reward] and (
-                not self.turn_args.reply):
-            yield "--reward environment needs --reply FILE.py:CLASS."
+        for spec in [] if self.turn_args.reply else self.reward:
+            if spec.partition(":")[0] in ("environment", "turns"):
+                yield f"--reward {spec} needs --reply FILE.py:NAME."
         smallest = min(plan.batches)
         if self.minibatches > smallest * self.group:
             yield (f"--minibatches must be at most {smallest * self.group:,} (got "
@@ -146,6 +148,17 @@ class CommonArgs:
                    f"{self.group:,}.")
         for name in ("update_tokens", "score_tokens"):
             yield from plan.too_small(name, getattr(self, name))
+
+
+TEN = """\
+Start with these ten. All have defaults: ./run.sh sets them for a small task.
+
+    --model --data --reward         what is trained, on which rows, and what a good answer gets
+    --batch --group --max_tokens    prompts of a step, completions of each, tokens of each
+    --lr --steps --update_tokens    the step's size, their number, and what fits into memory
+    --save_every                    steps between two checkpoints, from which the run goes on
+
+"""
 
 
 def parse(kind: type, description: str):
@@ -156,8 +169,10 @@ def parse(kind: type, description: str):
     mistakes = None
     try:
         with redirect_stderr(said):
-            args = tyro.cli(kind, description=description, use_underscores=True,
+            args = tyro.cli(kind, description=TEN + description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
+    except BrokenPipeError:  # --help | head
+        os._exit(0)
     except SystemExit as end:
         mistakes = Mistakes([f"\n{said.getvalue().rstrip()}"] if end.code else [])  # 0: --help
     if mistakes is not None:

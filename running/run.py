@@ -1,4 +1,7 @@
 """run.py: what all training scripts share: set-up, saving, evaluation, the end."""
+import os
+import shlex
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +43,7 @@ def set_up(args) -> "Run":
     versions = log.versions()
     settings = flags | facts | {"ranks": world.size} | versions
     saved = checkpoint.newest(args, world, folder, settings)
+    world.together(checkpoint.check_room, folder, args, inputs.plan.checkpoint)
     if saved:
         settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.
@@ -47,6 +51,9 @@ def set_up(args) -> "Run":
     open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, flags | {
         "script": args.script, "ranks": world.size, "versions": versions, "began": began,
         "changes": settings.get("changes", [])})
+    if not args.eval_args.eval_only:
+        after = "a kill" if plan.save_every(args) else "SIGTERM"
+        run_log.say(f"{folder}: after {after} this goes on: {again(world, folder.name)}")
     run_log.say(inputs.plan.text(short=True))
     for note in inputs.notes:
         run_log.say(f"  {note}")
@@ -61,13 +68,24 @@ def set_up(args) -> "Run":
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
     """From here on only this run writes its folder. kept: what args.json gets. A collective."""
-    world, every, folder = run_log.world, args.run_args.save_every, run_log.folder
+    world, every, folder = run_log.world, plan.save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
     # Rank 0 made .lock. A rank that does not see it has another disk.
     if world.any_rank(every > 0 and not (folder / ".lock").exists()):
         raise SettingsError(
-            f"--save_every {every} needs a folder that all machines share; some have no {folder}. "
+            f"--save_every {every} needs a folder that all machines share: some have no {folder}. "
             f"Would work: --save_every 0.")
+
+
+def again(world: dist.World, name: str) -> str:
+    """The command that goes on with this run. run.sh says how it was started."""
+    folder = os.path.relpath(os.path.dirname(sys.executable))
+    start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
+    words = [*(start if world.size > 1 else [f"{folder}/python"]), *sys.argv]
+    named = any(word.partition("=")[0] == "--name" for word in words)
+    machines = " (on each machine, as before)" if world.size > world.local_size else ""
+    return (os.environ.get("STARTED_AS") or shlex.join(words)) + (
+        "" if named else f" --name {shlex.quote(name)}") + machines
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
@@ -174,7 +192,7 @@ class Run:
     @property
     def saves(self) -> set[int]:
         """After which steps the loop saves."""
-        steps, every = self.args.steps, self.args.run_args.save_every
+        steps, every = self.args.steps, plan.save_every(self.args)
         return {*range(0, steps, every), steps} if every else set()
 
     @property

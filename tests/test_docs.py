@@ -1,21 +1,24 @@
 """What README.md and docs/ say is true: what they name, link to, print, draw, cite and count."""
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
 
+import conftest
 import distill
 import grpo
 import losses
 import ppo
 import sft
-from docs import check_links, make_flags
+from docs import check_links
 from forked import PYTHON
 from keeping import checkpoint
 from preflight import memory, plan
@@ -27,7 +30,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
 import draw  # noqa: E402
 import run_notebook  # noqa: E402
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "exercises/README.md")]
+PAGES = [ROOT / name for name in (
+    "README.md", "CONTRIBUTING.md", "AGENTS.md", "exercises/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*/*.md"))
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text in TEXT.items()}
@@ -40,7 +44,8 @@ FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args(
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
           "rdzv_id", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
-          "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help"}
+          "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
+          "kills", "show"}
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
 
@@ -83,11 +88,11 @@ def test_lines_flags_names_and_files(page):
     assert not [x for x in lines if len(x) > 100 and not re.match(r"\||\[[\w-]+\]: ", x)]
     named = {*re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z_-]*)", TEXT[page])}
     assert not named - FLAGS - OTHERS - {"flag"}
-    files = {path.name for path in FILES} | {"near.py"}
+    files = {path.name for path in FILES}
     table = re.search("## I come from.*", BARE[page], re.S)  # names of other systems
     for code in re.findall(r"`([^`\n]+)`", BARE[page].replace(table[0] if table else "", "")):
         for name in re.findall(r"(?<!FILE\.)\b[\w/]+\.(?:py|md|sh|html|svg)\b", code):
-            mine = {"mine.py", "my_grpo.py", "my_rewards.py", "FILE.py", "free.py", "twice.py"}
+            mine = {"mine.py", "my_grpo.py", "my_rewards.py", "FILE.py", "free.py", "MINE.py"}
             assert (ROOT / name).exists() or Path(name).name in files | mine, name
         if re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", code) and len(code) > 3:
             name = code.removesuffix("()").split(".")[-1]
@@ -129,20 +134,79 @@ def test_every_claim_about_another_project_has_a_thread_or_a_commit(tmp_path):
 
 # ---- commands and code
 
-def test_the_forks_of_the_readme_run(tmp_path):
-    """Each diff makes a file; the command above it gives its flags."""
-    found = re.findall(r"\(`./run.sh (.*?)`.*?\):\n```diff\n\+\+\+ (\w+\.py)\n(.*?)^```",
+RUN = {"runs/NAME": "x", "MODEL": "tiny", "SMALL": "tiny", "LARGE": "tiny:skilled",
+       "ROWS.jsonl": "tiny", "rows.jsonl": "tiny", "chats.jsonl": "tiny", "held_out.jsonl": "tiny",
+       "prompts.jsonl": "tiny", "FILE": "tiny", "FOLDER": "tiny", "DATA": "tiny", "NAME": "exact",
+       "PROJECT": "x", "MINE.py:NAME": "exact", "mine.py:named": "exact",
+       "near.py:near": "exact", "free.py:free": "clip", "twice.py:right": "exact",
+       "twice.py:reply": "examples/again.py:reply"}
+ELSEWHERE = ("git ", "source ", "vllm ", "unset ", "echo ", "cat ", "AutoModel")  # no program here
+REFUSED = ("--batch 0", "--help")  # they end at once
+
+
+def commands(page: str) -> list[str]:
+    """What a reader would type: lines of code blocks, and what stands in the text or a table."""
+    fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", TEXT[page], re.S | re.M)
+    fenced = "".join(text for kind, text in fences if kind != "python").replace("\\\n", " ")
+    fenced = re.sub("<<'END'\n.*?^END$", "", fenced, flags=re.S | re.M)
+    plain = re.sub("^ *```.*?^ *```$", "", TEXT[page], flags=re.S | re.M)
+    first = r"\$? ?(?:\./run\.sh|(?:\.venv/bin/)?(?:python|torchrun)\b|git |echo |vllm )"
+    found = [line.split("  #")[0].strip("$ ") for line in fenced.splitlines()
+             if re.match(first, line.strip())]
+    return found + [code for code in re.findall("`([^`]+)`", plain)
+                    if re.match(first, code) and (" " in code or code == "./run.sh")]
+
+
+def test_every_command_of_the_first_pages_can_run():
+    """Flags are checked as a run checks them. Names of the hub, and words in capitals, are the tiny
+    task here: what needs the network or a GPU says so on its page."""
+    jobs = re.findall(r"^  ([a-z]+)\)", (ROOT / "run.sh").read_text(), re.M) + ["help", ""]
+    seen = 0
+    for page in ("README.md", *(f"docs/use/{name}.md" for name in (
+            "start", "recipes", "troubleshooting"))):
+        for command in commands(page):
+            words = shlex.split(command)
+            program = next((word for word in words if word.endswith(".py")), "")
+            flags = words[words.index(program) + 1:] if program else words[1:]
+            if words[0] == "./run.sh":
+                job = flags.pop(0) if flags and not flags[0].startswith("-") else ""
+                assert job in jobs, command
+                program = {"": "grpo.py", "sft": "sft.py", "ppo": "ppo.py"}.get(job, "")
+            if any(text in command for text in REFUSED):
+                continue
+            if program.removesuffix(".py") not in SCRIPTS:
+                assert not program or (ROOT / program).is_file(), command
+                assert program or command.startswith(("./run.sh", *ELSEWHERE)), command
+                continue
+            flags = [RUN.get(word, word) for word in flags if word != "…"]
+            flags = ["tiny" if "/" in word and ":" in word or word.startswith("Qwen/") else word
+                     for word in flags]
+            args = tyro.cli(SCRIPTS[program[:-3]].Args, args=flags, use_underscores=True,
+                            config=(tyro.conf.OmitArgPrefixes,))
+            args.lr = args.lr or 1e-6
+            assert not plan.problems(args, 4, 7473), command
+            seen += 1
+    assert seen > 25
+
+
+def forks() -> dict[str, tuple[str, str]]:
+    """{file: (its text, the command below it)} of the README."""
+    found = re.findall(r"```\ncat > (\w+\.py) <<'END'\n(.*?)^END\n\./run\.sh (.*?)\n```",
                        TEXT["README.md"], re.S | re.M)
-    assert [name for _, name, _ in found] == ["near.py", "free.py", "twice.py"]
+    return {name: (text, flags) for name, text, flags in found}
+
+
+def test_the_forks_of_the_readme_run(tmp_path):
+    """Each block makes a file, which is as the style wants it, and gives its flags."""
+    assert [*forks()] == ["near.py", "free.py", "twice.py"] and len(FILES) > 100
     names = {}
-    for command, name, diff in found:
-        lines = diff.splitlines()
-        assert len(lines) <= 10 and all(line.startswith("+") for line in lines)
-        (tmp_path / name).write_text("\n".join(line[1:] for line in lines))
-        flags = command.removeprefix("prove ").replace(name, str(tmp_path / name)).split()
-        printed("grpo.py", "--plan", "--max_tokens", "16", *flags)
-        exec((tmp_path / name).read_text(), names)
-    assert names["near"]("1243", "1234") == 0.5
+    for name, (text, flags) in forks().items():
+        (tmp_path / name).write_text(text)
+        printed("grpo.py", "--plan", "--max_tokens", "16",
+                *flags.replace(name, str(tmp_path / name)).split())
+        exec(text, names)
+    printed("-m", "ruff", "check", "--config", "pyproject.toml", str(tmp_path))
+    assert names["near"]("1243", "1234") == 0.5 and names["near"]("12349", "1234") == 0.8
     for text, reply, right in ("12", None, 1.0), ("21", "Sort again.", 0.0):
         turns = [{"role": "assistant", "content": text}]
         assert names["reply"]({"answer": "12"}, turns) == reply
@@ -150,26 +214,57 @@ def test_the_forks_of_the_readme_run(tmp_path):
     check_loss(names["free"])
 
 
+@pytest.mark.slow
+def test_the_forks_of_the_readme_print_what_it_says():
+    """Minutes. The rewards and turns of the text, with the file and without."""
+    text, lines = TEXT["README.md"], {}
+    for name, (code, flags) in forks().items():
+        (ROOT / name).write_text(code)
+        lines[name] = "./run.sh", *flags.split()
+    lines |= {"": ("./run.sh",), "four": ("./run.sh", "--minibatches", "4")}
+    found, turns = {}, []
+    try:
+        for name, command in lines.items():
+            steps = "1" if name in ("", "near.py") else "8"
+            done = subprocess.run([*command, "--steps", steps, "--no-export"], cwd=ROOT, text=True,
+                                  capture_output=True, check=True)
+            found[name] = dict(re.findall(r"step (\d+)/.*?reward ([\d.]+)", done.stdout))
+            turns = re.findall(r"turns (\d\.\d\d)", done.stdout) or turns
+            shutil.rmtree(ROOT / re.search(r"the run is in (\S+)", done.stdout)[1])
+    finally:
+        for name in forks():
+            (ROOT / name).unlink()
+    assert f"reward {found['near.py']['1']}, without the file {found['']['1']}" in text
+    loss = f"reward {found['free.py']['8']}, without the loss {found['four']['8']}"
+    assert loss in " ".join(text.split())
+    assert f"fall from {turns[0]}" in text
+
+
+def test_a_task_of_your_own_is_checked_by_the_plan_that_the_page_gives(tmp_path):
+    row, = re.findall(r"echo '(.*?)' > rows.jsonl", TEXT["docs/use/start.md"])
+    code = re.search("```python\n(.*?)```", TEXT["docs/use/start.md"], re.S)[1]
+    (tmp_path / "rows.jsonl").write_text(row)
+    (tmp_path / "mine.py").write_text(re.sub("^   ", "", code, flags=re.M))
+    command, = re.findall(r"^   python grpo.py (--plan .*)$", TEXT["docs/use/start.md"], re.M)
+    for name in "rows.jsonl", "mine.py":
+        command = command.replace(name, str(tmp_path / name))
+    assert "plan for grpo.py on 1 rank: 1 prompts" in printed("grpo.py", *command.split())
+
+
 def check_loss(function) -> None:
     """It has the shape and the metrics of clip's."""
     logp, old, A = torch.randn(3, 10)
     args = logp.requires_grad_(), old, A, torch.arange(2).repeat_interleave(5)
     bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-    loss, metrics = function(*args, rows=2, engine_logprobs=old, **bounds)
+    loss, metrics = function(*args, n_rows=2, engine_logprobs=old, **bounds)
     theirs, expected = losses.clip_loss(*args, **bounds)
     assert loss.shape == theirs.shape and loss.requires_grad and metrics.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("page, name", [("docs/use/recipes.md", "soft_clip"),
-                                        ("docs/use/start.md", "named")])
-def test_the_examples_of_a_loss_and_of_a_reward_run(page, name):
-    names = {}
-    exec(re.sub("^   ", "", re.search("```python\n(.*?)```", TEXT[page], re.S)[1], flags=re.M),
-         names)
-    if name == "named":
-        assert names[name]("It is RED.", "red") == 1.0
-    else:
-        check_loss(names[name])
+def test_the_example_of_a_reward_runs():
+    code = re.search("```python\n(.*?)```", TEXT["docs/use/start.md"], re.S)[1]
+    exec(re.sub("^   ", "", code, flags=re.M), names := {})
+    assert names["named"]("It is RED.", "red") == 1.0
 
 
 def test_every_recipe_passes_the_checks():
@@ -203,7 +298,7 @@ def test_the_script_for_several_machines_passes_the_checks_and_fits():
 
 
 @pytest.mark.parametrize(
-    "page", ["choices_and_gap", "reward_to_loss", "one_step", "second_update"])
+    "page", ["choices_and_gap", "reward_to_loss", "one_step"])
 def test_a_page_prints_what_it_says(page):
     printed("tests/pages.py", f"docs/learn/{page}.md")
 
@@ -228,15 +323,8 @@ def test_the_notebook_gives_what_it_keeps():
 
 # ---- what is written by a script, and figures
 
-def test_the_page_of_flags_is_written_from_the_dataclasses():
-    page = TEXT["docs/use/flags.md"]
-    assert page.partition(make_flags.BEGIN)[2] == make_flags.tables()
-    listed = re.findall(r"^\| `--(\w+)` \|", page, re.M)
-    assert sorted(listed) == sorted(FLAGS) and make_flags.SAME_UPDATE <= FLAGS
-
-
 def test_a_flag_that_keeps_the_update_may_change_in_a_resumed_run():
-    assert not make_flags.SAME_UPDATE & {*checkpoint.FIXED}
+    assert not checkpoint.SAME_UPDATE & {*checkpoint.FIXED}
     text = BARE["docs/reference/metrics_and_files.md"]
     listed = re.search(r"is refused in one sentence:(.*?)All\s+others", text, re.S)[1]
     assert {*re.findall("--(\\w+)", listed)} == checkpoint.FIXED & {*FLAGS}
@@ -256,7 +344,8 @@ def test_measurements_have_their_commands_and_every_named_command_is_there():
     measured = (ROOT / "bench/RESULTS.md").read_text()
     for section in re.split("^## ", measured, flags=re.M)[1:]:
         assert re.search(r"`[^`]*((bench|tests)/\w+\.py|\./run\.sh)", section), section
-    assert max(map(len, measured.splitlines())) <= 100
+    assert max(len(x) for x in measured.splitlines() if not re.match(
+        r"\[[\w-]+\]: |\| .* \| `\w+` \|", x)) <= 100  # links, and models
     pages = [*TEXT.values(), measured, *(p.read_text() for p in ROOT.glob("results/*.md"))]
     named = {*re.findall(r"\b(?:bench|tests|results|tools|docs|exercises)/[\w/]+\.py\b",
                          "\n".join(pages))}
@@ -271,15 +360,7 @@ def test_durations_are_those_of_the_results():
         seeds = json.loads((ROOT / f"results/{folder}.json").read_text())["seeds"]
         mean = sum(seed["seconds"] for seed in seeds.values()) / len(seeds)
         assert table[command] == f"{mean:.0f}", command
-    assert f"of {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
-
-
-def test_every_figure_of_the_evidence_is_in_its_source():
-    found = rows("docs/reference/evidence.md")
-    figures = [row for row in found if row[-1].endswith(".md") and (ROOT / row[-1]).is_file()]
-    assert len(figures) >= 7
-    for what, figure, source in figures:
-        assert re.search(rf"(?<![\d.-]){re.escape(figure)}", (ROOT / source).read_text()), what
+    assert f"in {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
 
 
 def test_the_metrics_of_the_code_are_the_documented_ones():
@@ -300,9 +381,16 @@ def test_the_metrics_of_the_code_are_the_documented_ones():
         assert any(text in shipped for text in spelled), name
 
 
-def test_contributing_names_every_dependency_and_only_tests_that_are_there():
-    for name in re.findall("^([^#=\n]+)==", (ROOT / "requirements.txt").read_text(), re.M):
-        assert f"`{name}`" in TEXT["CONTRIBUTING.md"], name
-    table = " ".join(row[1] for row in rows("CONTRIBUTING.md", "What the tests prove"))
-    assert {*re.findall(r"test_\w+\.py", table)} <= {
-        path.name for path in (ROOT / "tests").rglob("test_*.py")}
+def test_every_dependency_says_why_and_every_promise_has_its_tests():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    bare = [b for a, b in pairwise(lines) if "==" in b and not b.startswith("#")
+            and not (a.startswith("# ") or "==" in a)]
+    assert not bare and len(lines) > 20
+    assert {f"test_{name}.py" for files in conftest.PROMISES.values() for name in files.split()
+            } <= {path.name for path in (ROOT / "tests").glob("test_*.py")}
+
+
+def test_the_pages_are_few_and_short():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md")]
+    assert len(pages) <= 15 and sum(page.stat().st_size for page in pages) <= 153_600
+    assert len(TEXT["README.md"].splitlines()) <= 115

@@ -13,7 +13,7 @@ from errors import SettingsError
 from examples import tiny
 from preflight import inputs, plan
 from ranks import results
-from trainer import model, weights
+from trainer import model, model_files
 from trainer.packing import pack
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
@@ -67,12 +67,12 @@ def test_engine_trainer_and_transformers_are_the_same(name):
 
 
 def test_the_table_in_the_docs_has_exactly_what_is_supported():
-    page = (families.ROOT / "docs/reference/evidence.md").read_text()
+    page = (families.ROOT / "bench/RESULTS.md").read_text()
     rows = re.findall(r"^\| (.*?) \| `(\w+)` \| (.*?) \| (\S+) \| (\S+) \|$",
                       page, re.M)
     assert [row[:3] for row in rows] == [
         (name, kind, special) for name, (kind, _, special) in families.CASES.items()]
-    assert {kind for _, kind, *_ in rows} == set(weights.FAMILIES)
+    assert {kind for _, kind, *_ in rows} == set(model_files.FAMILIES)
     assert all(float(gap) < 1e-5 for row in rows for gap in row[3:])
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -183,6 +184,20 @@ def test_sigterm_saves_and_ends(start, tmp_path, whom):
     assert "goes on from here" in text and (status == 75 or not alone), text
     done, run = int(re.search(r"ended after (\d+) of 500 steps", text)[1]), tmp_path / "runs/x"
     assert last(run).name == f"step_{done}" and progress(run) == done
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_torchrun_save_and_end(start, tmp_path):
+    """They went on alone, to the end, and the same command was refused."""
+    attempt = start("--name", "x", "--steps", "500", signals=True, PYTHON_EXEC=sys.executable)
+    attempt.printed("  3/500")
+    ranks = attempt.ranks()
+    attempt.process.kill()
+    deadline = time.monotonic() + LONG
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert last(tmp_path / "runs/x").name == f"step_{progress(tmp_path / 'runs/x')}"
 
 
 @pytest.mark.slow

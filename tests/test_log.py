@@ -101,6 +101,30 @@ def test_small_numbers_keep_their_digits(tmp_path):
     assert "nothing to learn from" in it.step_line(nothing)  # a rounding error is no gradient
 
 
+def test_a_step_says_how_long_the_rest_takes(tmp_path):
+    it, line = opened(tmp_path, steps=100), {}
+    for step, seconds in (1, 900.0), (2, 3.0), (3, 3.0), (100, 3.0):  # the first one compiles
+        it.rows.append({"step": step, "time/step": seconds})
+        line[step] = it.step_line(it.rows[-1])
+    assert line[3].endswith("3.00 s  5 min left") and "left" not in line[100]
+    assert [log.duration(s) for s in (45, 600, 20000)] == ["45 s", "10 min", "5.6 h"]
+    it.lock.close()
+
+
+def test_what_should_not_stay_so_is_said_when_it_begins_and_every_tenth_step(tmp_path, capsys):
+    it, said = opened(tmp_path, steps=40), []
+    for step in range(1, 25):
+        row = {"rollout/truncated_frac": 0.97 if step in (2, 3) else 0.9,
+               "batch/groups_equal": float(5 <= step), "time/step": 1.0}
+        it.step(step, row)
+        text = capsys.readouterr().out
+        said += [step] if "in a row" in text else []
+        assert ("hardly a completion ended" in text) == (step == 2)
+    assert said == [2, 7, 14, 24]  # groups are equal from step 5 on: after 3, 10 and 20 steps
+    assert "20 steps in a row the rewards inside every group were equal" in text
+    it.lock.close()
+
+
 def test_samples_of_a_killed_run_go_with_its_lines(tmp_path):
     opened(tmp_path).lock.close()
     for name in "step_00002", "step_00003", "eval_00001", "eval_00002", "my_own_3", "my_best":

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 import learning
@@ -21,6 +23,7 @@ from preflight.memory import Memory
 from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
 from running import worst_case
+from tools import floor
 from trainer import model
 from trainer.batch import Batch, Micro
 
@@ -68,6 +71,29 @@ def test_the_printed_plan_has_each_part_and_their_sum(capsys):
     assert rows["logits"][1] == pytest.approx(5 * 0.5, abs=0.01)  # of 512 MiB each
 
 
+def test_the_floor_counts_the_flops_and_bytes_of_a_step():
+    """Held against torch's own counter."""
+    known = shape_of("tiny")
+    made = planned(grpo, 1, "tiny", 80, batch=3, group=2, max_tokens=40, max_prompt_tokens=24)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=320,
+        tie_word_embeddings=True), attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        lm(torch.zeros(1, 64, dtype=torch.long), use_cache=False)
+    # Three prompts of 24 tokens, and six completions of 40 that read them again.
+    pairs = 3 * 24 * 24 / 2 + 6 * 40 * (24 + 20)
+    attention = 4 * 2 * 128  # FLOPs of a pair
+    matrices = (counter.get_total_flops() - attention * 64 * 64) / 64  # of a token
+    forward = matrices * (3 * 24 + 6 * 40) + attention * pairs
+    found = floor.seconds(made)
+    assert found["update"] == pytest.approx(3 * forward / 989e12, rel=0.01)
+    assert not found["score"]
+    bytes_read = 40 * 2 * known.params + 6 * 2 * 2 * 2 * 128 * 40 * (24 + 20)
+    assert found["rollout"] == pytest.approx(bytes_read / 3.35e12)
+    assert f"floor      {sum(found.values()):.2g} s a step on 1 x H100 SXM" in floor.text(made)
+
+
 @pytest.mark.parametrize("part, flags, change", [
     ("weights", {}, dict(offload=("params",))), ("weights", {}, dict(lora_rank=8)),
     ("gradients", {}, dict(lora_rank=8)), ("gradients", {}, dict(cpu_offload=True)),
@@ -101,6 +127,21 @@ def test_without_a_gpu_the_cache_is_what_one_call_can_use(flags, n_eval, sequenc
 def test_a_critic_needs_what_the_policy_needs():
     found = planned(ppo, 4, QWEN_7B, 80).parts
     assert found["critic"][1] == sum(found[name][1] for name in ("weights", "gradients", "moments"))
+
+
+def test_a_published_step_takes_six_times_the_floor():
+    """NeMo-RL 0.4: Llama-3.1-8B on 16 H100, 64 prompts x 32 completions, 1,060 tokens: 97.7 s."""
+    with torch.device("meta"):
+        llama = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256))
+    args = plan.changed(grpo.Args(), batch=64, group=32, minibatches=4, kl_loss_coef=0.01,
+                        max_prompt_tokens=150, max_tokens=910)
+    shape = shape_from(llama)
+    found = floor.seconds(Memory(plan.Plan(args, 16, None, 0, shape), shape, 80 * GIB))
+    assert round(shape.params / 1e9) == 8 and round(sum(found.values())) == 17
+    page = (ROOT / "bench/RESULTS.md").read_text()
+    assert "where the floor is 17 s: 17 %" in page and round(100 * 17 / 97.7) == 17
 
 
 def test_known_models():

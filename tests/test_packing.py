@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 from transformers import (
     AttentionInterface,
     Gemma2Config,
@@ -123,7 +124,7 @@ def plain_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, window_size, 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
-    monkeypatch.setattr(packing, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
     samples = samples_of(GROUPS)
     packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
     q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))

@@ -63,7 +63,7 @@ def test_printed_plan():
     of_21 = "in at most 1 round of 21 x 768 tokens (budget 16,384); padding:"
     said(text, "plan for grpo.py on 4 ranks: 8 prompts x 8 completions = 64 completions and 3 "
          "optimizer steps a step",
-         "1,001 prompts, 126 steps an epoch, 1 prompts in the last",
+         "1,001 prompts, 126 steps an epoch, 1 prompt in the last",
          "64 completions: 4 engines of 1 rank, 16 requests each; 16 a rank for its 2 reward",
          f"update     22 completions, 5 or 6 a rank, {of_21} 0 rows (0%)",
          "score      64 completions, 16 a rank, in at most 1 round of 42 x 768 tokens "
@@ -169,7 +169,7 @@ REFUSED = [
     (dict(kl_target=0.1, kl_reward_coef=0.1, kl_horizon=102), "--kl_horizon must be more than a "
      "fifth of --batch x --group (got 102): else one step may turn the coefficient negative. Would "
      "work: --kl_horizon 103.", dict(kl_horizon=103)),
-    (dict(reward=("environment",)), "--reward environment needs --reply FILE.py:CLASS.",
+    (dict(reward=("environment",)), "--reward environment needs --reply FILE.py:NAME.",
      dict(reply="x.py:C")),
     (dict(carry=1.0), "--carry needs --engine_correction: older policies sampled some of a step's "
      "tokens. Would work: --engine_correction truncate.", dict(engine_correction="truncate")),

@@ -35,7 +35,7 @@ from rollout import HELD, Request, parts_of
 from running import worst_case
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
-from trainer import lora, model, weights
+from trainer import lora, model, model_files
 from trainer.batch import Batch
 
 ROOT = Path(__file__).parent.parent
@@ -328,7 +328,7 @@ def test_a_folder_as_the_hub_has_it_is_the_same_model(folder):
     if config_of(folder).model_type == "qwen3_vl":
         pytest.skip("its names on the hub are those of transformers")
     lm = model.skeleton(str(hub_like(folder)))
-    names = weights.names_in_files(lm, str(folder / "hub"))
+    names = model_files.names_in_files(lm, str(folder / "hub"))
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.up_proj.weight")
     assert names["model.visual.merger.mlp.0.weight"] == "visual.merger.mlp.0.weight"

@@ -211,10 +211,41 @@ def test_it_opens_where_most_completions_have_an_advantage_and_shows_curves(brow
     run, curves = browser.text_content("#run"), browser.text_content("#curves")
     assert "Outside the healthy range: " in run
     assert "rollout/logprob_gap_mean at 1 steps, first at 2" in run
-    assert "a, 2 seeds" in curves and "outside it at 1 steps, first at 2" in curves
+    legend = browser.text_content("#legend")
+    assert "a, 2 seeds" in legend and "healthy range" in legend and "band: several" in legend
+    assert "up: nats" in curves and "outside it at 1 steps, first at 2" in curves
     assert browser.locator("polygon").count() and browser.locator("rect").count()
     assert "eval/pass@140.50.25 to 0.625" in "".join(
         browser.locator("#evals tr").all_text_contents())
+
+
+def test_a_share_is_drawn_from_0_to_1_and_one_step_moves_curves_and_completions(browser, small):
+    """A clip_frac of 0 had an axis from −1 to 1, and two controls had two steps."""
+    opened(browser, small)
+    axis = browser.evaluate("""[...charts.find(([f]) => f.textContent.startsWith('eval/pass@1'))[0]
+        .querySelectorAll('text')].map(e => e.textContent)""")
+    assert axis[:3] == ["0", "0.5", "1"] and "steps done; up: share" in axis
+    for value, shown in ("4", "step 4"), ("0", "step 0"):
+        browser.evaluate(f"(e => {{ e.value = {value}; e.oninput({{target: e}}); "
+                         "e.onchange({target: e}); })(document.getElementById('cursor'))")
+        chosen = browser.evaluate(
+            "document.getElementById('f-step').selectedOptions[0].textContent")
+        assert chosen.startswith(shown) and browser.text_content("#at") == value
+    put_in(browser, "step", "1")
+    assert browser.text_content("#at") == "4"
+
+
+def test_the_turns_have_their_rewards(browser, tmp_path):
+    talk = [{"role": "assistant", "content": "x", "reward": 0.25},
+            {"role": "user", "content": "again"}, {"role": "assistant", "content": "y"}]
+    put = [True, True, False, False, True, True]
+    rows = [made_up(0, 6, random.Random(0)) | {"turns": talk, "sampled": put} for _ in range(2)]
+    del rows[1]["token_texts"]
+    opened(browser, write_page([run_of(tmp_path / "a", 2, lambda step: rows)]))
+    roles = browser.locator(".role").all_text_contents()
+    assert roles == ["model, turn 1, reward 0.25", "put in", "model, turn 2",
+                     "model, turn 1, reward 0.25", "user", "model, turn 2"]
+    assert "slanted: put in by a reply" in browser.text_content("#notes") and not browser.said
 
 
 def test_a_run_without_a_step_has_a_page(browser, tmp_path):

@@ -10,9 +10,9 @@ import pytest
 from errors import SettingsError
 from examples import instructions
 from keeping import log
-from results import collect, table
+from results import collect, speedrun, table
 from test_report import write_run
-from tools import compare, plot, report, samples
+from tools import compare, plot, report, samples, score
 
 ROOT = Path(__file__).parent.parent
 
@@ -222,6 +222,39 @@ def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monk
     assert legends == [["seed 0", "seed 1"], plot.titles(both)]  # one run needs none
 
 
+def test_a_reward_is_tried_on_the_kept_completions(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def near(completion, answer, **row):\n    return float(completion[:1] == answer[:1])\n"
+        "def needy(completion, level, **row):\n    return 1.0\n")
+    said = ["12", "13", "21", "21"]  # of two prompts
+    rows = [{"position": i // 2, "prompt": "p", "completion": text, "answer": "12", "tokens": 2,
+             "truncated": False, "turns": [{"role": "assistant", "content": text}],
+             "reward": float(text == "12")} for i, text in enumerate(said)]
+    write_run(tmp_path / "run", [], {"step_00001": rows})
+    monkeypatch.setattr("sys.argv", ["score.py", str(tmp_path / "run"), f"{tmp_path}/mine.py:near",
+                                     "--show", "1"])
+    score.main()
+    first, kept, new, shown = capsys.readouterr().out.splitlines()
+    assert first == "4 completions in 2 groups"
+    assert re.search(r"run's reward +mean +0.250 +groups that differ +50.0%", kept)
+    assert re.search(r"near +mean +0.500 +groups that differ +0.0%   unscored 0", new)
+    assert shown == "  0 -> 1 [0] p -> 13"
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "run"), f"{tmp_path}/mine.py:needy"])
+    with pytest.raises(SystemExit, match="needy needs 'level', which samples/ does not keep"):
+        score.main()
+
+
+def test_the_speedrun_counts_the_training_before_the_goal():
+    rows = [{"step": 0, "eval/rows": 9, "eval/pass@1": 0.1}]
+    for step, passed in (1, 0.5), (2, 0.96), (3, 0.9):
+        rows += [{"step": step, "time/step": 2.0, "rollout/tokens": 5},
+                 {"step": step, "eval/rows": 9, "eval/pass@1": passed}]
+    assert speedrun.reached(rows) == (4.0, 2, 10)
+    assert speedrun.reached(rows[:3])[0] == float("inf")
+    assert speedrun.text([(4.0, 2, 10)] * 5).startswith("4.0 s (4.0 to 4.0), 2.0 steps, 10 tokens")
+    assert speedrun.text([(4.0, 2, 10), (float("inf"), 35, 9)]) == "1 of 2 seeds reach 0.95"
+
+
 def test_completions_are_shown_in_order_or_the_worst_first(tmp_path, monkeypatch, capsys):
     write_run(tmp_path, [], {"step_00001": [
         {"reward": r, "prompt": "p", "turns": [{"role": "assistant", "content": f"c{r}"}]}
@@ -238,7 +271,7 @@ def test_completions_are_shown_in_order_or_the_worst_first(tmp_path, monkeypatch
 
 def test_the_table_is_what_the_files_say():
     page = (table.HERE / "README.md").read_text()
-    assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind()
+    assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
     needed = {"reward/mean", "policy/entropy", "rollout/length_mean", "loss/policy", "grad/norm",
               "rollout/logprob_gap_max", "time/step", "memory/peak_gb"}
     assert len(table.jobs()) >= 30
@@ -292,8 +325,7 @@ def test_the_readme_quotes_the_results_of_the_real_model():
     low, high, before, after = (
         f"{sum(end[key] for end in ends) / len(ends):.2f}" for key in [*ends[0]][:4])
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"grows from {low} to {high}, and the accuracy on held-out rows from {before} to " \
-           f"{after}" in readme
+    assert f"[{before} → {after}](results/README.md)" in readme and float(low) < float(high)
 
 
 def test_the_readme_quotes_the_first_command():

@@ -136,6 +136,44 @@ def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
     assert state["step"] == 5
 
 
+@pytest.mark.parametrize("steps, flags, after", [
+    (35, "", [4, 8, 12, 16, 20, 24, 28, 32, 35]), (3, "", [1, 2, 3]), (400, "--keep 1", None),
+    (35, "--save_every 0", []), (35, "--eval_only", []), (7, "--save_every 3", [3, 6, 7])])
+def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, flags, after):
+    it = made(tmp_path, "--steps", str(steps), *flags.split())
+    found = [step for step in range(1, steps + 1) if step in it.saves]
+    assert found == ([*range(40, 401, 40)] if after is None else after)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "runs/x"
+    (folder / "checkpoints/step_1").mkdir(parents=True)
+    (folder / "checkpoints/step_1/a").write_bytes(b"0" * 1000)  # a resume: this one will go
+    free = SimpleNamespace(free=2100)
+    monkeypatch.setattr(run.checkpoint.shutil, "disk_usage", lambda path: free)
+    run.checkpoint.check_room(folder, args(), 1000)
+    for left, works in (1999, "--keep 1."), (999, "--save_every 0."):
+        free.free = left
+        with pytest.raises(SettingsError, match="--keep 2 needs 0.0 GB for 2 checkpoints") as error:
+            run.checkpoint.check_room(folder, args(), 1000)
+        assert str(error.value).endswith(f"Would work: {works}")
+        run.checkpoint.check_room(folder, args("--save_every", "0"), 1000)
+
+
+@pytest.mark.parametrize("started, argv, size, local, command", [
+    ("./run.sh --steps 9", ["grpo.py", "--steps", "9"], 2, 2, "./run.sh --steps 9 --name a-b"),
+    (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
+    (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
+     "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.'"),
+    (None, ["ppo.py", "--name=a-b"], 4, 2,
+     "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b (on each machine, as before)")])
+def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
+    monkeypatch.setattr(run.sys, "argv", argv)
+    monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
+    monkeypatch.setenv("STARTED_AS", started or "")
+    assert run.again(SimpleNamespace(size=size, local_size=local), "a-b") == command
+
+
 def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
     saved, carry = [], MagicMock()
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]))

@@ -129,10 +129,10 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="a"):
+def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="a", reward=()):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=room,
-                           reward_args=RewardArgs(2, timeout))
+                           reward_args=RewardArgs(2, timeout), reward=reward)
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], answer, {"kind": kind}, ""))
                for i, kind in enumerate(kinds)]
     engine, said, seed = FakeEngine(), [], lambda i, turn=0: 10 * i + turn
@@ -213,6 +213,13 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     assert metrics["rollout/reply_failed"] == metrics["rollout/unscored"] == len(FAILING)
     assert metrics["rollout/turns_mean"] == np.mean([len(g) for g in engine.gave.values()])
     assert metrics["rollout/tokens"] == sum(len(x.ids) for g in engine.gave.values() for x in g)
+
+
+def test_replies_that_never_fit_are_told_once(spec):
+    """--max_tokens of a task of one turn: each episode ended after its first, without a word."""
+    *_, said = play(ALONE, spec, ["plain"] * 6 + ["never"] * 2, room=8)
+    assert len(said) == 1 and "no reply fits: of " in said[0] and "--max_tokens 8 " in said[0]
+    assert not play(ALONE, spec, ["plain"] * 4)[-1] and not play(ALONE, spec, ["never"] * 4)[-1]
 
 
 def test_a_turn_that_is_cut_ends_its_episode(played):

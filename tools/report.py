@@ -9,6 +9,7 @@ tools/report.html is the page without its data.
 import argparse
 import base64
 import gzip
+import importlib
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from dist import SettingsError  # noqa: E402
 from keeping.files import read, write_whole  # noqa: E402
 from keeping.log import finished_steps, is_evaluation, read_metrics  # noqa: E402
 from pictures.eyes import opened  # noqa: E402
+from preflight import plan  # noqa: E402
 from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most
@@ -63,7 +65,7 @@ def healthy() -> dict[str, dict]:
 
 
 def in_words(value) -> str:
-    """A flag's value as docs/use/flags.md writes it."""
+    """A flag's value, as a person writes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value in (None, [], ()):
@@ -73,17 +75,13 @@ def in_words(value) -> str:
 
 def changed(args: dict) -> list[list[str]]:
     """[flag, value, default] of the flags that have another value than the default."""
-    found = []
-    for name, default, *_ in cells("docs/use/flags.md", 4):
-        name = name.strip("`-")
-        default, *others = default.split("; ")  # "8; ppo.py, sft.py 1"
-        for other in others:
-            scripts, _, value = other.rpartition(" ")
-            if args.get("script", "grpo.py") in scripts.split(", "):
-                default = value
-        if name in args and in_words(args[name]) != default:
-            found.append([f"--{name}", in_words(args[name]), default])
-    return found
+    script = Path(args.get("script", "grpo.py")).stem
+    if not (ROOT / f"{script}.py").is_file():  # a copy that is gone
+        script = "grpo"
+    defaults = plan.flags(importlib.import_module(script).Args())
+    found = [(name, in_words(args[name]), in_words(default))
+             for name, default in defaults.items() if name in args]
+    return [[f"--{name}", value, default] for name, value, default in found if value != default]
 
 
 # ---- from a run
@@ -165,8 +163,8 @@ def block(rows: list[dict], with_tokens: bool, most: int | None, step: int = 0) 
             "rewards": row.get("rewards"), "advantage": row.get("advantage"),
             "n": row["tokens"], "cut": row["truncated"],
             "answer": shortened(as_text(row.get("answer")), most),
-            "turns": [[t["role"], shortened(as_text(t["content"]), most)] for t in turns]
-            if len(turns) > 1 else None})
+            "turns": [[t["role"], shortened(as_text(t["content"]), most), t.get("paid")]
+                      for t in turns] if len(turns) > 1 else None})
     pictures = [[small(path) for path in paths if most is None and Path(path).is_file()]
                 for _, paths in prompts]
     return packed({"prompts": [shortened(text, most) for text, _ in prompts], "rows": kept,

@@ -129,9 +129,9 @@ def packed() -> str:
     """Padded rows, the packed input with its positions, and who attends to whom."""
     rows, cell, out = [("a", 4), ("b", 2), ("c", 3)], 30, []
     colors = {"p": PALE, "a": BLUE, "b": GREEN, "c": ORANGE}
-    out.append(text(20, 24, "padded: 3 rows × 7 = 21 tokens", 14, weight="bold"))
+    out.append(text(20, 24, "padded: 3 rows × 6 = 18 tokens", 14, weight="bold"))
     for i, (name, n) in enumerate(rows):
-        cells = ["p"] * 3 + [name] * n + [""] * (4 - n)
+        cells = ["p"] * 3 + [name] * (n - 1) + [""] * (4 - n)
         out += [box(20 + k * cell, 36 + i * 34, cell - 2, cell, colors.get(c, "white"), c)
                 for k, c in enumerate(cells)]
     cells = [("p", k) for k in range(3)] + [(name, 3 + k) for name, n in rows for k in range(n - 1)]
@@ -142,7 +142,7 @@ def packed() -> str:
     out += [text(x + k * cell + 14, 258, p, 13, GREY, "middle", mono=True)
             for k, (_, p) in enumerate(cells)]
     out += [text(20, 288, "The prompt is there once. The last token of a", 12, GREY),
-            text(20, 305, "completion predicts nothing: it is left out.", 12, GREY),
+            text(20, 305, "completion predicts nothing: both leave it out.", 12, GREY),
             text(20, 322, "Positions of a completion go on after its prompt.", 12, GREY)]
     x, y, c = 440, 56, 29
     out += [text(x - 20, 24, "attention: a row sees the filled columns", 14, weight="bold")]
