@@ -36,11 +36,14 @@ class DataArgs:
     """A system message, put before the prompt."""
     max_image_tokens: int = 0
     """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
+    min_image_tokens: int = 0
+    """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
 
     def rules(self, plan):
         """See plan.problems."""
-        if self.max_image_tokens and plan.shape and not plan.shape.tower:
-            yield "--max_image_tokens must be 0: --model sees no pictures."
+        for name in "max_image_tokens", "min_image_tokens":
+            if getattr(self, name) and plan.shape and not plan.shape.tower:
+                yield f"--{name} must be 0: --model sees no pictures."
         if self.prompt_template == "":
             yield "--prompt_template must not be empty: give {question}, or leave it out."
 

@@ -23,7 +23,7 @@ from running.args import CommonArgs, parse
 from running.loss_flags import ClipArgs
 from running.run import set_up
 from running.same_policy import compare_policies
-from trainer.batch import GAP, Batch, Meter, Micro, Sample, sample_metrics
+from trainer.batch import Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 
 
@@ -128,9 +128,10 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
-                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
+                        old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs(),
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            "rollout/logprob_gap_mean": (old - engine).abs(),
                             "teacher_kl": old - micro.take(teacher_logprobs)}
                 if exact:
                     details["loss/divergence"] = divergence[0]

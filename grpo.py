@@ -25,6 +25,7 @@ import dist
 import losses
 from chats.carry import CarryArgs
 from dist import World
+from errors import SettingsError
 from preflight.inputs import show_plan
 from rewards import parse as parse_rewards
 from rewards import score_samples
@@ -32,7 +33,7 @@ from running import loss_flags
 from running.args import CommonArgs, parse
 from running.run import Run, set_up
 from running.same_policy import compare_policies
-from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
+from trainer.batch import Batch, Meter, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 
 
@@ -69,7 +70,14 @@ class Args(loss_flags.LossArgs, CommonArgs):
     def needs_old_logprobs(self) -> bool:
         """Whether something needs old_logprobs before the update."""
         return (self.minibatches * self.epochs > 1 or self.engine_correction != "none"
-                or self.kl_reward_coef > 0)
+                or self.kl_reward_coef > 0
+                or "old_logprobs" in loss_flags.own("advantage", self.advantage).takes)
+
+    @property
+    def token_advantages(self) -> bool:
+        """Whether tokens of a completion have different advantages."""
+        return (loss_flags.own("advantage", self.advantage).per == "token"
+                or (self.advantage == "reinforce++" and self.kl_reward_coef > 0))
 
     @property
     def needs_reference(self) -> bool:
@@ -132,7 +140,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
           reference: Policy | None = None, phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples: --epochs x --minibatches optimizer steps → metrics.
 
-    Metrics and new weights are the same on every rank, on any number of ranks, with any budgets.
+    Metrics and new weights are the same on every rank, on any number of ranks, with any number of
+    tokens in a micro-batch (--update_tokens, --score_tokens).
     """
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
@@ -149,7 +158,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                                        lambda m: reference.logprobs(m, args.temperature)[0])
 
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
-    # This is the default; losses.group_advantages has the others, some of them by token.
+    # This is the default; `compute_advantages` has the others, some of them by token.
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
@@ -158,12 +167,13 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
-    # A completion whose advantage is 0 has no gradient: it is computed for the metrics alone. But
-    # a KL or entropy term acts on every token, and so may a loss that --loss FILE.py:NAME brings.
+    # A completion whose advantage is 0 has no gradient. It is computed for the metrics alone, in
+    # micro-batches of its own, without a backward. But a KL or entropy term acts on every token,
+    # and so may a loss that --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    learns = (batch.of_tokens(advantages.abs()) > 0) | acts  # (N,)
-    policy_loss = loss_flags.loss_of(args.loss)
+    learns = (batch.of_tokens(advantages.abs()) > 0) | acts  # sums over tokens: (M,) → (N,)
+    policy_loss = loss_flags.own("loss", args.loss).function
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -171,22 +181,24 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
         rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
-        if not rows:  # momentum alone must not move the weights
+        if not rows:  # nothing is in the loss: AdamW's momentum must not move the parameters
             meter.skipped += 1
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
                 logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
                 old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()
-                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
+                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)  # (n,) each
                 engine = micro.engine_logprobs
-                loss, details = policy_loss(logp, old, A, micro.row, rows=len(micro.rows),
-                                            engine_logprobs=engine, **args.bounds)
+                loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
+                                            engine_logprobs=engine, draws=micro.draws,
+                                            **args.bounds)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
-                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
+                        old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs()}
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            "rollout/logprob_gap_mean": (old - engine).abs()}
                 if args.kl_loss_coef:
                     details["loss/kl"] = kl = losses.kl_estimate(
                         logp, micro.take(ref_logprobs), kind=args.kl_estimator, old=old)
@@ -196,6 +208,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * loss).sum())
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))
+    # policy.metrics: of experts, if the model has some.
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
@@ -230,7 +243,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, kind="k1")  # (M,)
         rewards = rewards - args.kl_reward_coef * batch.of_tokens(kl)
     if args.advantage not in loss_flags.NAMES["advantage"]:
-        return batch.of_rows(advantages_of_a_file(args, batch, rewards, loss_tokens))
+        return advantages_of_a_file(args, batch, rewards, loss_tokens, old_logprobs)
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
     advantages = batch.of_rows(advantages)  # (M,)
@@ -239,13 +252,23 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     return advantages
 
 
-def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens):
-    """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (N,)."""
+def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_logprobs):
+    """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (M,)."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
-    return loss_flags.own("advantage", args.advantage).function(
+    own = loss_flags.own("advantage", args.advantage)
+    turn, paid, engine_logprobs = batch.turns()  # (M,)
+    row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
+    A = own.function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
-        trained=loss_tokens > 0)
+        trained=loss_tokens > 0, row=row, lengths=batch.tokens, turn=turn,
+        turn_rewards=paid * parts.get("turns", (0.0,))[0], old_logprobs=old_logprobs,
+        engine_logprobs=engine_logprobs)
+    like = row if own.per == "token" else rewards
+    if getattr(A, "shape", A) != like.shape:
+        raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
+                            f"numbers: its PER is {own.per}.")
+    return A if own.per == "token" else batch.of_rows(A)
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

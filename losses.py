@@ -3,8 +3,8 @@
 The global batch has P prompts with G completions each (`group`), N = P·G completions in request
 order, and M sampled tokens. Numbers of a completion are (N,). Numbers of a token are (M,) in the
 batch and (n,) in a micro-batch, one completion after another, without padding. `row` (n,) is the
-number of each token's completion: lengths [2, 3] give row [0, 0, 1, 1, 1]. `rows` is how many
-completions there are. `lengths` (N,) count the sampled tokens of each completion.
+number of each token's completion: lengths [2, 3] give row [0, 0, 1, 1, 1]. `n_rows` is how
+many completions there are. `lengths` (N,) count the sampled tokens of each completion.
 Losses are per token, (n,): loss = sum_it weight_it * token_loss_it. `token_weights` is taken over
 the global minibatch, before any split, so ranks and micro-batches add up.
 Rewards, advantages, returns, weights are float64.
@@ -14,16 +14,16 @@ r_t = exp(logp_t - old_t) = pi / pi_old, A = advantage, sg = stop gradient, |o| 
 import torch
 
 
-def row_sum(x, row, rows):
-    """(n,) -> (n,): for each token the sum over all tokens of its completion. rows: how many
+def row_sum(x, row, n_rows):
+    """(n,) -> (n,): for each token the sum over all tokens of its completion. n_rows: how many
     completions there are. It is given, because to read it from `row` would wait for a GPU."""
-    # On a CPU the gradient of index_select does not depend on the threads, as that of x[row] does.
-    return x.new_zeros(rows).index_add(0, row, x).index_select(0, row)
+    # Not x[row]: on a CPU its gradient depends on the number of threads. index_select's does not.
+    return x.new_zeros(n_rows).index_add(0, row, x).index_select(0, row)
 
 
-def row_mean(x, row, rows):
+def row_mean(x, row, n_rows):
     """(n,) -> (n,): for each token the mean over all tokens of its completion."""
-    return row_sum(x, row, rows) / row_sum(torch.ones_like(x), row, rows)
+    return row_sum(x, row, n_rows) / row_sum(torch.ones_like(x), row, n_rows)
 
 
 # ---- rewards and advantages of a completion
@@ -44,13 +44,13 @@ def overlong_penalty(lengths, max_tokens, buffer):
 #   rloo                   R_i - mean of the others             https://arxiv.org/abs/2402.14740
 #   reinforce++-baseline   R - mean, whitened over tokens later https://arxiv.org/abs/2501.03262
 #
-# rloo is unbiased. The mean of R - mean has R_i in it, so R - mean is (G - 1) / G of rloo. Dividing
-# by std reweights prompts by difficulty. An unscored completion is in no mean or std. The advantage
-# is 0 for it, and in a group with fewer than two scored or with equal rewards.
+# rloo is unbiased. In R - mean, R_i is part of the mean, so R - mean is (G - 1) / G of rloo.
+# Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
+# advantage is 0 for it, and in a group with fewer than two scored or with equal rewards.
 
 def _groups(rewards, group, scored):
-    """R (P, G), 0 where unscored; scored (P, G); whether a prompt's rewards are equal (P, 1), which
-    they are too where none is scored."""
+    """R (P, G), 0 where unscored; scored (P, G); whether a prompt's rewards are equal (P, 1): also
+    True where none is scored."""
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
     # Not std == 0: rounding gives equal rewards a tiny std.
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
@@ -59,7 +59,10 @@ def _groups(rewards, group, scored):
 
 
 def keep_groups(rewards, group, scored):
-    """(N,) rewards without penalties -> (P,): do a prompt's differ?  DAPO (above), 3.2"""
+    """Rewards before any penalty, (N,) -> (P,): do the rewards of a prompt differ?
+
+    DAPO's dynamic sampling: https://arxiv.org/abs/2503.14476, section 3.2
+    """
     return ~_groups(rewards, group, scored)[2].squeeze(1)
 
 
@@ -93,8 +96,9 @@ def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
 
         R_t = [t is the last token] * score - kl_coef * (logp_t - ref_t)
 
-    scores, lengths (N,), old logprobs, ref_logprobs (M,) or None: no penalty -> (M,).
-    The penalty is k1, whose policy gradient is that of KL(pi || ref).
+    scores, lengths: (N,). logprobs: of pi_old, (M,). ref_logprobs: (M,), or None for no penalty.
+    Returns (M,). In the reward, logp_t - ref_t has the policy gradient of KL(pi || ref); see
+    `kl_estimate`.
     """
     rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
     last = lengths.cumsum(0) - 1  # (N,): a completion without a token has none
@@ -110,8 +114,8 @@ def gae(rewards, values, lengths, *, gamma, lam):
         delta_t = R_t + gamma * V_{t+1} - V_t             https://arxiv.org/abs/1506.02438
         A_t = sum_{l>=0} (gamma * lam)^l * delta_{t+l}    returns = A + V
 
-    values[t] is V of the prompt and the tokens before t. What a reply put in is in no vector: it is
-    no step.
+    values[t] is V of the prompt and the tokens before t. A token that an environment put between
+    two turns is in none of these vectors: it was not sampled, so it is no step.
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
@@ -147,9 +151,10 @@ def whiten(values, among):
 
 # ---- policy losses
 #
-# All take logp (n,) with gradient, old, A, row (n,); by name rows (int), engine_logprobs (n,),
-# clip_low, clip_high, dual_clip; and return token_loss (n,), metrics. Only a loss of a whole
-# completion needs row and rows. With one update per rollout r = 1, and the gradient is REINFORCE's.
+# All take logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs (n,),
+# draws (see variants/__init__.py), clip_low, clip_high, dual_clip. They return token_loss (n,),
+# metrics. What a loss does not use is in its **bounds or **others: row and n_rows are for a loss of
+# a whole completion. With one update per rollout r = 1, and the gradient is REINFORCE's.
 # Metrics, (n,), are averaged with the loss's weights:
 #
 #   ratio        r_t, or GSPO's s
@@ -167,12 +172,13 @@ def ratio_metrics(log_ratio, ratio, cut):
 def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c).
 
-    log_ratio: the token's, for metrics. log_r: of r, which is the token's ratio or a sequence's.
-    The min is the lower bound where A < 0, and the upper one where A > 0.
+    log_ratio: the token's, for approx_kl. log_r: of r, which is the token's ratio, or a sequence's.
+    Because of the min, only the lower bound can act where A < 0, and only the upper where A > 0.
     """
-    # exp(89) is inf in float32, and 0 * inf, a clipped token's gradient, is nan. So the value of r
-    # stops at exp(80). The second factor is 1, and carries the gradient: a token beyond exp(80) has
-    # one so large that the norm is inf, and the optimizer step is skipped.
+    # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So the
+    # value of r stops at exp(80). The second factor is 1, and has the gradient. If such a token is
+    # not clipped, its gradient is about exp(80): the square in the norm is inf, and the optimizer
+    # step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
     return -bounded * A, ratio_metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
@@ -183,16 +189,17 @@ def clip_loss(logp, old, A, row, **bounds):
     return _clipped(logp - old, logp - old, A, **bounds)
 
 
-def gspo_loss(logp, old, A, row, *, rows, **bounds):
+def gspo_loss(logp, old, A, row, *, n_rows, **bounds):
     """GSPO-token: one ratio a sequence, the geometric mean of its tokens'.
 
         s = exp(1/|o| * sum_t log r_t)            https://arxiv.org/abs/2507.18071
         s_t = sg[s] * exp(logp_t - sg[logp_t])    (in value s)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
-    The paper clips at 3e-4 and 4e-4, with aggregation sequence; others weigh a sequence by |o|.
+    The paper clips at 3e-4 and 4e-4, with --aggregation sequence. With token, a completion counts
+    as often as it has tokens.
     """
-    log_s = row_mean(logp - old, row, rows).detach()
+    log_s = row_mean(logp - old, row, n_rows).detach()
     return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
 
 
@@ -243,9 +250,10 @@ def kl_estimate(logp, ref, *, kind, old=None):
         k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
-    As a loss, the expected gradient at each prefix is 0 for k1, that of KL(pi || ref) for k2 and
-    k3_ratio, and that of KL(ref || pi) for k3, which is GRPO's. Only k1 in the reward
-    (`token_rewards`) counts that a token changes the later prefixes: its gradient is exact.
+    As a loss, where the tokens before are taken as given, the expected gradient of a token's k1 is
+    0, of its k2 and k3_ratio that of KL(pi || ref), and of its k3, which is GRPO's, that of
+    KL(ref || pi). But a token also changes which tokens come later. k1 in the reward
+    (`token_rewards`) counts this, and its gradient is exact.
     """
     d = logp - ref
     if kind == "k3_ratio":  # r * exp(-d) is exp(ref - old): no 0 * inf
@@ -266,19 +274,21 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 # ---- correction of the engine
 
 
-def engine_correction(old, engine, row, *, rows, kind, low, high):
+def engine_correction(old, engine, row, *, n_rows, kind, low, high):
     """Factors that correct for sampling with the engine, (n,), detached, and their metrics.
 
         w_t = exp(old_t - engine_t) = pi_trainer / pi_engine, from before the update
-        truncate    min(w_t, high): TIS, 2    https://fengyao.notion.site/off-policy-rl
-        mask        w_t in [low, high], else 0: IcePop, 0.5 and 5   https://arxiv.org/abs/2510.18855
-        sequence_*  the product of a completion's w_t: verl truncates at 2, TRL masks above 3
+        truncate    min(w_t, high)      TIS, high 2: https://fengyao.notion.site/off-policy-rl
+        mask        w_t in [low, high], else 0    IcePop, .5 and 5: https://arxiv.org/abs/2510.18855
+        sequence_truncate, sequence_mask    the same of the product of a completion's w_t
+        sequence_mean   min(their geometric mean, high); its noise does not grow with the length
+                    https://github.com/NVIDIA-NeMo/RL/pull/2269
     """
     log_ratio = old.detach() - engine
     if kind.startswith("sequence"):
-        log_ratio = row_sum(log_ratio, row, rows)
+        log_ratio = (row_mean if kind == "sequence_mean" else row_sum)(log_ratio, row, n_rows)
     ratio = log_ratio.exp()
-    if kind.endswith("truncate"):
+    if kind.endswith(("truncate", "mean")):
         weights, cut = ratio.clamp(max=high), ratio > high
     else:
         cut = (ratio < low) | (ratio > high)

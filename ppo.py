@@ -28,7 +28,7 @@ from running.args import CommonArgs, parse
 from running.loss_flags import LossArgs
 from running.run import set_up
 from running.same_policy import compare_policies
-from trainer.batch import GAP, Batch, Meter, Sample, sample_metrics
+from trainer.batch import Batch, Meter, Sample, sample_metrics
 from trainer.model import Critic, Policy, learning_rate
 
 
@@ -218,9 +218,10 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
                 if args.engine_correction != "none":
                     factors, found = losses.engine_correction(
-                        old, engine, micro.row, rows=len(micro.rows), **args.correction)
+                        old, engine, micro.row, n_rows=len(micro.rows), **args.correction)
                     loss, details = loss * factors, details | found
-                details |= {"loss/policy": loss, "entropy": entropy, GAP: (old - engine).abs()}
+                details |= {"loss/policy": loss, "entropy": entropy,
+                            "rollout/logprob_gap_mean": (old - engine).abs()}
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * loss).sum())

@@ -149,7 +149,7 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
             mistakes.append(f"--{kind} {spec}: no such reward.")
         if name in [part.name for part in parts]:
             mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
-        if name in ("mean", "std") and kind == "reward":
+        if kind == "reward" and (name in ("mean", "std") or (path and name == "turns")):
             mistakes.append(f"--{kind} {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
             mistakes.append(f"--{kind} {spec}: its weight must be a finite number.")

@@ -23,6 +23,7 @@ from data import Prompt, reader
 from dist import World, assert_divisible, share
 from errors import Count, Range
 from pictures.eyes import opened
+from pictures.seeing import NEVER
 from trainer import lora
 from trainer.batch import Completion, Sample
 from trainer.model import Policy, Trained
@@ -86,13 +87,15 @@ class Engine:
     trained: the models that share the GPU with it. adapter: that of the policy, as
     lora.peft_config has it, if the engine takes it. episodes: turns.Episodes; None: one turn.
     carry: carry.Carry; None: each step waits for its longest completion.
-    routes: it tells which experts each token used. pictures: vLLM's options for them.
+    routes: it tells which experts each token used. eyes: of a model that sees (pictures/), and
+    pictures: vLLM's options for them.
     """
 
     def __init__(self, folder: str, world: World, args: EngineArgs, *, tokenizer,
                  eos_ids: list[int], dtype: torch.dtype, max_len: int, max_tokens: int, seed: int,
                  kv_cache: float, log, trained: list[Trained], adapter: dict | None = None,
-                 episodes=None, carry=None, routes: bool = False, pictures: dict | None = None):
+                 episodes=None, carry=None, routes: bool = False, eyes=None,
+                 pictures: dict | None = None):
         self.on_gpu = world.device.type == "cuda"
         prepare_environment(self.on_gpu, args)
         from vllm import LLM
@@ -102,12 +105,11 @@ class Engine:
         self.episodes, self.carry, self.metrics = episodes, carry, {}  # metrics: carry's
         self.engines = assert_divisible(world.size, args.tp, "ranks", "--tp")
         self.max_tokens, self.seed, self.asleep = max_tokens, seed, False
-        self.adapter, self.request, self.syncs = adapter, None, 0
+        self.adapter, self.request, self.syncs, self.eyes = adapter, None, 0, eyes
         watched = world.rank == 0 and sys.stderr.isatty()
         self.bar = partial(tqdm, leave=False) if watched else False  # vLLM's own
-        self.sleep_level = args.sleep_level
-        if adapter:  # the base comes once, in the first load: it must be kept
-            self.sleep_level = min(args.sleep_level, 1)
+        # With an adapter the base comes once, in the first load: it must be kept.
+        self.sleep_level = min(args.sleep_level, 1 if adapter else 2)
         if self.on_gpu:
             self.make_room()  # vLLM measures what is free
         else:
@@ -192,6 +194,8 @@ class Engine:
             self.asleep = False
         if not self.llm.reset_prefix_cache():  # old prefixes would be wrong by 0.5 nats
             raise RuntimeError("the engine did not reset its prefix cache: blocks are in use")
+        if self.eyes:  # the worker forgot the features of pictures: so must the scheduler
+            self.llm.llm_engine.reset_encoder_cache()
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
@@ -224,18 +228,25 @@ class Engine:
 
     def generate(self, requests: list[Request], temperature: float) -> list[Completion]:
         """With log-probs in nats, of the sampling distribution."""
-        outputs = self.outputs(requests, temperature) if requests else []
+        outputs = []
+        for part in parts_of(requests) if self.eyes else [requests]:
+            outputs += self.outputs(part, temperature) if part else []
+        if self.eyes:
+            self.llm.llm_engine.reset_mm_cache()
+            compare_ids(requests, outputs)
         return [completion_of(output.outputs[0]) for output in outputs]
 
-    def outputs(self, requests: list[Request], temperature: float, prompts=None) -> list:
-        """vLLM's own. prompts: what it gets, where that is more than ids."""
+    def outputs(self, requests: list[Request], temperature: float) -> list:
+        """vLLM's own."""
         from vllm import SamplingParams, TokensPrompt
         stop = list(self.args.stop)
         params = [SamplingParams(
             temperature=temperature, top_p=1.0, max_tokens=r.room or self.max_tokens, seed=r.seed,
             logprobs=0, flat_logprobs=True, stop=stop, detokenize=bool(stop), ignore_eos=True,
-            stop_token_ids=self.eos_ids, skip_special_tokens=False) for r in requests]
-        prompts = prompts or [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
+            stop_token_ids=self.eos_ids, skip_special_tokens=False,
+            logit_bias={self.eyes.token: NEVER} if self.eyes else None) for r in requests]
+        prompts = as_prompts(requests) if self.eyes else [
+            TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
         return self.llm.generate(prompts, params, use_tqdm=self.bar, lora_request=self.request)
 
     def close(self) -> None:
@@ -246,28 +257,26 @@ class Engine:
             torch.distributed.destroy_process_group()
 
 
-class SeeingEngine(Engine):
-    """An engine of a model that sees pictures/."""
+def parts_of(requests: list[Request]) -> list[list[Request]]:
+    """Of a model that sees: parts whose pixels fit. Those of a group count once."""
+    parts, room, seen = [[]], HELD * 2**30, set()
+    for request in requests:
+        pictures = request.pictures
+        if pictures and pictures.sources not in seen:
+            if parts[-1] and pictures.bytes > room:
+                parts, room, seen = [*parts, []], HELD * 2**30, set()
+            room -= pictures.bytes
+            seen.add(pictures.sources)
+        parts[-1].append(request)
+    return parts
 
-    def load(self, *weights) -> None:
-        super().load(*weights)
-        # The worker forgot the features of pictures with its weights. So must the scheduler.
-        self.llm.llm_engine.reset_encoder_cache()
 
-    def outputs(self, requests: list[Request], temperature: float, prompts=None) -> list:
-        """In parts, whose pixels fit. It checks that engine and trainer have the same ids."""
-        sizes = [len(r.pictures.sources) * r.pictures.eyes.bytes for r in requests if r.pictures]
-        n, found = max(1, HELD * 2**30 // max(sizes, default=1)), []
-        for i in range(0, len(requests), n):
-            part = requests[i:i + n]
-            found += super().outputs(part, temperature, as_prompts(part))
-        self.llm.llm_engine.reset_mm_cache()
-        for request, output in zip(requests, found, strict=True):
-            if output.prompt_token_ids != request.prompt_ids:
-                raise RuntimeError(
-                    f"engine and trainer differ in the ids of a prompt with pictures: "
-                    f"{len(output.prompt_token_ids)} and {len(request.prompt_ids)} tokens")
-        return found
+def compare_ids(requests: list[Request], outputs: list) -> None:
+    for request, output in zip(requests, outputs, strict=True):
+        if output.prompt_token_ids != request.prompt_ids:
+            raise RuntimeError(
+                f"engine and trainer differ in the ids of a prompt with pictures: "
+                f"{len(output.prompt_token_ids)} and {len(request.prompt_ids)} tokens")
 
 
 def as_prompts(requests: list[Request]) -> list[dict]:

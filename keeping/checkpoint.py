@@ -29,12 +29,12 @@ from preflight import plan
 from scoring.signatures import ROOT
 from trainer import lora
 from trainer.model import Policy, Trained, compute_dtype
-from trainer.weights import FILES, config_of, names_in_files, weight_files
+from trainer.model_files import FILES, config_of, names_in_files, weight_files
 
 # What another value means for a resumed run. Any setting that is in neither is taken over and said.
 FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets
-    max_image_tokens max_prompt_tokens model model_files precision prompt_template reply rows
-    script seed source system teacher teacher_files teacher_prompt
+    max_image_tokens max_prompt_tokens min_image_tokens model model_files precision
+    prompt_template reply rows script seed source system teacher teacher_files teacher_prompt
     train_vision""".split())  # refused: it would be another run
 SAME_UPDATE = frozenset("""checkpointing cpu_offload critic_score_tokens critic_update_tokens eager
     eval_data eval_every eval_only eval_pass eval_samples eval_temperature export gpu_gb head_chunk

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from data import CHATS, PROMPTS, Row
 from errors import SettingsError
-from pictures.eyes import Eyes, opened
+from pictures.eyes import opened
 from scoring.messages import CHAT, MARK, chat_of, not_null
 
 COLUMNS = ("images", "image")
@@ -18,7 +18,9 @@ class Pictures(NamedTuple):
     sources: tuple[str | bytes, ...]  # paths, or the bytes of files: no pixels are held
     short_ids: list[int]  # the prompt with one token for each: the engine makes more of it itself
     places: list[int]  # where in the prompt's ids their features stand
-    eyes: Eyes
+    eyes: object  # of the model's family: idefics3.Eyes
+    positions: list | None = None  # (3, P) of the prompt, if they have three axes
+    bytes: int = 0  # of its pixels, as files have them and as the tower gets them
 
 
 def apart(tokenizer):
@@ -39,7 +41,7 @@ def parts_of(text: str) -> list[dict]:
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str], args, *,
-             make, eyes: Eyes, folder: Path) -> Row | None:
+             make, eyes, folder: Path) -> Row | None:
     """In the place of `make`, data.make_row or that of targets.py. folder: of the data."""
     sources = tuple(source_of(value, folder) for value in values_of(columns))
     columns = {column: value for column, value in columns.items() if column not in COLUMNS}
@@ -82,17 +84,21 @@ def marked(column: str, prompt, count: int):
     return chat
 
 
-def place(row: Row, sources: tuple, eyes: Eyes) -> None:
+def place(row: Row, sources: tuple, eyes) -> None:
     """The row gets the ids of its pictures."""
-    short, ids, rest = row.prompt_ids, [], iter(sources)
+    short, ids = row.prompt_ids, []
     if short.count(eyes.token) != len(sources):
         raise SettingsError(f"the prompt has {short.count(eyes.token)} places {MARK} and the row "
                             f"{len(sources)} pictures: they must be as many.")
     if row.target and eyes.token in row.target[0]:
         raise SettingsError(f"{MARK} is in what the assistant says; pictures are for prompts.")
+    sizes = [opened(source).size for source in sources]
+    rest = iter(sizes)
     for token in short:
-        ids += eyes.ids_of(opened(next(rest)).size) if token == eyes.token else [token]
+        ids += eyes.ids_of(next(rest)) if token == eyes.token else [token]
     if sources:
         places = [i for i, token in enumerate(ids) if token == eyes.token]
-        row.prompt_ids, row.pictures = ids, Pictures(sources, short, places, eyes)
+        held = eyes.bytes * len(places) + sum(3 * width * height for width, height in sizes)
+        row.prompt_ids, row.pictures = ids, Pictures(
+            sources, short, places, eyes, eyes.positions(short, sizes), held)
         row.shown = {"images": [s if isinstance(s, str) else f"{crc32(s):x}" for s in sources]}

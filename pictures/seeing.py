@@ -1,45 +1,57 @@
-"""seeing.py: what a model that sees has beside. (rollout.SeeingEngine: an engine.)
+"""seeing.py: what a model that sees has beside.
 
 In a packed input each prompt stands once, so its pictures are computed once for their group. Their
-features stand at places of the prompt, never where the image token is: a policy may sample it.
+features stand at places of the prompt, never where the image token is: a completion may have it.
 """
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import nn
 
-CLASSES = {"idefics3": "Idefics3ForConditionalGeneration"}
-WHY_NOT = dict.fromkeys(
-    ("internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"),
-    ": its processor needs torchvision, and its part of the trainer is not written"
-) | dict.fromkeys(("gemma3", "paligemma"), ": on a CPU vLLM's attention drops its pictures' mask")
+from pictures import idefics3, qwen2_5_vl, qwen2_vl, qwen3_vl
+
+FAMILIES = {"idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl,
+            "qwen3_vl": qwen3_vl}
+CLASSES = {kind: family.CLASS for kind, family in FAMILIES.items()}
+WHY_NOT = dict.fromkeys(("gemma3", "paligemma"),
+                        ": on a CPU vLLM's attention drops its pictures' mask")
+NEVER = -100.0  # is added to the image token's logit: no policy samples it. vLLM's lowest
 
 
 def sees(config) -> bool:
-    return config.model_type in CLASSES
+    return config.model_type in FAMILIES
 
 
 def unserved(config):
     """Yields (what, whether this model has it): what vLLM does not compute alike."""
     if sees(config):
         text, tied = config.get_text_config(), config.tie_word_embeddings
-        yield f"a text model of type {text.model_type}", text.model_type != "llama"
-        yield "two values of tie_word_embeddings", tied != text.tie_word_embeddings
+        other = getattr(text, "tie_word_embeddings", tied)
+        yield "two values of tie_word_embeddings", tied != other
+        yield from FAMILIES[config.model_type].unserved(config)
 
 
 def text_of(lm):
     """The part of a model that reads tokens; of a text model all of it."""
-    return lm.base_model.text_model if sees(lm.config) else lm
+    return getattr(lm.base_model, FAMILIES[lm.config.model_type].TEXT) if sees(lm.config) else lm
 
 
 def tower_of(lm) -> list:
     """The modules that make features of pixels. []: a text model."""
-    return [lm.base_model.vision_model, lm.base_model.connector] if sees(lm.config) else []
+    names = FAMILIES[lm.config.model_type].TOWER if sees(lm.config) else ()
+    return [getattr(lm.base_model, name) for name in names]
 
 
 def train_tower(lm, on: bool) -> None:
     """Whether the tower's weights are trained."""
     for part in tower_of(lm):
         part.requires_grad_(on)
+
+
+def forbid(lm, logits) -> None:
+    """In place (n, V), of a model that sees: rollout.py forbids its engine the same."""
+    logits.detach()[..., lm.config.image_token_id] += NEVER  # a constant, so without a gradient
 
 
 @dataclass
@@ -50,15 +62,16 @@ class Tower:
     layer: int  # of one
     layers: int
     hidden: int
-    inner: int
+    inner: int  # numbers that an MLP makes of a patch
     patches: int  # that become one token
     pixels: int  # of one token
+    deep: int = 0  # layers whose features the text model gets too
 
     def bytes(self, c: int, kept: int) -> int:
         """For each token of the input, as if all were of pictures: pixels, the work of a layer,
         and what `kept` layers keep for backward. c: bytes of a number."""
-        work = 5 * self.hidden + 2 * self.inner
-        saved = min(kept, self.layers) * (8 * self.hidden + 2 * self.inner)
+        work = (5 + 4 * self.deep) * self.hidden + self.inner
+        saved = kept * (10 * self.hidden + self.inner)
         if 0 < kept < self.layers:  # the others keep their inputs
             saved += self.layers * self.hidden
         return 12 * self.pixels + self.patches * c * (work + saved)
@@ -68,19 +81,19 @@ def tower_sizes(lm) -> Tower | None:
     """None: a text model."""
     if not tower_of(lm):
         return None
-    parts, c, patches = tower_of(lm), lm.config.vision_config, lm.config.scale_factor**2
-    sharded = sum(p.numel() for p in parts[0].encoder.parameters())
+    parts, sizes = tower_of(lm), FAMILIES[lm.config.model_type].sizes(lm.config)
+    layers = next(m for m in parts[0].modules() if isinstance(m, nn.ModuleList))
+    patch = lm.config.vision_config.patch_size**2 * getattr(
+        lm.config.vision_config, "temporal_patch_size", 1)
+    sharded = sum(p.numel() for p in layers.parameters())
     return Tower(
         params=sum(p.numel() for part in parts for p in part.parameters()), sharded=sharded,
-        layer=sharded // c.num_hidden_layers, layers=c.num_hidden_layers, hidden=c.hidden_size,
-        inner=c.intermediate_size, patches=patches, pixels=patches * c.patch_size**2)
+        layer=sharded // len(layers), layers=len(layers), pixels=sizes["patches"] * patch, **sizes)
 
 
 def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
-    """The pictures of a micro-batch, for `embedded`: pixels (tiles, 3, h, w), and the places (n,)
-    of their features in its packed input. {}: a text model."""
-    if not sees(lm.config):
-        return {}
+    """What `embedded` needs of the pictures of a micro-batch: pixels, as the family has them, and
+    the places (n,) of their features in its packed input."""
     pixels, places, start = [], [], 0
     owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
     for row in owners.values():  # each prompt once, in the order of packing.pack
@@ -90,19 +103,46 @@ def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
             places += [start + place for place in prompt.pictures.places]
         start += len(prompt.prompt_ids)
     if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
-        side = lm.config.vision_config.patch_size * lm.config.scale_factor
-        pixels = [torch.ones(1, 3, side, side)]
-    return {"pixels": torch.cat(pixels).to(micro.device),
-            "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
+        pixels = [FAMILIES[lm.config.model_type].nothing(lm.config)]
+    found = {"pixels": [torch.cat(part).to(micro.device) for part in zip(*pixels, strict=True)],
+             "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
+    if len(found["pixels"]) > 1:  # with grids, of which tokens have positions
+        found["position_ids"] = positions_of(micro).to(micro.device)
+    return found
+
+
+def positions_of(micro) -> torch.Tensor:
+    """(3, 1, S) in the order of packing.pack: time, row and column of each token. A completion goes
+    on behind the largest one of its prompt, on all axes."""
+    prompts, ends, rest = [], {}, []
+    for row in micro.rows:
+        owner, length, tokens = micro.batch.sizes[row]
+        if owner not in ends:
+            pictures = micro.batch.samples[row].prompt.row.pictures
+            prompts.append(np.array(pictures.positions) if pictures else in_line(length))
+            ends[owner] = prompts[-1].max() + 1
+        rest.append(in_line(tokens - 1) + ends[owner])
+    found = np.concatenate([*prompts, *rest] if prompts else [in_line(micro.tokens)], 1)
+    return torch.from_numpy(found).long().unsqueeze(1)
+
+
+def in_line(tokens: int):
+    """Of a text: (3, tokens)."""
+    return np.tile(np.arange(tokens, dtype=np.int32), (3, 1))
 
 
 def embedded(lm, input_ids, pixels=None, places=None, **inputs) -> dict:
-    """What transformers' model gets: the ids (1, S) of a text model, else the features of pictures
-    among the embeddings of its tokens."""
+    """What the part that reads tokens gets: the ids (1, S) of a text model, else the features of
+    pictures among the embeddings of its tokens."""
     if pixels is None:
         return inputs | {"input_ids": input_ids}
     x = lm.get_input_embeddings()(input_ids)  # (1, S, H)
-    tower, connector = tower_of(lm)
-    features = connector(tower(pixel_values=pixels.to(x.dtype)).last_hidden_state)
-    features = features.flatten(0, 1)[:len(places)]  # (n, H)
-    return inputs | {"inputs_embeds": x.index_copy(1, places, features.unsqueeze(0))}
+    values, *grids = pixels
+    found = FAMILIES[lm.config.model_type].features(lm, values.to(x.dtype), *grids)
+    first, *deep = [part[:len(places)].unsqueeze(0) for part in found]  # (1, n, H)
+    inputs["inputs_embeds"] = x.index_copy(1, places, first)
+    if deep:  # for each of the first layers (S, H): what is added to all tokens, mostly 0
+        inputs |= {"visual_pos_masks": torch.ones_like(input_ids, dtype=torch.bool),
+                   "deepstack_visual_embeds": [
+                       torch.zeros_like(x).index_copy(1, places, part)[0] for part in deep]}
+    return inputs

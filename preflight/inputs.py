@@ -17,14 +17,13 @@ from chats.teacher import add_teacher_prompts
 from data import eos_ids
 from errors import Mistakes, SettingsError
 from pictures import rows as pictured
-from pictures.eyes import Eyes
-from pictures.seeing import sees
+from pictures.seeing import FAMILIES, sees
 from preflight import memory
 from preflight.memory import Memory
 from preflight.plan import Plan, problems
 from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
-from trainer import experts, model, weights
+from trainer import experts, model, model_files
 
 TIMES = """-d -e -m -H -I -y -j a A b B c C d D e F G h H I j k l m M p S T u U V w W x X y Y Z
     z""".split()  # of strftime
@@ -43,16 +42,20 @@ class Inputs:
     bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
-    eyes: Eyes | None = None  # of a model that sees
+    eyes: object = None  # of a model that sees: idefics3.Eyes, and those of other families
     ends: list[int] = field(default_factory=list)  # ids that end a completion
 
     @property
     def for_pictures(self) -> dict:
         """The engine's options for them. {}: the model sees none."""
+        if not self.eyes:
+            return {}
         most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
                     if row.pictures), default=0)
-        return {"limit_mm_per_prompt": {"image": max(1, most)}, "mm_processor_cache_gb": HELD,
-                "mm_processor_kwargs": {"size": self.eyes.size}} if self.eyes else {}
+        # vLLM's own normalization would have noise for a mean, by load_format="dummy".
+        return {"limit_mm_per_prompt": {"image": max(1, most), "video": 0},
+                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
+                "mm_processor_kwargs": {"size": self.eyes.size}}
 
 
 class NoTokenizer:
@@ -98,7 +101,7 @@ def read_files(args, ranks: int, local_size: int | None = None,
     if args.teacher:
         teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)
-        notes += weights.unread(teacher, "teacher") if teacher else []
+        notes += model_files.unread(teacher, "teacher") if teacher else []
     if files.lm and sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, notes, teacher)
 
@@ -153,8 +156,8 @@ def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
     if folder is None:
         return ModelFiles(planned_shape(args.model))
     lm = model.skeleton(folder)
-    weights.names_in_files(lm, folder)
-    notes += weights.unread(folder)
+    model_files.names_in_files(lm, folder)
+    notes += model_files.unread(folder)
     tokenizer = load_tokenizer(args.model, folder)
     tokenizer.chat_template = dated(tokenizer.chat_template, began)
     found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
@@ -170,7 +173,7 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
     """The value of --model or --teacher → its folder. Where it is not here: None, or if `make`, it
     is made or fetched."""
     if not is_tiny(name):
-        return weights.find(name, flag) if make or Path(name).is_dir() else None
+        return model_files.find(name, flag) if make or Path(name).is_dir() else None
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
@@ -192,7 +195,7 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
     if not folder:
         return None, planned_shape(args.teacher, "teacher")
     theirs = model.skeleton(folder, flag="teacher")
-    weights.names_in_files(theirs, folder, "teacher")
+    model_files.names_in_files(theirs, folder, "teacher")
     if not files.folder:
         return folder, shape_from(theirs)
     if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != files.tokenizer.get_vocab():
@@ -251,12 +254,18 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     found, vocab = [], config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if args.needs_engine and "llama_4_scaling_beta" in rope:  # Ministral 3: vLLM leaves it out,
+        room = rope["original_max_position_embeddings"]  # and it scales nothing below this
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
     on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
     adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
+    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
+        found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
+                     "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
     if on_cpu and args.expert_args.replay_routing:
         found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
     if on_cpu and adapts and config.model_type in experts.NAMES:
@@ -272,26 +281,24 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
-def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = None) -> Eyes:
+def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = None):
     """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
-    limit = args.data_args.max_image_tokens
-    eyes = load_eyes(args.model, source, lm.config, limit)
+    limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
+    eyes = load_eyes(args.model, source, lm.config, *limits)
     if teacher:
-        config = weights.config_of(teacher, "teacher")
+        config = model_files.config_of(teacher, "teacher")
         theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
                                 "with an equal processor for pictures and an equal image token.")
-    longest = eyes.size["longest_edge"]
-    if longest < eyes.usual:
-        notes.append(f"--max_image_tokens {limit}: every picture is scaled to a longest edge of "
-                     f"{longest:,} pixels, not {eyes.usual:,}: at most {eyes.most:,} tokens")
+    if eyes.note:
+        notes.append(eyes.note)
     return eyes
 
 
-def load_eyes(name: str, source: str, config, limit: int = 0, flag: str = "model") -> Eyes:
+def load_eyes(name: str, source: str, config, *limits: int, flag: str = "model"):
     try:
-        return Eyes(source, config, limit)
+        return FAMILIES[config.model_type].Eyes(source, config, *limits)
     except SettingsError:
         raise
     except Exception as error:  # transformers has many kinds
@@ -319,7 +326,7 @@ def folder_of(spec: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes: Eyes | None,
+def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
               notes: list[str]) -> list[data.Row]:
     """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
     the flag."""
@@ -338,7 +345,7 @@ def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes: Eyes | None,
     if files.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
         raise SettingsError(
             f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
-            f"model of type idefics3, or rows without image and images.")
+            f"model of type {', '.join(FAMILIES)}, or rows without image and images.")
     notes.append(f"--{flag} {note}")
     return rows
 

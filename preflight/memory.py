@@ -86,9 +86,10 @@ class Memory:
         if update and not self.adapter:  # gradients before FSDP reduces them
             gathered += self.m * (shape.layer + root / 2)
         if shape.tower:
-            trained = kept if update and args.optimizer_args.train_vision else 0
+            trained = 1 if again else shape.tower.layers
             gathered += 2 * c * shape.tower.layer
-            size += shape.tower.bytes(c, trained)
+            learns = update and args.optimizer_args.train_vision
+            size += shape.tower.bytes(c, trained if learns else 0)
         copies = UPDATE_HEAD if update else SCORE_HEAD
         if update and args.divergence != "none":  # the teacher's head and hidden states
             teacher, copies = teacher or shape, copies + TEACHER_HEAD

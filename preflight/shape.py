@@ -1,4 +1,5 @@
 """shape.py: the sizes of a model, from its config, its parameters or its name."""
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ class Shape:
     linears: dict  # {name: in + out} of the linear layers of a layer
     mixture: experts.Sizes | None = None  # of experts
     tower: seeing.Tower | None = None  # of a model that sees
+    state: int = 0  # columns of the values of a layer with a state (Qwen3.5)
     teacher: "Shape | None" = None  # of --teacher
 
     def adapter(self, lora) -> int:
@@ -39,6 +41,8 @@ class Shape:
         norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
         attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
         mlp = 4 * c * self.wide
+        # packing.row_by_row: such a layer reads `keys` copies of a token.
+        norms += keys * ((60 + 20 * c) * self.state + c * self.hidden) if self.state else 0
         return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
 
     @property
@@ -79,17 +83,24 @@ def shape_of(model: str) -> Shape | None:
 def shape_from(lm) -> Shape:
     """A model's shape, with or without its weights."""
     c, text, tower = lm.config.get_text_config(), seeing.text_of(lm), seeing.tower_sizes(lm)
-    first = [(name, p) for name, p in text.named_parameters() if ".0." in name]
-    layer, params = sum(p.numel() for _, p in first), sum(p.numel() for p in lm.parameters())
+    layers, params = Counter(), sum(p.numel() for p in lm.parameters())
+    for name, p in text.named_parameters():
+        layers[next((part for part in name.split(".") if part.isdigit()), "")] += p.numel()
+    del layers[""]  # of no layer
+    linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
     linears = {name.rpartition(".")[2]: m.in_features + m.out_features
-               for name, m in text.named_modules() if ".0." in name and hasattr(m, "in_features")}
+               for name, m in linear.items() if ".0." in name}
     heads, mixture = c.num_attention_heads, experts.sizes(lm)
-    inner = mixture.inner if mixture else getattr(c, "intermediate_size", None)
+    inner = mixture.inner if mixture else max(  # layers may differ: Gemma 4
+        (m.in_features for name, m in linear.items() if "mlp" in name
+         and m.in_features != c.hidden_size), default=getattr(c, "intermediate_size", None))
     return Shape(
         hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
         intermediate=inner or 4 * c.hidden_size,
         kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
-        layer=layer, params=params, linears=linears, mixture=mixture, tower=tower,
-        root=params - c.num_hidden_layers * layer - (tower.sharded if tower else 0),
-        fused=c.model_type != "gemma2")
+        head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
+                     default=c.hidden_size // heads),
+        layer=max(layers.values()), params=params, linears=linears, mixture=mixture, tower=tower,
+        root=params - layers.total() - (tower.sharded if tower else 0),
+        state=max((m.value_dim for m in text.modules() if hasattr(m, "value_dim")), default=0),
+        fused=not getattr(c, "attn_logit_softcapping", None))

@@ -42,7 +42,8 @@ def job_of(folders: list[Path], command: str, note: str) -> dict:
     seeds, first = {}, None
     for folder in folders:
         args, rows = read(folder / "args.json"), read_metrics(folder / "metrics.jsonl")
-        seed, versions, _ = (args.pop(name) for name in ("seed", "versions", "name"))
+        seed, versions, *_ = (args.pop(name, None)
+                              for name in ("seed", "versions", "name", "began"))
         first = first or args
         if not finished_steps(folder) or args != first or str(seed) in seeds:
             raise SettingsError(f"{folder} has not finished, or its flags are not those of "

@@ -76,7 +76,24 @@ def by_kind() -> str:
     return "".join(lines)
 
 
+def steps_to(run: plot.Run, reward: float, name: str) -> int | None:
+    """Steps until the mean of the metric over five steps in a row is at least this. None: never."""
+    found = [*run.metrics[name].values()]
+    return next((i for i in range(5, len(found) + 1) if np.mean(found[i - 5:i]) >= reward), None)
+
+
+def credit() -> str:
+    """How soon the game of doors has the same reward, with turn credit and with one number."""
+    cells = []
+    for name in ("doors", "doors-grpo", "doors-coin"):
+        steps = [steps_to(run, 0.8, "reward/turns")
+                 for run in plot.runs_of_job(HERE / f"{name}.json")]
+        cells.append("never" if None in steps else plot.cell(steps, 0))
+    return ("\n| steps to a mean reward of 0.8 in five steps | turn credit | one number an episode "
+            f"| a random reward |\n{'|---' * 4}|\n| doors | {' | '.join(cells)} |\n")
+
+
 if __name__ == "__main__":
     page = HERE / "README.md"
     text, mark, _ = page.read_text().partition(BEGIN)
-    page.write_text(text + mark + table() + by_kind())
+    page.write_text(text + mark + table() + by_kind() + credit())

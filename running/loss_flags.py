@@ -4,7 +4,7 @@ Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in vari
 found from the current folder or from the project's, and loaded before weights are.
 """
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,9 +29,10 @@ class ClipArgs:
     mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
     the mean over each prompt's tokens (ScaleRL)."""
     engine_correction: Literal["none", "truncate", "mask", "sequence_truncate",
-                               "sequence_mask"] = "none"
+                               "sequence_mask", "sequence_mean"] = "none"
     """Weight losses by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
-    high] (IcePop). sequence_: by the ratio of the whole completion."""
+    high] (IcePop). sequence_: by the ratio of the whole completion. sequence_mean: by the geometric
+    mean of its tokens' ratios, truncated."""
     correction_low: float = 0.5
     """Lower bound; truncate has none."""
     correction_high: float = 2.0
@@ -78,29 +79,28 @@ class LossArgs(ClipArgs):
 
 # ---- functions of a file
 
-NAMES = {"loss": tuple(losses.LOSSES),
-         "advantage": ("dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline")}
+BUILT_IN = {"loss": losses.LOSSES, "advantage": dict.fromkeys(
+    ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
+NAMES = {flag: tuple(functions) for flag, functions in BUILT_IN.items()}
 TAKES = {  # positional arguments, and those by name
-    "loss": ("logp old A row", "rows engine_logprobs clip_low clip_high dual_clip"),
-    "advantage": ("rewards group", "scored eps parts trained")}
+    "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
+    "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
+                                   "old_logprobs engine_logprobs")}
 
 
 class Own(NamedTuple):
-    """A function of a file."""
+    """A function of a file, or a built-in one."""
     function: Callable
     refuses: Callable  # args -> why these settings do not fit it, or None
-
-
-def loss_of(name: str) -> Callable:
-    """The function of --loss."""
-    if name in losses.LOSSES:
-        return losses.LOSSES[name]
-    return own("loss", name).function
+    per: str = "completion"  # or token: what has one number of an advantage
+    takes: Sequence[str] = ()  # the names of its parameters
 
 
 @cache
 def own(flag: str, spec: str) -> Own:
-    """FILE.py:NAME of --loss or --advantage. SettingsError if it cannot be loaded."""
+    """What --loss or --advantage names. SettingsError if it cannot be loaded."""
+    if spec in NAMES[flag]:
+        return Own(BUILT_IN[flag][spec], fits)
     path, name = find(flag, spec)
     try:
         module = load(path)
@@ -110,12 +110,14 @@ def own(flag: str, spec: str) -> Own:
     function = getattr(module, name, None)
     by_order, by_name = (words.split() for words in TAKES[flag])
     try:
-        inspect.signature(function).bind(*by_order, **dict.fromkeys(by_name))
+        signature = inspect.signature(function)
+        signature.bind(*by_order, **dict.fromkeys(by_name))
     except (TypeError, ValueError) as error:  # there is none, or it takes something else
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last.") from error
-    return Own(function, getattr(module, "refuses", fits))
+    return Own(function, getattr(module, "refuses", fits), getattr(module, "PER", "completion"),
+               [*signature.parameters])
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:
@@ -154,8 +156,6 @@ def rules(args):
                f"{updates}). For several updates: --loss clip.")
     for flag, names in NAMES.items():
         spec = getattr(args, flag)
-        if spec in names:
-            continue
         try:
             refused = own(flag, spec).refuses(args)
         except SettingsError as error:

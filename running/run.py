@@ -17,7 +17,7 @@ from keeping.checkpoint import export_adapter, export_model
 from keeping.samples import write_samples
 from preflight import plan
 from preflight.inputs import Inputs, is_tiny, read_inputs
-from rollout import Engine, SeeingEngine
+from rollout import Engine
 from running.args import CommonArgs
 from running.evaluate import held_out_metrics, sampled_metrics
 from running.worst_case import try_worst_case
@@ -143,8 +143,7 @@ def build_engine(run: "Run") -> Engine:
     """The engine, asleep: the trainer has the GPU."""
     args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
     models = run.policy, run.reference, run.critic
-    make = SeeingEngine if inputs.eyes else Engine
-    engine = make(
+    engine = Engine(
         inputs.source, run.world, args.engine_args, tokenizer=inputs.tokenizer,
         eos_ids=inputs.ends, log=run.log,
         trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
@@ -152,7 +151,7 @@ def build_engine(run: "Run") -> Engine:
         adapter=run.adapter if args.lora_args.in_engine(bfloat16) else None,
         kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
         episodes=run.episodes, carry=run.carry, routes=args.expert_args.replay_routing,
-        pictures=inputs.for_pictures)
+        eyes=inputs.eyes, pictures=inputs.for_pictures)
     engine.sleep()
     return engine
 

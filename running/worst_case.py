@@ -9,6 +9,7 @@ from chats.teacher import beside
 from data import Prompt, Row
 from dist import cut, peak_memory
 from errors import PeerEnded, SettingsError
+from pictures.seeing import in_line
 from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
 from rewards import Score
@@ -102,7 +103,8 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
     if seen:
         times = max(1, tokens // len(seen.prompt_ids))
         places = [i % p for i in range(times * len(seen.pictures.places))]
-        pictures = seen.pictures._replace(sources=seen.pictures.sources * times, places=places)
+        pictures = seen.pictures._replace(
+            sources=seen.pictures.sources * times, places=places, positions=in_line(p).tolist())
     batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 

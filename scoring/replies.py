@@ -3,7 +3,9 @@
 turns.py asks with a Move.
 """
 import inspect
+import math
 import sys
+from numbers import Number
 from typing import NamedTuple
 
 LONGEST_REPLY = 1_000_000  # characters
@@ -18,11 +20,13 @@ class Move(NamedTuple):
     turns: list[dict]
     seen: list[int]  # how many turns there were at each of its replies so far
     over: bool = False  # not a reply, but its reward: the episode is over
+    grows: bool = False  # with a reply comes its reward so far, by whose growth turns are paid
     completion: str = ""  # as of an Item, for errors
 
 
 def messages(value) -> list[dict] | None:
-    """What a --reply returned, as messages. None: the episode is over. Else a TypeError."""
+    """What a --reply returned, as messages. A `reward` is what it pays for the turn. None: the
+    episode is over. Else a TypeError."""
     if value is None:
         return None
     found = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -30,7 +34,22 @@ def messages(value) -> list[dict] | None:
             or sum(len(m["content"]) for m in found) > LONGEST_REPLY):
         raise TypeError('a reply must be None, text, or a list of {"role": text, "content": text}, '
                         f"with {LONGEST_REPLY:,} characters at most (got {str(value)[:100]!r})")
-    return [{key: m[key] for key in KEYS if isinstance(m.get(key), str)} for m in found]
+    return [{key: m[key] for key in KEYS if isinstance(m.get(key), str)}
+            | ({"reward": number(m["reward"])} if "reward" in m else {}) for m in found]
+
+
+def number(value) -> float | None:
+    """A finite number (of numpy, torch, decimal, fractions; verl's "score" or EasyR1's "overall" of
+    a dict) as a float, or None. Else a TypeError."""
+    if isinstance(value, dict):
+        value = value["overall" if "overall" in value else "score"]
+    value = value.item() if hasattr(value, "item") else value
+    if value is None:
+        return None
+    if not isinstance(value, Number) or isinstance(value, complex) or not math.isfinite(value):
+        raise TypeError(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
+                        f"a {type(value).__name__})")
+    return float(value)
 
 
 def is_message(value) -> bool:
@@ -61,6 +80,9 @@ class Environments:
             return reward
         said = messages(it.reply([dict(turn) for turn in move.turns]))
         self.live[move.seed] = it
+        if said and move.grows:
+            worth = number(it.reward())
+            said = [m | {"reward": worth if m is said[0] else None} for m in said]
         return said
 
     def played_again(self, move: Move):

@@ -12,12 +12,11 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
-from numbers import Number
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
-from scoring.replies import Environments, Move, messages
+from scoring.replies import Environments, Move, messages, number
 from scoring.verifiers import GUARDS, REWARDS
 
 # A parameter of a reward shows its kind. The first that fits counts.
@@ -196,20 +195,6 @@ def as_lists(items: list[Item]) -> dict:
         prompts, completions = given["prompt"], given["turns"]
     return given | {"prompts": prompts, "completions": completions, "trainer_state": TRAINER,
                     "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-
-
-def number(value) -> float | None:
-    """A finite number (of numpy, torch, decimal, fractions; verl's "score" or EasyR1's "overall" of
-    a dict) as a float, or None. Else a TypeError."""
-    if isinstance(value, dict):
-        value = value["overall" if "overall" in value else "score"]
-    value = value.item() if hasattr(value, "item") else value
-    if value is None:
-        return None
-    if not isinstance(value, Number) or isinstance(value, complex) or not math.isfinite(value):
-        raise TypeError(f"a reward must return a finite number or None (got {str(value)[:100]!r}, "
-                        f"a {type(value).__name__})")
-    return float(value)
 
 
 def tried(value) -> float | None | str:

@@ -13,7 +13,7 @@ from scoring.numbers import number_of, plain
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "scoring.verifiers:environment",
+    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:paid",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
     "format": "scoring.verifiers:format_tags", "format_boxed": "scoring.verifiers:format_boxed",
     "short": "scoring.verifiers:short",
@@ -58,6 +58,12 @@ def last_answer(text: str) -> str | None:
 def environment(turns) -> float | None:
     """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
     return turns[-1].get("reward")
+
+
+def paid(turns) -> float | None:
+    """What all turns of a --reply were paid. None: its environment cannot score the episode."""
+    unscored = turns[-1].get("reward", 0) is None
+    return None if unscored else sum(turn.get("paid", 0.0) for turn in turns)
 
 
 def math_reward(completion, answer, **row):

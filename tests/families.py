@@ -1,6 +1,6 @@
-"""Random models of every family in weights.FAMILIES, and how far engine and trainer are from
-transformers. `python tests/families.py` prints the table of
-bench/RESULTS.md (10 minutes)."""
+"""Random models of every family in model_files.FAMILIES, and how far engine and trainer are from
+transformers. `python tests/families.py` prints the table of bench/RESULTS.md (half an hour),
+`python tests/families.py X` the lines of a name or a model_type, supported or not."""
 import json
 import os
 import pickle
@@ -23,10 +23,12 @@ from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
+from trainer.model_files import FAMILIES, STATES
 
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+WINDOWS = ["sliding_attention", "full_attention"]
 # Name: (model_type, what differs from SIZES, what is special)
 CASES = {
     "Llama": ("llama", dict(tie_word_embeddings=False), ""),
@@ -36,6 +38,10 @@ CASES = {
     "Mistral": ("mistral", dict(sliding_window=64, head_dim=32), "a sliding window"),
     "Qwen2": ("qwen2", dict(tie_word_embeddings=True), "biases on q, k and v; Qwen2.5 too"),
     "Qwen3": ("qwen3", dict(head_dim=64), "q and k are normalized"),
+    "Qwen3.5": ("qwen3_5_text", dict(
+        layer_types=["linear_attention", "full_attention"], head_dim=32, linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
+        "text only; layers with a state"),
     "Phi": ("phi", dict(num_key_value_heads=2), "the head has a bias"),
     "Phi3": ("phi3", {}, "q, k and v are one matrix"),
     "SmolLM3": ("smollm3", dict(no_rope_layers=[1, 0]), "layers without rotation"),
@@ -43,14 +49,45 @@ CASES = {
     "Gemma 2": ("gemma2", dict(head_dim=64, sliding_window=64, query_pre_attn_scalar=40,
                                attn_logit_softcapping=3.0, final_logit_softcapping=3.0),
                 "bounds the logits of attention and head by tanh"),
-    "Gemma 3": ("gemma3_text", dict(head_dim=64, sliding_window=64, layer_types=[
-        "sliding_attention", "full_attention"]), "text only; two kinds of layers"),
+    "Gemma 3": ("gemma3_text", dict(head_dim=64, sliding_window=64, layer_types=WINDOWS),
+                "text only; two kinds of layers"),
+    "Gemma 4": ("gemma4_text", dict(
+        head_dim=32, global_head_dim=64, sliding_window=64, layer_types=WINDOWS,
+        vocab_size_per_layer_input=320, hidden_size_per_layer_input=16),
+        "text only; layers have scales, and embeddings of their own"),
+    "VaultGemma": ("vaultgemma", dict(
+        head_dim=32, sliding_window=64, query_pre_attn_scalar=40, attn_logit_softcapping=3.0,
+        final_logit_softcapping=3.0), "as Gemma 2, with fewer norms"),
     "GLM": ("glm", dict(head_dim=32), "rotates a part of each head"),
+    "GLM 4": ("glm4", dict(head_dim=32), "norms before and after attention and MLP"),
     "Granite": ("granite", dict(logits_scaling=3.0, embedding_multiplier=5.0,
                                 residual_multiplier=0.3, attention_multiplier=0.1),
                 "scales its logits, residuals, attention"),
+    "Granite 4": ("granitemoehybrid", dict(
+        logits_scaling=3.0, embedding_multiplier=5.0, residual_multiplier=0.3,
+        attention_multiplier=0.1, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=2,
+        layer_types=["full_attention"] * 2, position_embedding_type="rope",
+        shared_intermediate_size=96), "without Mamba and experts"),
     "Cohere": ("cohere", dict(logit_scale=0.3), "scales its logits; attention beside the MLP"),
     "OLMo2": ("olmo2", {}, "norms after attention and MLP"),
+    "OLMo 3": ("olmo3", dict(sliding_window=64, layer_types=WINDOWS, rope_parameters=dict(
+        sliding_attention=dict(rope_type="default", rope_theta=10000.0), full_attention=ROPE)),
+        "two kinds of layers; scaled frequencies in one"),
+    "Ministral 3": ("ministral3", dict(head_dim=32, rope_parameters=ROPE | dict(
+        original_max_position_embeddings=256, llama_4_scaling_beta=0.1)),
+        "scaled rotary frequencies, and queries"),
+    "Seed-OSS": ("seed_oss", dict(head_dim=64, attention_out_bias=True, mlp_bias=True),
+                 "biases on q, k and v; here on all"),
+    "EXAONE 4": ("exaone4", dict(sliding_window=64, layer_types=WINDOWS),
+                 "two kinds of layers; one has no rotation"),
+    "EXAONE 4, one kind": ("exaone4", dict(sliding_window=None, layer_types=WINDOWS[1:] * 2),
+                           "such as EXAONE-4.0-1.2B: all layers rotate"),
+    "Hunyuan": ("hunyuan_v1_dense", dict(head_dim=64), "q and k are normalized after rotation"),
+    "ERNIE 4.5": ("ernie4_5", dict(head_dim=64), "pairs of neighbours rotate"),
+    "Arcee": ("arcee", dict(mlp_bias=True, attention_bias=True), "an MLP without a gate"),
+    "CWM": ("cwm", dict(head_dim=64, sliding_window=64, layer_types=WINDOWS, bos_token_id=1),
+            "as Llama, with a sliding window"),
+    "Jais 2": ("jais2", {}, "norms with a bias, an MLP without a gate"),
     "Mixtral": ("mixtral", dict(num_local_experts=8, sliding_window=64, head_dim=32),
                 "experts; a sliding window"),
     "OLMoE": ("olmoe", dict(num_experts=8, num_experts_per_tok=3, num_key_value_heads=2),
@@ -58,6 +95,9 @@ CASES = {
     "Qwen3-MoE": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
                                     head_dim=64, norm_topk_prob=True),
                   "experts; q and k are normalized"),
+    "Mellum": ("mellum", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+                              head_dim=64, sliding_window=64, layer_types=WINDOWS),
+               "experts; two kinds of layers"),
     "GPT-2": ("gpt2", {}, "learned positions; weights are transposed"),
     "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
                  "such as Pythia; attention beside the MLP"),
@@ -77,7 +117,7 @@ def make(name: str, folder: str) -> None:
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for p in lm.parameters():  # norms and biases too
+        for p in (*lm.parameters(), *lm.buffers()):  # norms, biases, what files have
             p += 0.1 * torch.randn_like(p)
     lm.save_pretrained(folder)
     tiny.make_tokenizer().save_pretrained(folder)
@@ -103,9 +143,10 @@ def engine_of(folder: str, world, policy, tp: int = 1, **more) -> Engine:
 
 
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
-    """(completions, the trainer's log-probs) before and after an update, which moves every weight
-    and is exported to FOLDER-1. Two completions of each of three random prompts, which are longer
-    than a window and a cache block."""
+    """(completions, the trainer's log-probs) before, between and after two updates, which move
+    every weight and are exported to FOLDER-1 and FOLDER-2. An engine loads weights three times.
+    Two completions of each of three random prompts, which are longer than a window and a cache
+    block."""
     rng, policy = np.random.default_rng(0), trainer_of(folder, world, model.ModelArgs(**options))
     rows = [data.Row(i, "", rng.integers(3, 320, 100 + 10 * i).tolist(), None, {}, "")
             for i in (0, 1, 5) for _ in range(2)]
@@ -124,19 +165,24 @@ def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, 
             vllm.load(policy.weights(vllm.dtype))
             return vllm.complete(requests, HEAT)
 
-    for step in range(2):
+    for step in range(3):
         batch = scored(prompts, generate())
         ours = batch.score(world, 400, "score", lambda micro: policy.logprobs(micro, HEAT)[0])
         found.append((batch, ours))
-        for micro in batch.micros(world, list(range(len(rows))), 400, "update"):
-            logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
-            policy.backward((logprobs + 0.1 * entropy).sum() / 100)
-        assert policy.step(3e-3) > 0
-        if not step:
-            export_model(policy, folder, f"{folder}-1")
+        if step < 2:
+            update(world, policy, batch)
+            export_model(policy, folder, f"{folder}-{step + 1}")
     if engine:
         vllm.close()
     return found
+
+
+def update(world, policy, batch: Batch) -> None:
+    for micro in batch.micros(world, list(range(len(batch.samples))), 400, "update"):
+        logprobs, entropy = policy.logprobs(micro, HEAT, "grad")
+        policy.backward((logprobs + 0.1 * entropy).sum() / 100)
+    norm = policy.step(3e-3)
+    assert 0 < norm < float("inf"), f"the gradient's norm is {norm}"
 
 
 def engine_logprobs(batch: Batch) -> torch.Tensor:
@@ -164,9 +210,9 @@ def plain(folder: str, batch: Batch) -> torch.Tensor:
 
 
 def gaps(folder: str, found) -> tuple[float, float]:
-    """The largest |trainer - transformers| and |engine - trainer| of both steps, in nats."""
+    """The largest |trainer - transformers| and |engine - trainer| of all steps, in nats."""
     each = []
-    for where, (batch, ours) in zip((folder, f"{folder}-1"), found, strict=True):
+    for where, (batch, ours) in zip((folder, f"{folder}-1", f"{folder}-2"), found, strict=True):
         there = plain(where, batch), engine_logprobs(batch)
         each.append([float((ours - theirs).abs().max()) for theirs in there])
     return tuple(map(max, zip(*each, strict=True)))
@@ -212,21 +258,39 @@ def with_engine(name: str) -> tuple[float, float]:
 
 
 def worker(folder: str, out: str) -> None:
+    kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    if kind not in FAMILIES:
+        FAMILIES.append(kind)  # it is on trial
     world = dist.join(120)
-    found = two_steps(world, folder, engine=True)
+    found = two_steps(world, folder, engine=kind not in STATES)
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
+
+
+def names_of(word: str) -> list[str]:
+    """The cases that a name or a model_type means. One that nobody tried is a case with its usual
+    options."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+    if word in CASES:
+        return [word]
+    if word not in KINDS:
+        sys.exit(f"error: {word} is neither a causal language model of transformers, such as "
+                 f"olmo3, nor one of {', '.join(CASES)}.")
+    CASES.update({} if any(word == kind for kind, *_ in CASES.values()) else
+                 {word: (word, {}, "")})
+    return [name for name, (kind, *_) in CASES.items() if kind == word]
 
 
 def row(name: str) -> str:
     """A line of the table in bench/RESULTS.md."""
     trainer, engine = with_engine(name)
     kind, _, special = CASES[name]
-    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine:.0e} |"
+    engine = "-" if kind in STATES else f"{engine:.0e}"  # a CPU's vLLM has none
+    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine} |"
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.run(worker, *sys.argv[1:])
-    for name in sys.argv[1:] or CASES:
+    for name in [name for word in sys.argv[1:] for name in names_of(word)] or CASES:
         print(row(name), flush=True)

@@ -124,7 +124,7 @@ def loss_gradient(loss, **bounds) -> torch.Tensor:
     """Of the mean token loss."""
     logp, old, A, row = tokens_of()
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None} | bounds
-    return torch.autograd.grad(loss(logp, old, A, row, rows=ROWS, **bounds)[0].mean(), logp)[0]
+    return torch.autograd.grad(loss(logp, old, A, row, n_rows=ROWS, **bounds)[0].mean(), logp)[0]
 
 
 def expected_kl_gradient(kind: str) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from reference_losses import (
+    cov_cut,
     distill_advantages,
     divergence,
     dropped,
@@ -44,6 +45,17 @@ class Completion:
     truncated: bool  # it was cut at max_tokens
     reward: float | None  # None: it could not be scored
     parts: dict[str, float | None]  # the rewards that it adds up
+    paid: list[float]  # for each turn; []: none was paid
+    draws: list[float]  # of each sampled token, in [0, 1)
+
+    def turns(self) -> list[int]:
+        """The number of each sampled token's turn."""
+        found, turn, before = [], -1, False
+        for mine in self.sampled:
+            turn += mine and not before
+            found += [turn] if mine else []
+            before = mine
+        return found
 
 
 @dataclass
@@ -187,6 +199,8 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
             A = step.advantages[i][t]
             loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
             cut_off = dropped(kind, A, logps.tolist(), old, engine)
+            if kind == "clip_cov":
+                cut_off = cov_cut(args.loss, A, logps.tolist(), t, completion.draws[t])
             loss = 0.0 * loss if cut_off else loss * corrections[t]
             found = {"loss/policy": loss, "policy/ratio": ratio, "policy/clip_frac": cut,
                      "policy/entropy": entropies[t],
@@ -195,6 +209,8 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
             if args.engine_correction != "none":
                 r = engine_ratios[t]
                 found |= {"policy/engine_ratio": r, "policy/engine_cut": corrections[t] != r}
+            if kind == "clip_cov":
+                found["policy/cov_cut"] = cut_off
             if kind == "opsm":
                 found["policy/opsm_cut"] = cut_off
             if kl_loss_coef:

@@ -9,6 +9,10 @@ import math
 import torch
 
 # The constants of variants/, from the papers and TRL.
+# Of clip_cov LOW, HIGH, RATE; those of tests/often.py act more often.
+CLIP_COV = {"variants/clip_cov.py:clip_cov": (1.0, 5.0, 0.01),
+            "tests/often.py:clip_cov": (0.05, 0.6, 0.5)}
+PASS_AT = 4
 SAPO_TAUS, IPO_COEF, OPSM_DELTA, GEOMETRIC = (1.0, 1.05), 0.001, 0.1, (0.999, 1.001)
 
 
@@ -40,7 +44,7 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         dppo        -sg[min(r, 20)] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
                     π_old - π > low                             https://arxiv.org/abs/2602.04879
         ipo         -r A, but 0 where π - π_old > high or π_old - π > low, plus c (log r)²
-        opsm, geometric: clip's. What they drop is in `dropped`.
+        opsm, geometric, clip_cov: clip's. What they drop is in `dropped` and `cov_cut`.
     """
     low, high = 1 - args.clip_low, 1 + args.clip_high
     r = (logp - old).exp()
@@ -100,15 +104,17 @@ def engine_correction(args, old: list[float], engine: list[float]) -> tuple[list
         truncate, mask       the token's ratio, at most high (TIS); 0 outside [low, high] (IcePop,
                              arXiv:2510.18855)
         sequence_…           the same with the product of the completion's ratios
+        sequence_mean        truncated, with their geometric mean: NeMo-RL #2269
     """
     kind, gaps = args.engine_correction, [a - b for a, b in zip(old, engine, strict=True)]
     ratios = [math.exp(gap) for gap in gaps]
     if kind.startswith("sequence"):
-        ratios = [math.exp(sum(gaps))] * len(gaps)
+        total = mean(gaps) if kind == "sequence_mean" else sum(gaps)
+        ratios = [math.exp(total)] * len(gaps)
     inside = [args.correction_low <= ratio <= args.correction_high for ratio in ratios]
     if kind == "none":
         return [1.0] * len(gaps), ratios
-    if kind.endswith("truncate"):
+    if kind in ("truncate", "sequence_truncate", "sequence_mean"):
         return [min(ratio, args.correction_high) for ratio in ratios], ratios
     return [ratio if keep else 0.0 for ratio, keep in zip(ratios, inside, strict=True)], ratios
 
@@ -125,6 +131,14 @@ def dropped(kind: str, A: float, logps: list, old: list[float], engine: list[flo
         return A < 0 and left > OPSM_DELTA
     ratio = math.exp(mean([a - b for a, b in zip(old, engine, strict=True)]))
     return kind == "geometric" and not GEOMETRIC[0] <= ratio <= GEOMETRIC[1]
+
+
+def cov_cut(spec: str, A: float, logps: list, t: int, draw: float) -> bool:
+    """Whether token t of a completion was drawn: its covariance is between the bounds. The mean of
+    log π is over the completion.                       https://arxiv.org/abs/2505.22617
+    """
+    low, high, rate = CLIP_COV[spec]
+    return low < (float(logps[t]) - mean([float(x) for x in logps])) * A < high and draw < rate
 
 
 def token_weight(args, i: int, lengths: dict[int, int]) -> float:
@@ -201,11 +215,50 @@ def group_advantage(args, kind: str, R: float, rewards: list[float], batch: list
     """
     if max(rewards) == min(rewards):
         return 0.0
+    if kind == "pass_at_k":
+        return pass_at_k(rewards, R)
     if kind == "rloo":
         return R - (sum(rewards) - R) / (len(rewards) - 1)
     scale = {"grpo": spread(rewards) + args.advantage_eps, "maxrl": mean(rewards),
              "lite_ppo": spread(batch) + args.advantage_eps}
     return (R - mean(rewards)) / scale.get(kind, 1.0)
+
+
+def pass_at_k(rewards: list[float], R: float) -> float:
+    """Of a group with these rewards, 0 or 1.            https://arxiv.org/abs/2508.10751
+
+        mean = 1 - C(n_neg, k) / C(n, k)    std = √(mean (1 - mean))
+        A_pos = (1 - mean) / std    A_neg = (1 - mean - C(n_neg - 1, k - 1) / C(n - 1, k - 1)) / std
+    """
+    n, n_neg = len(rewards), rewards.count(0.0)
+    k = min(PASS_AT, n)
+    average = 1 - math.comb(n_neg, k) / math.comb(n, k)
+    if average in (0, 1):
+        return 0.0
+    lost = 0.0 if R else math.comb(n_neg - 1, k - 1) / math.comb(n - 1, k - 1)
+    return (1 - average - lost) / math.sqrt(average * (1 - average))
+
+
+def turn_credit(args, step, rewards: list) -> list[list[float]]:
+    """A token of turn k: what its episode gets from turn k on, minus the mean over the others of
+    the group of what they get from their turn k on, which is 0 where they have none."""
+    weight = sum(float(spec.partition(":")[2] or 1) for spec in args.reward
+                 if spec.partition(":")[0] == "turns")
+
+    def to_go(i: int, k: int) -> float:
+        completion = step.completions[i]
+        if k > completion.turns()[-1]:
+            return 0.0
+        paid = [weight * x for x in completion.paid]
+        return rewards[i] - sum(paid) + sum(paid[k:])
+
+    advantages: list[list[float]] = [[] for _ in rewards]
+    for i in step.trained():
+        first = i - i % args.group
+        others = [j for j in range(first, first + args.group) if j != i and rewards[j] is not None]
+        advantages[i] = [to_go(i, k) - mean([to_go(j, k) for j in others])
+                         for k in step.completions[i].turns()]
+    return advantages
 
 
 def gdpo(args, step) -> list[list[float]]:
@@ -241,6 +294,8 @@ def grpo_advantages(args, step) -> list[list[float]]:
     for i, reward in enumerate(rewards):
         if args.kl_reward_coef and reward is not None:
             rewards[i] = reward - args.kl_reward_coef * sum(step.kl(i))
+    if name_of(args.advantage) == "turn_credit":
+        return turn_credit(args, step, rewards)
     for i in step.trained():
         first = i - i % args.group
         group = [R for R in rewards[first:first + args.group] if R is not None]

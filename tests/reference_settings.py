@@ -33,10 +33,11 @@ class Setting:
                 return text
 
         self.words, (self.script, *more) = words, words.split()
-        found = re.findall(r"(\w+)=(.*?)(?= \w+=| carried| experts|$)", words)
+        found = re.findall(r"(\w+)=(.*?)(?= \w+=| carried| experts| binary|$)", words)
         self.flags = {name: value(text) for name, text in found}
         self.group, self.steps = self.flags.pop("group"), self.flags.pop("steps")
         self.experts, self.carried = "experts" in more, "carried" in more
+        self.binary = "binary" in more
 
     def folder(self, name: str) -> str:
         """policy or start → its folder."""
@@ -46,7 +47,7 @@ class Setting:
 TWICE = "minibatches=2 epochs=2"
 TIGHT = f"clip_low=0.03 clip_high=0.05 {TWICE}"
 BOUNDS = "correction_low=0.7 correction_high=1.2"
-# carried: --carry, older policies sampled the first tokens.
+# carried: --carry, older policies sampled the first tokens. binary: rewards of 0 and 1.
 NAMED = f"""
 grpo group=3 steps=2
 grpo group=3 steps=2 engine_correction=truncate kl_loss_coef=0.3 entropy_coef=0.2 {BOUNDS} carried
@@ -71,6 +72,11 @@ grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}
 grpo group=3 steps=1 advantage=variants/gdpo.py:gdpo reward=('exact', 'short:0.5') \
 overlong_filter=True {TWICE}
 grpo group=3 steps=2 advantage=variants/lite_ppo.py:lite_ppo overlong_buffer=8 advantage_eps=0.1
+grpo group=3 steps=2 advantage=variants/turn_credit.py:turn_credit reward=('turns',)
+grpo group=3 steps=1 advantage=variants/turn_credit.py:turn_credit reward=('exact', 'turns:0.5') \
+overlong_buffer=8 kl_reward_coef=0.2 overlong_filter=True aggregation=constant {TWICE}
+grpo group=5 steps=2 advantage=variants/pass_at_k.py:pass_at_k binary
+grpo group=4 steps=1 loss=tests/often.py:clip_cov engine_correction=truncate {TIGHT}
 grpo group=3 steps=1 loss=clip aggregation=token {TIGHT}
 grpo group=3 steps=1 minibatches=30
 grpo group=3 steps=1 loss=variants/sapo.py:sapo aggregation=sequence {TWICE}
@@ -103,6 +109,7 @@ ppo group=1 steps=2 engine_correction=truncate entropy_coef=0.2 {BOUNDS}
 ppo group=1 steps=2 critic_warmup_steps=1
 ppo group=1 steps=2 engine_correction=mask entropy_coef=0.2 {BOUNDS}
 ppo group=2 steps=2 engine_correction=sequence_mask {BOUNDS}
+grpo group=3 steps=1 engine_correction=sequence_mean correction_high=1.02 {TWICE}
 sft group=1 steps=2
 sft group=1 steps=2 minibatches=7 epochs=2 temperature=0.7
 distill group=3 steps=2 teacher=x
@@ -125,11 +132,12 @@ OFTEN = {"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7), "lo
 SAMPLED = OFTEN | {
     "aggregation": ("token", "sequence", "constant", "prompt"), "dual_clip": (None, 1.1),
     "clip_high": (0.05, 0.2), "correction_low": (0.7,), "correction_high": (1.2,),
-    "engine_correction": ("none", "truncate", "mask", "sequence_truncate", "sequence_mask")}
+    "engine_correction": ("none", "truncate", "mask", "sequence_truncate", "sequence_mask",
+                          "sequence_mean")}
 REWARDED = SAMPLED | {"kl_reward_coef": (0.0, 0.2), "entropy_coef": (0.0, 0.2),
                       "overlong_buffer": (0, 8), "max_grad_norm": (1.0, 0.0)}
 FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()] for kind, names in {
-    "loss": "sapo gmpo dppo ipo opsm", "advantage": "lite_ppo maxrl gdpo"}.items()}
+    "loss": "sapo gmpo dppo ipo opsm clip_cov", "advantage": "lite_ppo maxrl gdpo"}.items()}
 CHOICES = {
     "grpo": REWARDED | {
         "loss": (*losses.LOSSES, *FILES["loss"]),
@@ -172,11 +180,12 @@ def drawn(script: str) -> list[Setting]:
 # ---- what is learnt from ----
 
 
-def hostile(group: int, seed: int) -> list[Sample]:
+def hostile(group: int, seed: int, binary: bool = False) -> list[Sample]:
     """Groups that a mistake may confuse; the rows are in request order.
 
     0 and 5 have one prompt, 3 and 4 too. 1 has equal rewards, 2 one scored completion, 5 none in
-    its first half. Some completions have one token, some are truncated, some have replies.
+    its first half. Some completions have one token, some are truncated, some have replies. Each
+    turn is paid. binary: rewards are 0 and 1.
     """
     rng, samples = np.random.default_rng(seed), []
     groups = 6 if group > 1 else 14
@@ -193,22 +202,26 @@ def hostile(group: int, seed: int) -> list[Sample]:
             reward = float(rng.integers(0, 9)) / 8
             if p == 1:
                 reward = 0.25
+            if binary:
+                reward = float(reward > 0.6)
             if (p == 2 and g > 0) or (p == 5 and g < group // 2) or (group == 1 and p % 5 == 4):
                 reward = None
             short = None if reward is None else round(length * reward, 2) % 1  # of GDPO alone
             logprobs = np.log(1 / VOCAB) + 0.7 * rng.standard_normal(length)
+            ids, turns = rng.integers(0, VOCAB, length).astype(np.int32), []
+            for k in range(1 + int((sampled[1:] > sampled[:-1]).sum())):
+                turns.append({"paid": (7 * g + 3 * p + 5 * k) % 9 / 8})
             samples.append(Sample(
-                data.Prompt(p, row),
-                Completion(rng.integers(0, VOCAB, length).astype(np.int32),
-                           (logprobs * sampled).astype(np.float32), truncated, sampled),
-                "text", rewards.Score(reward, {"exact": reward, "short": short}, None)))
+                data.Prompt(p, row), Completion(ids, (logprobs * sampled).astype(np.float32),
+                                                truncated, sampled, turns), "text",
+                rewards.Score(reward, {"exact": reward, "short": short, "turns": reward}, None)))
     return samples
 
 
 def samples_of(setting: Setting, step: int) -> list[Sample]:
     """What a step learns from. For sft.py two rows teach nothing. With a hint the teacher has
     another prompt: also where two rows have the same one."""
-    samples = hostile(setting.group, step)
+    samples = hostile(setting.group, step, setting.binary)
     rng = np.random.default_rng(step)
     if setting.script == "sft":
         for sample in samples[4:6]:

@@ -307,7 +307,7 @@ def gradient(found: Counter, correction: str) -> torch.Tensor:
         row, factors = torch.zeros(len(ids), dtype=torch.long), 1
         if correction != "none":
             factors, _ = losses.engine_correction(
-                logp.detach(), engine, row, rows=1, kind=correction, low=0.0, high=1e9)
+                logp.detach(), engine, row, n_rows=1, kind=correction, low=0.0, high=1e9)
         A = REWARDS[ids[0], ids[-1]].expand(len(ids))
         loss, _ = losses.clip_loss(
             logp, logp.detach(), A, row, clip_low=0.2, clip_high=0.2, dual_clip=None)

@@ -256,7 +256,7 @@ def check_loss(function) -> None:
     logp, old, A = torch.randn(3, 10)
     args = logp.requires_grad_(), old, A, torch.arange(2).repeat_interleave(5)
     bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-    loss, metrics = function(*args, rows=2, engine_logprobs=old, **bounds)
+    loss, metrics = function(*args, n_rows=2, engine_logprobs=old, **bounds)
     theirs, expected = losses.clip_loss(*args, **bounds)
     assert loss.shape == theirs.shape and loss.requires_grad and metrics.keys() == expected.keys()
 

@@ -182,7 +182,7 @@ def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
     assert text == THOUGHT and format_tags(text) == 1.0
     episodes = object.__new__(turns.Episodes)
     episodes.world = SimpleNamespace(mine=list, gather=list)
-    episodes.bridge = turns.Bridge(tokenizer, [0, 2], 999, None)
+    episodes.bridge, episodes.counted = turns.Bridge(tokenizer, [0, 2], 999, None), False
     turn = SimpleNamespace(ids=np.array(ids))
     assert episodes.read([turn]) == [turns.said(THOUGHT)]
 
@@ -238,7 +238,7 @@ def test_a_stop_string_may_be_a_special_token(monkeypatch):
     import rollout
     made, tokenizer, engine = [], tags_in(tiny.make_tokenizer()), object.__new__(rollout.Engine)
     engine.args, engine.max_tokens = rollout.EngineArgs(stop=("</answer>",)), 9
-    engine.eos_ids, engine.bar, engine.request = [2], False, None
+    engine.eos_ids, engine.bar, engine.request, engine.eyes = [2], False, None, None
     engine.llm = SimpleNamespace(generate=lambda prompts, params, **named: made.extend(params))
     engine.outputs([rollout.Request([5], 1)], 1.0)
     known = {name: None for name in EngineCoreRequest.__struct_fields__}

@@ -13,7 +13,7 @@ from errors import SettingsError
 from examples import tiny
 from preflight import inputs, plan
 from ranks import results
-from trainer import model, weights
+from trainer import model, model_files
 from trainer.packing import pack
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
@@ -72,7 +72,7 @@ def test_the_table_in_the_docs_has_exactly_what_is_supported():
                       page, re.M)
     assert [row[:3] for row in rows] == [
         (name, kind, special) for name, (kind, _, special) in families.CASES.items()]
-    assert {kind for _, kind, *_ in rows} == set(weights.FAMILIES)
+    assert {kind for _, kind, *_ in rows} == set(model_files.FAMILIES)
     assert all(float(gap) < 1e-5 for row in rows for gap in row[3:])
 
 

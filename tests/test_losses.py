@@ -15,11 +15,12 @@ import reference_losses
 from running import loss_flags
 
 F64, nan = torch.float64, math.nan
+DRAWS = torch.linspace(0, 1, 21, dtype=F64)  # of the first tokens
 ROWS, LENGTHS = 6, (7, 1, 3, 5, 4, 0)  # completions of `ragged`, and their tokens
 WIDE = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
 TIGHT = {"clip_low": 0.05, "clip_high": 0.08, "dual_clip": None}
 BOUNDS = {
-    **dict.fromkeys("cispo reinforce sapo dppo ipo opsm geometric".split(), TIGHT),
+    **dict.fromkeys("cispo reinforce sapo dppo ipo opsm geometric clip_cov".split(), TIGHT),
     "clip": TIGHT | {"dual_clip": 1.02}, "gspo": TIGHT | {"clip_low": 0.01, "clip_high": 0.02},
     "gmpo": TIGHT | {"clip_low": 0.1, "clip_high": 0.15}}
 
@@ -42,9 +43,10 @@ def variant(name: str) -> str:
 
 def loss(name: str, logp, old, A, row, engine=None, **bounds):
     """Of a name, with the bounds above."""
-    function = loss_flags.loss_of(name if name in losses.LOSSES else variant(name))
-    return function(logp, old, A, row, rows=ROWS, engine_logprobs=old if engine is None else engine,
-                    **BOUNDS[name] | bounds)
+    function = loss_flags.own("loss", name if name in losses.LOSSES else variant(name)).function
+    return function(logp, old, A, row, n_rows=ROWS,
+                    engine_logprobs=old if engine is None else engine,
+                    draws=lambda: DRAWS[:len(row)], **BOUNDS[name] | bounds)
 
 
 def advantages(name: str, rewards, group, scored=None, eps=1e-6):
@@ -250,6 +252,11 @@ def one_by_one(name: str, logp, old, engine, A, row):
             one, ratio, cut = reference_losses.token_loss(args, name, new, was, a, log_ratios)
             dropped.append(reference_losses.dropped(
                 name, a, [x.detach() for x in logps], olds, engines))
+            if name == "clip_cov":
+                t = len(dropped) - 1
+                dropped[-1] = reference_losses.cov_cut(
+                    variant(name), a, logp[row == i].tolist(), t - sum(LENGTHS[:i]),
+                    float(DRAWS[t]))
             total = total + (1 + 0.1 * i) * (0.0 * one if dropped[-1] else one)  # a row's weight
             ratios.append(float(ratio.detach()))
             cuts.append(float(cut))
@@ -269,6 +276,8 @@ def test_a_loss_is_the_formula_and_its_gradient(name, monkeypatch):
     act_more(monkeypatch, "opsm", DELTA=0.02)
     monkeypatch.setattr(reference_losses, "GEOMETRIC", (0.8, 1.001))
     monkeypatch.setattr(reference_losses, "OPSM_DELTA", 0.02)
+    act_more(monkeypatch, "clip_cov", LOW=0.1, RATE=0.7)
+    monkeypatch.setitem(reference_losses.CLIP_COV, variant("clip_cov"), (0.1, 5.0, 0.7))
     for seed, per_token in itertools.product(range(3), (False, True)):
         logp, old, engine, A, row = ragged(seed, per_token)
         found, metrics = loss(name, logp, old, A, row, engine)
@@ -281,8 +290,8 @@ def test_a_loss_is_the_formula_and_its_gradient(name, monkeypatch):
         assert any(cuts) != (name in ("sapo", "reinforce"))
         log_r = (logp - old).detach()
         assert close(metrics["approx_kl"], log_r.exp() - 1 - log_r)
-        if name in ("opsm", "geometric"):
-            metric = metrics["opsm_cut" if name == "opsm" else "engine_cut"]
+        if name in ("opsm", "geometric", "clip_cov"):
+            metric = metrics[{"opsm": "opsm_cut", "clip_cov": "cov_cut"}.get(name, "engine_cut")]
             assert metric.tolist() == dropped and 0 < sum(dropped) < len(dropped)
         assert not any(x.requires_grad for x in metrics.values())
 
@@ -294,7 +303,7 @@ def test_a_ratio_that_overflows(name, log_ratio):
     def far(log_ratio, advantage, **options):
         logp = torch.tensor([log_ratio - 1.0], requires_grad=True)
         loss, metrics = losses.LOSSES[name](logp, torch.tensor([-1.0]), torch.tensor([advantage]),
-                                            torch.tensor([0]), rows=1, **WIDE | options)
+                                            torch.tensor([0]), n_rows=1, **WIDE | options)
         return float(loss.detach()), float(gradient(loss, logp)), float(metrics["clip_frac"])
 
     assert far(log_ratio, -2.0, dual_clip=3.0) == pytest.approx((6, 0, 1))
@@ -306,12 +315,14 @@ def test_a_ratio_that_overflows(name, log_ratio):
         assert far(x, A) == far(x, A, dual_clip=3.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("kind", ["truncate", "mask", "sequence_truncate", "sequence_mask",
+                                  "sequence_mean"])
 def test_a_correction_is_the_formula_and_finite(kind):
-    args = SimpleNamespace(engine_correction=kind, correction_low=0.6, correction_high=1.4)
+    high = 1.05 if kind == "sequence_mean" else 1.4
+    args = SimpleNamespace(engine_correction=kind, correction_low=0.6, correction_high=high)
     _, old, engine, _, row = ragged(0)
-    options = dict(kind=kind, low=0.6, high=1.4)
-    got, found = losses.engine_correction(old, engine, row, rows=ROWS, **options)
+    options = dict(kind=kind, low=0.6, high=high)
+    got, found = losses.engine_correction(old, engine, row, n_rows=ROWS, **options)
     for i in range(ROWS):
         weights, ratios = reference_losses.engine_correction(
             args, old[row == i].tolist(), engine[row == i].tolist())
@@ -321,8 +332,8 @@ def test_a_correction_is_the_formula_and_finite(kind):
     engine, options = torch.tensor([-501.0, -501.0]), dict(kind=kind, low=0.5, high=2.0)
     for far in (500.0, -500.0):
         got, _ = losses.engine_correction(
-            engine + far, engine, torch.zeros(2, dtype=torch.long), rows=1, **options)
-        top = 2.0 if kind.endswith("truncate") and far > 0 else 0.0
+            engine + far, engine, torch.zeros(2, dtype=torch.long), n_rows=1, **options)
+        top = 2.0 if kind.endswith(("truncate", "mean")) and far > 0 else 0.0
         assert got.dtype == torch.float32 and got.tolist() == [top, top]
 
 

@@ -2,11 +2,14 @@
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as td
 import transformers.masking_utils
 import transformers.models.idefics3.modeling_idefics3 as idefics3
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl as qwen2_5
+import transformers.models.qwen3_vl.modeling_qwen3_vl as qwen3
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,18 +50,65 @@ def config_of(name: str, layers: int):
         **({"head_dim": s.head_dim} if s.head_dim else {}))
 
 
-def with_tower(text) -> Idefics3Config:
-    """SmolVLM's tower, of 4 layers, before a text model: 64 tokens a tile."""
-    return Idefics3Config(
-        text_config=text, scale_factor=4, tie_word_embeddings=text.tie_word_embeddings,
-        vision_config=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=4,
-                           num_attention_heads=12, image_size=512, patch_size=16))
+def with_tower(kind: str, text):
+    """A tower of 4 layers before a text model: SmolVLM's, or that of a Qwen-VL of 7B."""
+    if kind == "idefics3":  # 64 tokens a tile
+        return Idefics3Config(
+            text_config=text, scale_factor=4, tie_word_embeddings=text.tie_word_embeddings,
+            vision_config=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=4,
+                               num_attention_heads=12, image_size=512, patch_size=16))
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[16, 24, 24])
+    tower = dict(hidden_size=1280, intermediate_size=3420, fullatt_block_indexes=[3])
+    if kind == "qwen3_vl":
+        tower, rope["mrope_interleaved"] = dict(
+            hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[0, 1, 2],
+            patch_size=16), True
+    return AutoConfig.for_model(
+        kind, text_config=text.to_dict() | {"rope_parameters": rope, "model_type": f"{kind}_text"},
+        vision_config=tower | dict(depth=4, num_heads=16, out_hidden_size=text.hidden_size),
+        tie_word_embeddings=text.tie_word_embeddings)
+
+
+GRID = 32  # patches of a side of each picture
+
+
+def patch_grids(monkeypatch, pictures: int) -> None:
+    """What Qwen's towers compute from the numbers in a grid, which is not possible on fake ones."""
+    grid = torch.tensor([[1, GRID, GRID]] * pictures)
+    ends, tokens = np.arange(pictures + 1) * GRID**2, pictures * GRID**2
+    window_ends = qwen2_5.get_vision_window_index(grid, 2, 112, 14)[1].numpy()
+
+    def index(*shape):
+        return torch.zeros(shape, dtype=torch.long)
+
+    for module in qwen2_5, qwen3:
+        monkeypatch.setattr(module, "get_vision_position_ids", lambda *_, **more: index(tokens, 2))
+        monkeypatch.setattr(module, "get_vision_attention_seqlens", lambda *_, **more: (ends, None))
+    monkeypatch.setattr(qwen2_5, "get_max_seqlen", lambda *_, **more: None)
+    monkeypatch.setattr(qwen2_5, "get_vision_window_index",
+                        lambda *_, **more: (index(tokens // 4), window_ends))
+    monkeypatch.setattr(qwen3, "get_vision_interpolation_indices_and_weights",
+                        lambda *_, **more: (index(tokens, 4), torch.zeros(tokens, 4)))
+    # Places by a mask: how many there are, nobody knows on fake tensors.
+    monkeypatch.setattr(qwen3.Qwen3VLTextModel, "_deepstack_process",
+                        lambda _, hidden, mask, features: hidden.clone() + features)
 
 
 def embed(embeddings, pixel_values, patch_attention_mask):
     """In the place of Idefics3's embeddings, which look at numbers: whole pictures."""
     x = embeddings.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
     return x + embeddings.position_embedding(torch.arange(x.shape[1]))
+
+
+def pixels_of(kind: str, config, tokens: int) -> dict:
+    """Of pictures that fill an input of `tokens`."""
+    if kind == "idefics3":
+        n = tokens // 64 * 64
+        return {"pixels": [torch.zeros(n // 64, 3, 512, 512)],
+                "places": torch.zeros(n, dtype=torch.long)}
+    n, side = tokens // 256 * 256, config.vision_config.patch_size
+    return {"pixels": [torch.zeros(4 * n, 6 * side**2), torch.zeros(n // 256, 3, dtype=torch.long)],
+            "places": torch.zeros(n, dtype=torch.long)}
 
 
 def packed_rows(tokens: int, group: int):
@@ -77,14 +127,14 @@ def packed_rows(tokens: int, group: int):
 
 def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpointing: bool,
              head_chunk: int = 0, critic: bool = False, layers: int = 0, rank: int = 0,
-             group: int = 8, sees: bool = False, train_vision: bool = False):
+             group: int = 8, sees: str = "", train_vision: bool = False):
     """(bytes at the peak by the tracker, by the plan) of a second micro-batch.
 
     They count a model's parameters, gradients, activations and what FSDP gathers.
     """
     config, kind = config_of(name, layers), AutoModelForCausalLM
     if sees:
-        config, kind = with_tower(config), AutoModelForImageTextToText
+        config, kind = with_tower(sees, config), AutoModelForImageTextToText
     ids, positions, packed, keys = packed_rows(tokens, group)
     most = min(KEYS, group + 1)
     assert 0.85 * most < keys <= most and 0.95 * tokens < ids.numel() <= tokens
@@ -98,9 +148,10 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
             text, blocks_of = seeing.text_of(lm), [*seeing.text_of(lm).base_model.layers]
             if sees:
-                tower = lm.base_model.vision_model
-                blocks_of += tower.encoder.layers
-                tower.embeddings.forward = partial(embed, tower.embeddings)
+                tower = seeing.tower_of(lm)[0]
+                blocks_of += next(m for m in tower.modules() if isinstance(m, torch.nn.ModuleList))
+                if sees == "idefics3":
+                    tower.embeddings.forward = partial(embed, tower.embeddings)
                 for part in seeing.tower_of(lm):
                     part.requires_grad_(train_vision)
             if rank:
@@ -120,9 +171,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                 inputs += torch.zeros(len(source), dtype=torch.long), 1.0, "value"
             for _ in range(1 + grad):
                 if sees:
-                    tiles = ids.numel() // 64
-                    inputs[0]["pixels"] = torch.zeros(tiles, 3, 512, 512)
-                    inputs[0]["places"] = torch.zeros(64 * tiles, dtype=torch.long)
+                    inputs[0].update(pixels_of(sees, config, ids.numel()))
                 tracker = FSDPMemTracker(root)
                 tracker.track_inputs((inputs,))
                 with tracker, torch.set_grad_enabled(grad):
@@ -163,11 +212,11 @@ def no_packing(monkeypatch):
 SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
         ("Qwen3-0.6B", 4, dict(grad=False, checkpointing=False, layers=3)),
         ("Qwen3-30B-A3B", 8, dict(grad=True, checkpointing=True, layers=3)),
-        ("Llama-3.2-1B", 2, dict(grad=True, checkpointing=True, layers=2, sees=True,
+        ("Llama-3.2-1B", 2, dict(grad=True, checkpointing=True, layers=2, sees="idefics3",
                                  train_vision=True)),
         # On one rank the root's gradient is whole.
         ("Qwen2.5-7B", 1, dict(grad=True, checkpointing=True, layers=2))]
-MORE = [*(("Llama-3.2-1B", 4, dict(layers=3, sees=True) | case) for case in (
+MORE = [*(("Llama-3.2-1B", 4, dict(layers=3, sees="idefics3") | case) for case in (
             dict(grad=True, checkpointing=False, train_vision=True),
             dict(grad=True, checkpointing=False), dict(grad=False, checkpointing=True))),
         ("Qwen3-0.6B", 4, dict(grad=True, checkpointing=False, layers=3, group=1)),
@@ -179,7 +228,8 @@ MORE = [pytest.param(*row, marks=pytest.mark.slow) for row in MORE]
 
 
 @pytest.mark.parametrize("name, ranks, case", SOME + MORE)
-def test_a_few_layers(name, ranks, case):
+def test_a_few_layers(name, ranks, case, monkeypatch):
+    patch_grids(monkeypatch, 8 * LENGTH // 256)
     assert close(*measured(name, ranks, 8 * LENGTH, c=2, **case), 0.8 if "sees" in case else 0.35)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,8 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
     ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
     ("--steps 3", "3", "grpo.py --steps 35 --steps 3", False),
+    ("vision", "", "grpo.py --model runs/squares-sft/model --lr 1e-3", True),
+    ("vision:qwen2_5_vl", "", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
     ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
@@ -133,6 +136,11 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
         (tmp_path / path).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / path).chmod(0o755)
     (tmp_path / f".venv/.ready-{hashlib.sha256(both).hexdigest()[:12]}-cpu").touch()
+    for name in "squares/model", "squares/qwen2_5_vl":
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "processor_config.json").touch()
+    for name in "squares-sft", "squares-sft-qwen2_5_vl":
+        (tmp_path / "runs" / name / "model").mkdir(parents=True)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
     env = {**env, "RANKS": ranks} if ranks else {k: v for k, v in env.items() if k != "RANKS"}
     done = subprocess.run(["./run.sh", *line.split()], cwd=tmp_path, env=env, text=True,
@@ -142,3 +150,46 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
     given = iter(done.stdout.split())
     assert all(word in given for word in words.split())  # in this order
     assert ("--target_reward" in done.stdout, "--target_eval" in done.stdout) == (graded, graded)
+
+
+STUB = """#!{python}
+import pathlib, sys
+here, words = pathlib.Path("{here}"), sys.argv[1:]
+with (here / "asked").open("a") as asked:
+    print(*words, file=asked)
+there = here / "torchvision"
+if words == ["-m", "venv", ".venv"] and not pathlib.Path(".venv/bin").exists():
+    pathlib.Path(".venv/bin").mkdir(parents=True)
+    for name in "pip", "python":
+        pathlib.Path(".venv/bin", name).symlink_to(__file__)
+named = [word for word in words if word.startswith("torchvision")]
+if "install" in words and named:
+    if "{index}" == "none" or ("{index}" == "pytorch") != ("--index-url" in words):
+        sys.exit("no such version")
+    there.touch()
+if "uninstall" in words and named:
+    there.unlink(missing_ok=True)
+if words[0] == "-c" and "torchvision" in words[1]:
+    sys.exit(not (there.exists() and {imports}))
+"""
+
+
+@pytest.mark.parametrize("index", ["own", "pytorch", "none"])
+@pytest.mark.parametrize("imports", [True, False])
+def test_the_set_up_keeps_a_torchvision_that_imports(tmp_path, index, imports):
+    """A build for another torch would break every run. Without one the set-up goes on."""
+    for name in "run.sh", "requirements.txt":
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "stub").mkdir()
+    for name, text in ("nvidia-smi", "#!/bin/sh\nexit 1\n"), ("python3.12", STUB.format(
+            python=sys.executable, here=tmp_path, index=index, imports=imports)):
+        (tmp_path / "stub" / name).write_text(text)
+        (tmp_path / "stub" / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/stub:{os.environ['PATH']}"}
+    done = subprocess.run(["./run.sh", "setup"], cwd=tmp_path, env=env, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "torchvision").exists() == (imports and index != "none")
+    asked = (tmp_path / "asked").read_text()
+    assert ("--index-url https://download.pytorch.org/whl/cpu" in asked) == (index != "own")
+    assert [*tmp_path.glob(".venv/.ready-*-cpu")]

@@ -178,7 +178,7 @@ def test_trls_corrections(kind, mode, low):
     theirs = trl_loss(GRPO_TRAINER, logprobs, old, A, mask, {"importance_sampling_ratio": weights},
                       loss_type="grpo", use_vllm=True, vllm_importance_sampling_correction=True)
     logp, old, engine, A, row = mine
-    factors, _ = losses.engine_correction(old, engine, row, rows=5, kind=kind, low=low or 0.0,
+    factors, _ = losses.engine_correction(old, engine, row, n_rows=5, kind=kind, low=low or 0.0,
                                           high=1.3)
     loss, _ = losses.clip_loss(logp, old, A, row, **PPO)
     check(ours(loss * factors, row), theirs, logp)

@@ -45,9 +45,19 @@ MISTAKES = {  # (the promise that it breaks, text that is found once, its mistak
         "    advantages = advantages / policy.calls\n", "")}
 MINE = '''import torch
 
+import losses
+
 def soft(logp, old, A, row, **others):
     ratio = (logp - old).exp()
     return -A * (1 + 0.3 * torch.tanh((ratio - 1) / 0.3)), {"ratio": ratio.detach()}
+
+def straight_cov(logp, old, A, row, **bounds):
+    """variants/clip_cov.py as a draw over the batch."""
+    loss, metrics = losses.clip_loss(logp, old, A, row, **bounds)
+    inside = torch.nonzero(((logp - logp.mean()) * (A - A.mean())).detach() > 0.02).flatten()
+    order = torch.randperm(len(inside), generator=torch.Generator().manual_seed(0))
+    cut = inside[order[:len(logp) // 10]]
+    return loss * torch.ones_like(loss).index_fill(0, cut, 0), metrics
 
 def pass_at_2(rewards, group, *, scored, **others):
     """R - mean, of the success of pairs: https://arxiv.org/abs/2508.10751. It has no gradient
@@ -90,7 +100,10 @@ def test_a_mistake_breaks_its_promise(name, tmp_path):
 
 @pytest.mark.parametrize("numbers, words", [
     ("012345", "--group 4"), ("34", "ppo.py"), ("3", "--lora_rank 4 --kl_loss_coef 0.1 --group 2"),
-    ("3", "--loss {}/mine.py:soft --group 2")])  # a loss needs no registration
+    ("3", "--loss {}/mine.py:soft --group 2"),  # a loss needs no registration
+    ("2", "--loss tests/often.py:clip_cov --advantage grpo --group 4"),
+    ("1", "--advantage variants/turn_credit.py:turn_credit --reward turns --group 4 "
+          "--reply examples/doors.py:reply")])
 def test_what_is_shipped_keeps_its_promises(numbers, words, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     found, printed = proved(numbers, *words.format(tmp_path).split())
@@ -103,6 +116,13 @@ def test_an_advantage_that_needs_rewards_of_0_and_1_gets_them(tmp_path):
     found, printed = proved("04", *words)
     assert found == ["holds"] * 2, printed
     assert "no gradient: does your function need other rewards? From here they are 0 or" in printed
+
+
+def test_a_draw_over_the_batch_falls_short(tmp_path):
+    """So a token of variants/clip_cov.py has a draw of its own."""
+    (tmp_path / "mine.py").write_text(MINE)
+    words = f"--loss {tmp_path}/mine.py:straight_cov --advantage grpo --group 4".split()
+    assert proved("2", *words)[0] == ["falls short"]
 
 
 def test_the_limit_is_the_one_of_the_readme():

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from functools import cache, partial
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
@@ -47,7 +48,9 @@ def plainly(sample: Sample) -> reference.Completion:
     return reference.Completion(
         sample.prompt.row.prompt_ids, completion.ids.tolist(), completion.sampled.tolist(),
         completion.logprobs[completion.sampled].tolist(), completion.truncated,
-        sample.score.total, sample.score.parts)
+        sample.score.total, sample.score.parts, [turn["paid"] for turn in completion.turns or ()],
+        np.random.default_rng([sample.prompt.position, *completion.ids.tolist()]).random(
+            completion.tokens).tolist())
 
 
 def make_models(folder: str) -> None:

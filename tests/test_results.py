@@ -271,7 +271,7 @@ def test_completions_are_shown_in_order_or_the_worst_first(tmp_path, monkeypatch
 
 def test_the_table_is_what_the_files_say():
     page = (table.HERE / "README.md").read_text()
-    assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind()
+    assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
     needed = {"reward/mean", "policy/entropy", "rollout/length_mean", "loss/policy", "grad/norm",
               "rollout/logprob_gap_max", "time/step", "memory/peak_gb"}
     assert len(table.jobs()) >= 30

@@ -66,7 +66,7 @@ def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> Engine:
     engine = object.__new__(Engine)
     engine.world, engine.args, engine.log = world_of(rank, size), rollout.EngineArgs(tp=tp), Log0()
     engine.engines, engine.seed, engine.episodes = size // tp, 7, None
-    engine.carry = None
+    engine.carry = engine.eyes = None
     engine.max_tokens, engine.eos_ids, engine.bar, engine.request = 9, [4, 6], False, None
     return engine
 

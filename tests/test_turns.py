@@ -129,10 +129,10 @@ class FakeEngine:
         return made
 
 
-def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="a"):
+def play(world, spec, kinds=KINDS, max_turns=4, timeout=3.0, room=ROOM, answer="a", reward=()):
     """Episodes of these kinds → (prompts, completions, the engine, what was printed)."""
     args = SimpleNamespace(turn_args=turns.TurnArgs(spec, max_turns), max_tokens=room,
-                           reward_args=RewardArgs(2, timeout))
+                           reward_args=RewardArgs(2, timeout), reward=reward)
     prompts = [data.Prompt(i, data.Row(i, "q", [5, 6, 7 + i], answer, {"kind": kind}, ""))
                for i, kind in enumerate(kinds)]
     engine, said, seed = FakeEngine(), [], lambda i, turn=0: 10 * i + turn

@@ -56,7 +56,7 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
      {"advantage": variant("gdpo"), "kl_reward_coef": 4}),
     ("has one ratio for a completion, and --engine_correction truncate has one for each token",
      {"loss": variant("gmpo"), "engine_correction": "truncate"}),
-    ("--advantage reinforce++ with --kl_reward_coef has an advantage for each token",
+    ("--advantage reinforce++ has an advantage for each token",
      {"loss": variant("gmpo"), "advantage": "reinforce++", "kl_reward_coef": 0.1}),
     ("does not combine with --engine_correction",
      {"loss": variant("geometric"), "engine_correction": "mask"}),
@@ -70,7 +70,7 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
     ("there is no such loss. Would work: --loss variants/sapo.py:sapo.", {"loss": "sapo"}),
     ("there is no file nowhere.py, here or in", {"loss": "nowhere.py:f"}),
     ("does not say which function. Would work: --loss mine.py:NAME", {"loss": "mine.py"}),
-    ("needs a function bad(logp, old, A, row, *, rows, engine", {
+    ("needs a function bad(logp, old, A, row, *, n_rows, engine", {
         "loss": "mine.py:bad"}),
     ("needs a function good(rewards, group, *, scored, eps", {"advantage": "mine.py:good"}),
     ("mine.py:good is for one epoch. Would work: --loss clip", {"loss": "mine.py:good",

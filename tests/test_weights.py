@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from errors import SettingsError
 from ranks import results
-from trainer import model, weights
+from trainer import model, model_files
 
 INDEX = "model.safetensors.index.json"
 SIZES = dict(vocab_size=16, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=True,
@@ -112,11 +112,12 @@ def test_a_run_says_what_lies_beside_its_weights(tmp_path):
     write_config(tmp_path, "qwen2")
     save(tmp_path, tensors("qwen2", 0), v=".fp16")
     where = f"--model {tmp_path}: weights of model"
-    assert weights.unread(str(tmp_path)) == [f"{where}.fp16.safetensors, not of others"]
+    assert model_files.unread(str(tmp_path)) == [f"{where}.fp16.safetensors, not of others"]
     save(tmp_path, tensors("qwen2", 1))
-    assert weights.unread(str(tmp_path)) == [f"{where}.safetensors, not of model.fp16.safetensors"]
+    others = "model.fp16.safetensors"
+    assert model_files.unread(str(tmp_path)) == [f"{where}.safetensors, not of {others}"]
     (tmp_path / "model.fp16.safetensors").unlink()
-    assert not weights.unread(str(tmp_path))
+    assert not model_files.unread(str(tmp_path))
 
 
 @pytest.mark.parametrize("flaw, said", [
@@ -132,19 +133,19 @@ def test_a_sentence_names_the_file_and_the_tensor(tmp_path, flaw, said):
     files = save(tmp_path, tensors("qwen2", 0), 2)
     FLAWS[flaw](tmp_path, files, random.Random(0))
     with pytest.raises(SettingsError, match=said):
-        weights.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
+        model_files.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
 
 
 def test_a_family_of_shards_without_an_index_must_be_whole_and_alone(tmp_path):
     write_config(tmp_path, "qwen2")
     files = save(tmp_path, tensors("qwen2", 0), 2, index=False)
-    assert [path.name for path in weights.weight_files(str(tmp_path))] == files
+    assert [path.name for path in model_files.weight_files(str(tmp_path))] == files
     save(tmp_path, tensors("qwen2", 1), 3, index=False)
     with pytest.raises(SettingsError, match="-of-00002.saf.* and .*-of-00003.saf.* both have "):
-        weights.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
+        model_files.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(SettingsError, match="has no model-00002-of-00003.safetensors. Would work"):
-        weights.weight_files(str(tmp_path))
+        model_files.weight_files(str(tmp_path))
 
 
 # ---- a repository on the hub ----
@@ -164,8 +165,8 @@ def hub(tmp_path, monkeypatch):
             shutil.copy(path, cached)
         return str(cached)
 
-    monkeypatch.setattr(weights, "snapshot_download", download)
-    monkeypatch.setattr(weights, "list_repo_files", lambda name, revision: [
+    monkeypatch.setattr(model_files, "snapshot_download", download)
+    monkeypatch.setattr(model_files, "list_repo_files", lambda name, revision: [
         path.name for path in repository.iterdir()])
     write_config(repository, "qwen2")
     return SimpleNamespace(repository=repository, cached=cached, asked=asked)
@@ -178,7 +179,7 @@ def test_of_a_repository_the_model_is_fetched_and_nothing_else(hub, count):
     save(hub.repository, tensors("qwen2", 1), 2, ".fp16")
     save_file(tensors("qwen2", 2), hub.repository / "consolidated.safetensors")
     (hub.repository / "pytorch_model.bin").write_bytes(b"")
-    assert weights.find("some/model") == str(hub.cached)
+    assert model_files.find("some/model") == str(hub.cached)
     (_, small), (commit, everything) = hub.asked
     assert {*everything} - {*small} == {*files} and commit == hub.cached.name
 
@@ -186,7 +187,7 @@ def test_of_a_repository_the_model_is_fetched_and_nothing_else(hub, count):
 def test_a_repository_of_pickles_is_refused_before_they_are_fetched(hub):
     (hub.repository / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(SettingsError, match="has pytorch_model.bin .*/spaces/safetensors/convert"):
-        weights.find("some/model")
+        model_files.find("some/model")
     assert len(hub.asked) == 1
 
 
@@ -204,11 +205,11 @@ def test_without_a_connection_an_earlier_download_is_the_model(tmp_path, monkeyp
         (folder / files[1]).resolve().unlink()  # the download was cut: the link points nowhere
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     if whole:
-        assert weights.find("some/model") == str(folder)
-        assert [path.name for path in weights.weight_files(str(folder))] == files
+        assert model_files.find("some/model") == str(folder)
+        assert [path.name for path in model_files.weight_files(str(folder))] == files
         return
     with pytest.raises(SettingsError, match=f"has no {files[1]}. Would work"):
-        weights.find("some/model")
+        model_files.find("some/model")
 
 
 # ---- the sweep ----

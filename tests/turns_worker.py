@@ -27,7 +27,8 @@ def main(folder: str, reply: str, out: str) -> None:
                           model.OptimizerArgs())
     log = SimpleNamespace(time=lambda name: nullcontext(), count=False, say=lambda text: None)
     args = SimpleNamespace(
-        turn_args=TurnArgs(reply, 4), max_tokens=240, reward_args=RewardArgs(1, 3.0))
+        turn_args=TurnArgs(reply, 4), max_tokens=240, reward_args=RewardArgs(1, 3.0),
+        reward=())
     episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)
     engine = Engine(folder, world, EngineArgs(), dtype=torch.float32, max_len=640, max_tokens=240,
                     eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],

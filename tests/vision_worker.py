@@ -1,58 +1,97 @@
-"""What test_vision.py asks of an engine that sees, on two ranks: FOLDER, the answers' file,
---tp."""
+"""What test_vision.py and test_qwen_vl.py ask of an engine that sees, on two ranks: FOLDER, the
+answers' file, the model in FOLDER, --tp, --lora_rank."""
 import os
 import pickle
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import dist
 import families
+from pictures import seeing
 from preflight import inputs
-from rollout import EngineArgs, Request, SeeingEngine
+from rollout import Engine, EngineArgs, Request
 from running import same_policy
 from test_vision import fabricate
-from trainer import model
+from trainer import lora, model
+
+HEAT = 0.9  # the temperature
 
 
-def engine_run(folder: str, out: str, tp: str) -> None:
-    """Three loads of weights, with an update of all of them between: gaps of the engine."""
-    world, path = dist.join(120), Path(folder)
-    weights, source = model.ModelArgs(), f"{folder}/split"
-    module = model.build(model.LogprobModel, source, world, weights)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=True))
-    rows = list({id(s.prompt.row): s.prompt for s in fabricate(path, "split")}.values())
+def engine_of(folder: str, world, policy, rows, tp: int = 1, **more) -> Engine:
     eyes = rows[0].row.pictures.eyes
     options = inputs.Inputs.for_pictures.fget(SimpleNamespace(
         rows=[prompt.row for prompt in rows], eval_rows=[], eyes=eyes))
-    engine = SeeingEngine(
-        source, world, EngineArgs(max_num_seqs=16, tp=int(tp)), dtype=torch.float32, max_len=256,
+    return Engine(
+        folder, world, EngineArgs(max_num_seqs=16, tp=tp), dtype=torch.float32, max_len=256,
         seed=0, max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
-        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), pictures=options)
+        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), eyes=eyes,
+        pictures=options, **more)
+
+
+def gap_to_transformers(world, policy, samples) -> float:
+    """The largest one of the trainer's log-probs, each row alone. Not of image tokens: that of one
+    is about -100, which float32 rounds."""
+    run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=HEAT))
+    batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
+    ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
+    gaps = [((same_policy.plain_logprobs(run, sample) - own).abs() * (own > -50)).max()
+            for sample, own in zip(batch.samples, batch.split(ours), strict=True)]
+    return float(max(gaps))
+
+
+def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
+    """Three loads of weights, with an update of all that is trained between: gaps of the engine."""
+    world, path = dist.join(120), Path(folder)
+    weights, source, rank = model.ModelArgs(), f"{folder}/{name}", int(rank)
+    adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
+    module = model.build(model.LogprobModel, source, world, weights, adapters=adapters)
+    policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=not rank))
+    made = fabricate(path, "split")
+    rows = list({id(s.prompt.row): s.prompt for s in made}.values())
+    adapter = lora.peft_config(module.lm, adapters, source) if rank else None
+    engine = engine_of(source, world, policy, rows, int(tp), adapter=adapter)
     found = {"gaps": [], "plain": [], "sampled": 0}
-    run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=1.0))
     for _ in range(3):
-        engine.load(policy.weights(engine.dtype))
-        samples = engine.sample(rows, 4, 1.0)
+        engine.load(policy.weights(engine.dtype, merge=not rank),
+                    lora.tensors(module.lm, world.device) if rank else None)
+        samples = engine.sample(rows, 4, HEAT)
         batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
-        ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, 1.0)[0])
-        found["gaps"].append(float((ours - families.engine_logprobs(batch)).abs().max()))
-        found["sampled"] += sum(int((s.completion.ids == eyes.token).sum()) for s in samples)
-        for sample, own in zip(batch.samples, batch.split(ours), strict=True):
-            plain = same_policy.plain_logprobs(run, sample)
-            found["plain"].append(float((plain - own).abs().max()))
+        found["gaps"].append(gap(world, policy, batch))
+        found["sampled"] += sum(int((s.completion.ids == engine.eyes.token).sum())
+                                for s in samples)
+        found["plain"].append(gap_to_transformers(world, policy, samples + made))
         for micro in batch.micros(world, [*range(len(samples))], 400, "update"):
             logprobs, _ = policy.logprobs(micro, 1.0)
             policy.backward(logprobs.sum() / 100)
-        assert policy.step(3e-3) > 0
-    a, b = samples[0], samples[4]  # equal ids, other pictures
-    swapped = families.scored([b.prompt, a.prompt], [a.completion, b.completion])
-    ours = swapped.score(world, 400, "score", lambda m: policy.logprobs(m, 1.0)[0])
-    found["swapped"] = float((ours - families.engine_logprobs(swapped)).abs().max())
+        assert policy.step(1e-2 if rank else 3e-3) > 0
+    controls(world, folder, policy, engine, rows, samples, found)
+    if world.rank == 0:
+        Path(out).write_bytes(pickle.dumps(found))
+    os._exit(0)  # the engine is broken now
+
+
+def gap(world, policy, batch) -> float:
+    """The largest |engine - trainer|."""
+    ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
+    return float((ours - families.engine_logprobs(batch)).abs().max())
+
+
+def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
+    """What would be wrong, and what is caught."""
+    engine.load(policy.weights(engine.dtype))
+    samples = engine.sample(rows, 4, HEAT)
+    turned = samples[4:8] + samples[:4]  # equal ids, other pictures
+    swapped = families.scored([s.prompt for s in turned], [s.completion for s in samples[:8]])
+    found["swapped"] = gap(world, policy, swapped)
+    with patch.object(seeing, "positions_of", in_a_line):
+        found["line"] = gap(world, policy, families.scored(
+            [s.prompt for s in samples], [s.completion for s in samples]))
     long = rows[0].row.pictures._replace(short_ids=rows[0].row.prompt_ids)
     try:
         engine.generate([Request(rows[0].row.prompt_ids, 0, pictures=long)], 1.0)
@@ -65,9 +104,11 @@ def engine_run(folder: str, out: str, tp: str) -> None:
         engine.sample(rows, 1, 1.0)
     except Exception as error:
         found["stale"] = f"{type(error).__name__}: {error}"
-    if world.rank == 0:
-        Path(out).write_bytes(pickle.dumps(found))
-    os._exit(0)  # the engine is broken now
+
+
+def in_a_line(micro) -> torch.Tensor:
+    """Positions as of a text, on all axes."""
+    return micro.inputs["position_ids"].expand(3, 1, -1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def widen(lm):
         with Float64():
             return forward(*args, **kwargs)
 
-    for part in lm.base_model.children():  # embeddings, layers, rotary frequencies, last norm
+    whole = getattr(lm, "base_model", lm)
+    for part in whole.children():  # embeddings, layers, rotary frequencies, last norm
         for module in part if isinstance(part, nn.ModuleList) else [part]:
             module.forward = partial(wide, module.forward)
 
@@ -55,7 +56,8 @@ def build(kind, folder: str, world, args, *others, **options):
 
     def skeleton(*given):
         lm = shipped(*given)
-        widen(seeing.text_of(lm))
+        for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+            widen(part)
         return lm
 
     with patch.object(model, "skeleton", skeleton if args.dtype == "float64" else shipped):

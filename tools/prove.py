@@ -2,7 +2,7 @@
 
     ./run.sh prove --advantage rloo     grpo.py with these flags; --loss mine.py:NAME too
     ./run.sh prove ppo.py --lam 0.9     ppo.py; sft.py and distill.py too
-    ./run.sh prove mine.py --beta 0.1   your copy of one of them, with its own flags
+    ./run.sh prove mine.py --beta 0.1   your copy of one
 
 The file's own `learn` gets made-up samples and a random Qwen2 of two layers, in float64, on CPU, in
 ways that must make one update. Exit status 1: a promise is broken.
@@ -34,7 +34,7 @@ from trainer import lora, model
 from trainer.batch import Batch, Completion, Micro, Sample
 
 LIMIT = 1e-12  # as README.md promises
-VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt, of the longest completion
+VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion
 
 
 # A promise: (pairs of trials that must come to the same, what may break it).
@@ -58,8 +58,8 @@ PROMISES = {
 def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> list[Sample]:
     """Groups of --group samples; their lengths do not depend on the seed.
 
-    Prompts repeat side by side (2, 3) and apart (0, 5). Every second group has tokens that nobody
-    sampled. Rewards are in (0, 1], or None in places. binary: 0 or 1. scored=False: all None.
+    Prompts repeat side by side (2, 3) and apart (0, 5). Every second group has several turns, which
+    are paid. Rewards are in (0, 1], or None in places. binary: 0 or 1. scored=False: all None.
     """
     rng, lengths, samples, prompts = random.Random(seed), random.Random(0), [], []
     for p in range(7 if args.group > 1 else 14):
@@ -80,9 +80,10 @@ def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> lis
             if not scored or (p == 3 and g == args.group - 1) or (p == 4 and g > 0):
                 reward = None
             parts = defaultdict(lambda reward=reward: reward)  # each of --reward
+            paid = [{"paid": rng.random()} for _ in range(1 + sum(sampled[1:] > sampled[:-1]))]
             samples.append(Sample(
                 data.Prompt(p, data.Row(p, "", prompts[p], None, {}, "")),
-                Completion(ids, logprobs * sampled, length == LONGEST, sampled), "",
+                Completion(ids, logprobs * sampled, length == LONGEST, sampled, paid), "",
                 Score(reward, parts, None)))
     return samples
 
@@ -93,7 +94,7 @@ def fabricate(args, seed: int, binary: bool = False, scored: bool = True) -> lis
 class Trial:
     """A way to call `learn`."""
     args: object
-    steps: list[list[Sample]]  # the samples of each call
+    steps: list[list[Sample]]  # of each call
     ranks: int = 1
     alone: range | None = None  # rows with a gradient, none of them packed
     whitens: bool = True  # else no losses.whiten, batch_std and metrics
@@ -101,7 +102,7 @@ class Trial:
 
 
 def shrunk(args):
-    """The settings, for a small model. Gradients are not clipped."""
+    """The settings of a small model."""
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
                  epochs=min(args.epochs, 2), max_tokens=LONGEST, dtype="float64", shard_size=0,
                  offload=(), cpu_offload=False, max_grad_norm=0.0)
@@ -110,7 +111,7 @@ def shrunk(args):
 
 
 def budget(args, tokens: int):
-    """With this token budget of each pass, a critic's too."""
+    """With this token budget of each pass."""
     return plan.changed(args, **{name: tokens for name in plan.flags(args)
                                  if name.endswith(("update_tokens", "score_tokens"))})
 
@@ -141,7 +142,7 @@ def trials(args, binary: bool) -> dict[str, Trial]:
 # ---- one trial, in processes that end with it ----
 
 def build(args, world, folder: str) -> dict:
-    """Policy, critic, reference. All weights get noise: a zero would hide gradients."""
+    """All models. Their weights get noise: a zero would hide gradients."""
     adapters = args.lora_args if args.lora_args.lora_rank else None
     kinds = {"policy": (model.LogprobModel, model.Policy)}
     if args.critic_args is not None:
@@ -171,7 +172,7 @@ def plain_hidden(lm, inputs, source):
 
 
 def set_conditions(trial: Trial, made: dict) -> None:
-    """Changes this process as the trial wants it."""
+    """Changes this process for the trial."""
     def micros(self, world, rows, budget, phase, learns=None):
         return [Micro(self, [row], world.device, row in trial.alone) for row in rows]
 
@@ -193,7 +194,7 @@ def of_one(rewards, scored):
 
 
 def attempt(trial: Trial, file, world, folder: str) -> dict:
-    """Calls the file's `learn` for each step → the last one's gradients, weights, metrics: (n,)."""
+    """`learn` of each step → the last one's gradients, weights, metrics: (n,)."""
     args, checkpoints, gradients = trial.args, Path(folder, "checkpoints"), []
     made = build(args, world, folder)
     set_conditions(trial, made)
@@ -223,7 +224,7 @@ def attempt(trial: Trial, file, world, folder: str) -> dict:
 
 
 def rank(number: int, port: int, trial: Trial, file, folder: str) -> None:
-    """One rank (gloo), in a process of its own. Rank 0 writes the outcome."""
+    """One rank, in a process of its own. Rank 0 writes the outcome."""
     os.environ |= {name: str(value) for name, value in dict(
         RANK=number, LOCAL_RANK=number, WORLD_SIZE=trial.ranks, LOCAL_WORLD_SIZE=trial.ranks,
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="prove",
@@ -269,7 +270,7 @@ def judge(pairs, outcomes: dict) -> tuple[float, str]:
 
 
 def prove(file, args) -> bool:
-    """Prints for each promise whether the file's `learn` keeps it, with these flags → all hold."""
+    """Prints for each promise whether `learn` keeps it → all hold."""
     args, broken = shrunk(args), False
     wanted = {name for pairs, _ in PROMISES.values() for pair in pairs for name in pair}
     with tempfile.TemporaryDirectory() as folder:
@@ -301,7 +302,7 @@ def load(path: str):
 
 
 def main() -> int:
-    """The command line → exit status."""
+    """→ exit status."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".py") else "grpo.py"

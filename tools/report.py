@@ -163,7 +163,7 @@ def block(rows: list[dict], with_tokens: bool, most: int | None, step: int = 0) 
             "rewards": row.get("rewards"), "advantage": row.get("advantage"),
             "n": row["tokens"], "cut": row["truncated"],
             "answer": shortened(as_text(row.get("answer")), most),
-            "turns": [[t["role"], shortened(as_text(t["content"]), most), t.get("reward")]
+            "turns": [[t["role"], shortened(as_text(t["content"]), most), t.get("paid")]
                       for t in turns] if len(turns) > 1 else None})
     pictures = [[small(path) for path in paths if most is None and Path(path).is_file()]
                 for _, paths in prompts]

@@ -54,10 +54,15 @@ def worst_first(row: dict) -> float:
     return -math.inf if row["reward"] is None else row["reward"]
 
 
+def role(turn: dict) -> str:
+    """Of a turn, and what it was paid (docs/use/turns.md)."""
+    return turn["role"] + (f", paid {turn['paid']:g}" if turn.get("paid") is not None else "")
+
+
 def text(row: dict) -> str:
     """A completion: its numbers, its prompt, its turns."""
     numbers = "  ".join(f"{key}: {value}" for key, value in row.items() if key not in TEXTS)
-    turns = [f"--- {turn['role']}\n{turn['content']}" for turn in row["turns"]]
+    turns = [f"--- {role(turn)}\n{turn['content']}" for turn in row["turns"]]
     return "\n".join(["-" * 80, numbers, f"--- prompt\n{row['prompt']}", *turns])
 
 

@@ -99,6 +99,18 @@ class Batch:
         parts = [s.score.parts[name] for s in self.samples]
         return torch.tensor([math.nan if x is None else x for x in parts], dtype=torch.float64)
 
+    def turns(self) -> list[torch.Tensor]:
+        """Of each token, (M,): the number of its turn; if it is the last one there, what the turn
+        was paid (turns.py), else 0; the engine's log-prob."""
+        found = []
+        for c in (s.completion for s in self.samples):
+            turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
+            paid = np.zeros(len(turn))
+            paid[np.flatnonzero(np.diff(turn, append=-1))] = [
+                one["paid"] for one in c.turns or () if "paid" in one] or 0
+            found.append((turn, paid, c.logprobs[c.sampled]))
+        return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]
+
     def minibatches(self, count: int, epochs: int) -> list[list[int]]:
         """The row numbers of each optimizer step."""
         rows = list(range(len(self.sizes)))
@@ -174,6 +186,13 @@ class Micro:
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
         """(N,) of the batch → (n,): each token gets its completion's number."""
         return to_device(x[self.rows], self.device)[self.row]
+
+    def draws(self) -> torch.Tensor:
+        """(n,) in [0, 1), at random: a token has the same one in any order and batch."""
+        samples = [self.batch.samples[row] for row in self.rows]
+        found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
+            s.completion.tokens) for s in samples]
+        return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(M,) of the batch → (n,): what it has for the tokens that are here."""

@@ -21,13 +21,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from errors import not_default
 from trainer.packing import to_device
 
 # What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-         **dict.fromkeys(("olmoe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj"))}
+         **dict.fromkeys(("mellum", "olmoe", "qwen3_moe"),
+                         ("mlp", "gate_proj", "up_proj", "down_proj"))}
 
 
 @dataclass
@@ -65,7 +67,9 @@ def unserved(config):
     """Yields (what, whether this model has it): what neither this file nor vLLM computes."""
     if config.model_type in NAMES:
         yield "another activation than silu", config.hidden_act != "silu"
-        yield "dense layers among its mixtures", getattr(config, "decoder_sparse_step", 1) > 1
+        dense = "dense" in (getattr(config, "mlp_layer_types", None) or ())
+        yield ("dense layers among its mixtures",
+               dense or getattr(config, "decoder_sparse_step", 1) > 1)
 
 
 def blocks(lm) -> list[nn.Module]:
@@ -127,12 +131,14 @@ def shapes(lm, parameters) -> dict[str, list[int]]:
             for there, piece in pieces(lm, name, torch.empty(p.shape, device="meta"))}
 
 
-def on_this_rank(lm) -> dict[str, tuple[int, torch.Tensor]]:
-    """{name in a checkpoint: (first row, the rows of this rank)} of a sharded model. Experts are
-    whole: a rank has some."""
+def on_this_rank(lm, tensors) -> dict[str, tuple[int, torch.Tensor]]:
+    """{name in a checkpoint: (first row, the rows of this rank)} of (name, tensor) pairs of a
+    sharded model. Experts are whole: a rank has some. Buffers are whole on every rank."""
     found = {}
-    for name, p in lm.named_parameters():
-        first, rows = p.__create_chunk_list__()[0].offsets[0], p.detach().to_local()
+    for name, p in tensors:
+        first, rows = 0, p.detach()
+        if isinstance(rows, DTensor):
+            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
         for there, piece in pieces(lm, name, rows, first):
             found[there] = 0 if ".experts." in name else first, piece
     return found

@@ -19,7 +19,7 @@ from trainer.batch import Micro
 from trainer.experts import ExpertArgs
 from trainer.logprobs import Teacher, hidden_alone, token_divergences, token_logprobs
 from trainer.lora import LoraArgs
-from trainer.weights import config_of, load, names_in_files
+from trainer.model_files import config_of, load, names_in_files
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
@@ -86,6 +86,9 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
         lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa",
                               experts_implementation=experts_in(dtype))
     seeing.text_of(lm).set_attn_implementation("packed")
+    for name, layer in lm.named_modules():
+        if name.endswith(".linear_attn"):
+            layer.forward = partial(packing.row_by_row, layer.forward)
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     return lm
 
@@ -124,7 +127,9 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         if module._non_persistent_buffers_set:
             for p in module.parameters():
                 p._is_hf_initialized = True  # left alone
-            lm._init_weights(module)
+            lm.base_model._init_weights(module)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            setattr(module, name, getattr(module, name).to(compute))
     lora.start(lm, seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
@@ -160,8 +165,10 @@ def whole(tensor):
 def hidden_states(lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
     on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
-    inputs = seeing.embedded(lm, **inputs)
-    hidden = lm.base_model(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
+    base = lm.base_model
+    if seeing.sees(lm.config):
+        inputs, base = seeing.embedded(lm, **inputs), seeing.text_of(lm).base_model
+    hidden = base(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
 
@@ -175,12 +182,15 @@ class LogprobModel(nn.Module):
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
+        self.sees = seeing.sees(lm.config)
         self.routing = experts.Routing(lm) if experts.blocks(lm) else None
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.sees:
+            seeing.forbid(self.lm, logits)
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
@@ -195,7 +205,11 @@ class LogprobModel(nn.Module):
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
         inputs = seeing.embedded(self.lm, **inputs)
-        logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
+        if self.sees:
+            base = seeing.text_of(self.lm)
+            logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])
+        else:
+            logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
         seeing.text_of(self.lm).set_attn_implementation("packed")
         return logits[0]
 
@@ -231,7 +245,9 @@ class Trained:
 
     def run(self, micro: Micro, *inputs):
         """The module's forward on a micro-batch. It has a gradient if the micro-batch learns."""
-        seen = micro.inputs | seeing.pictures_of(self.module.lm, micro)
+        seen, lm = micro.inputs, self.module.lm
+        if seeing.sees(lm.config):
+            seen = seen | seeing.pictures_of(lm, micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
             out = self.module(seen, micro.source, *inputs)
             if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
@@ -310,8 +326,13 @@ class Policy(Trained):
             to = dtype or value.dtype
             if merge and name in self.adapted:
                 value = self.adapted[name].merged(device)
-            if name not in self.left_out:
-                yield from experts.pieces(self.module.lm, name, whole(value.to(device, to)))
+            if name in self.left_out:
+                continue
+            value = whole(value.to(device, to))
+            if self.routing is None:
+                yield name, value
+            else:
+                yield from experts.pieces(self.module.lm, name, value)
 
 
 class Critic(Trained):

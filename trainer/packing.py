@@ -114,7 +114,8 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
     the scores (Gemma 2). None: none.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None:
+    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    if query.is_cuda and half and softcap is None:  # the kernel has no larger heads
         return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
     return blocks(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
 
@@ -143,6 +144,18 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
                      attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
         done.append(out.transpose(1, 2).flatten(0, 1))  # (n·L, heads, d)
     return torch.cat(done).index_select(0, place)
+
+
+def row_by_row(forward, hidden_states, packed: Packed | None = None, **inputs):
+    """A layer with a state, as in Qwen3.5: (1, S, H) → the same. It reads each completion behind a
+    copy of its prompt of its own, so nothing of a row reaches another. Without `packed`:
+    transformers' own."""
+    if packed is None:
+        return forward(hidden_states, **inputs)
+    parts, place = packed.blocks
+    done = [forward(F.embedding(row, hidden_states[0]), **inputs)[:, prefix:].flatten(0, 1)
+            for _, row, prefix in parts]
+    return torch.cat(done).index_select(0, place).unsqueeze(0)
 
 
 def gather(x, index):

@@ -10,7 +10,7 @@ import torch
 import losses
 
 
-def gdpo(rewards, group, *, scored, eps, parts, trained):
+def gdpo(rewards, group, *, scored, eps, parts, trained, **others):
     total = torch.zeros_like(rewards)
     for weight, values in parts.values():
         applies = scored & ~values.isnan()

@@ -10,9 +10,9 @@ import losses
 LOW, HIGH = 0.999, 1.001
 
 
-def geometric(logp, old, A, row, *, rows, engine_logprobs, **bounds):
+def geometric(logp, old, A, row, *, n_rows, engine_logprobs, **bounds):
     loss, metrics = losses.clip_loss(logp, old, A, row, **bounds)
-    ratio = losses.row_mean(old - engine_logprobs, row, rows).exp()
+    ratio = losses.row_mean(old - engine_logprobs, row, n_rows).exp()
     keep = (ratio >= LOW) & (ratio <= HIGH)
     return loss * keep, metrics | {"engine_ratio": ratio, "engine_cut": ~keep}
 

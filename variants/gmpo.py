@@ -11,10 +11,10 @@ import torch
 import losses
 
 
-def gmpo(logp, old, A, row, *, rows, clip_low, clip_high, **others):
+def gmpo(logp, old, A, row, *, n_rows, clip_low, clip_high, **others):
     log_r = (logp - old).clamp(max=20)
     clipped = torch.where(A > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
-    s = losses.row_mean(clipped, row, rows).exp()
+    s = losses.row_mean(clipped, row, n_rows).exp()
     return -s * A, losses.ratio_metrics(logp - old, s, (clipped != log_r) & (A != 0))
 
 
@@ -24,6 +24,6 @@ def refuses(args) -> str | None:
     if args.engine_correction in ("truncate", "mask"):
         return (f"has one ratio for a completion, and --engine_correction {args.engine_correction} "
                 f"has one for each token; sequence_{args.engine_correction} fits.")
-    if args.advantage == "reinforce++" and args.kl_reward_coef:
-        return ("has one ratio for a completion, and --advantage reinforce++ with --kl_reward_coef "
-                "has an advantage for each token; --kl_loss_coef fits.")
+    if args.token_advantages:
+        return (f"has one ratio for a completion, and --advantage {args.advantage} has an "
+                f"advantage for each token.")

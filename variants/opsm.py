@@ -11,8 +11,8 @@ import losses
 DELTA = 0.1  # nats a token
 
 
-def opsm(logp, old, A, row, *, rows, engine_logprobs, **bounds):
+def opsm(logp, old, A, row, *, n_rows, engine_logprobs, **bounds):
     loss, metrics = losses.clip_loss(logp, old, A, row, **bounds)
-    moved = losses.row_mean(engine_logprobs - logp.detach(), row, rows)
+    moved = losses.row_mean(engine_logprobs - logp.detach(), row, n_rows)
     keep = (A >= 0) | (moved <= DELTA)
     return loss * keep, metrics | {"opsm_cut": ~keep}

@@ -1,4 +1,4 @@
-"""weights.py: which model a folder has, and which files and tensors are that model.
+"""model_files.py: which model a folder has, and which files and tensors are that model.
 
 A run loads what transformers loads, or it is refused.
 """
@@ -17,13 +17,23 @@ from trainer import experts, lora
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 # tests/families.py compares each with the engine and transformers.
-FAMILIES = """cohere gemma gemma2 gemma3_text glm gpt2 gpt_neox granite llama mistral mixtral olmo2
-    olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3""".split()
-UNSERVED = {  # what vLLM leaves out of a family, some of it in silence
-    "gpt2": ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"],
-    "olmoe": ["clip_qkv", "norm_topk_prob"],
-    "qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window"],
-    "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
+FAMILIES = """arcee cohere cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4 gpt2
+    gpt_neox granite granitemoehybrid hunyuan_v1_dense jais2 llama mellum ministral3 mistral mixtral
+    olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_5_text qwen3_moe seed_oss smollm3
+    vaultgemma""".split()
+UNSERVED = {  # {family: {what vLLM leaves out, some of it in silence: the value that it has then}}
+    "cohere": {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": True},
+    "ernie4_5": {"use_bias": False},
+    "gemma": {"attention_bias": False},
+    "gemma4_text": {"enable_moe_block": False, "is_causal": True, "attn_logit_softcapping": None},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+             "add_cross_attention": False, "scale_attn_weights": True},
+    "granitemoehybrid": {"num_local_experts": 0},
+    "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "attention_bias": False},
+    "qwen2": {"use_sliding_window": False}, "qwen3": {"use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False, "mlp_only_layers": []}}
+ATTENTION = "full_attention", "sliding_attention"  # layers of other types have a state
+STATES = {"qwen3_5_text": "linear_attention"}  # those that packing.row_by_row computes
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 VARIANT = re.compile(r"model\.\w+\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
@@ -77,13 +87,19 @@ def config_of(folder: str, flag: str = "model"):
             ("transformers_weights", getattr(config, "transformers_weights", None)),
             ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
             (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
-            *((name, getattr(config, name)) for name in UNSERVED.get(kind, ())),
+            *((name, (getattr(config, name, value) or None) != (value or None))
+              for name, value in UNSERVED.get(kind, {}).items()),
+            *((f"layers of type {layer}", layer not in (*ATTENTION, STATES.get(kind)))
+              for layer in getattr(config, "layer_types", None) or ()),
             *experts.unserved(config), *seeing.unserved(config)):
         if wrong:
-            why = seeing.WHY_NOT.get(kind, "")
+            why, tries = seeing.WHY_NOT.get(kind, ""), ""
+            if kind in CLASSES and kind not in FAMILIES:
+                tries = (f" `python tests/families.py {kind}` tries {kind} in a minute, and "
+                         "CONTRIBUTING.md (A family of models) says how it is added.")
             raise SettingsError(
-                f"--{flag} {folder} has {what}, which is not supported{why}. "
-                f"Would work: a plain causal language model of type {', '.join(FAMILIES)}.")
+                f"--{flag} {folder} has {what}, which is not supported{why}. Would work: a plain "
+                f"causal language model of type {', '.join(FAMILIES)}.{tries}")
     return config
 
 
@@ -133,9 +149,18 @@ def unread(folder: str, flag: str = "model") -> list[str]:
     return [f"--{flag} {folder}: weights of {read[0]}, not of {', '.join(others) or 'others'}"]
 
 
+def tensors(lm):
+    """Yields (name, tensor) of what files have: parameters, and buffers such as Gemma 4's scales
+    of layers."""
+    saved = lm.state_dict().keys()
+    for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
+        if name in saved and not lora.is_adapter(name):
+            yield name, tensor
+
+
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter: its name in the files}, of which only the headers are read. SettingsError: they
-    lack a tensor, or have one that the model does not take."""
+    """{parameter or buffer: its name in the files}, whose headers alone are read. SettingsError:
+    they lack a tensor, or have one that the model does not take."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
@@ -148,11 +173,12 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
                                 f"{twice[0]}. Would work: the files of one save.")
         shapes |= here
         homes |= dict.fromkeys(here, path)
-    own = [(name, p) for name, p in lm.named_parameters() if not lora.is_adapter(name)]
     found = {}
-    for name, shape in experts.shapes(lm, own).items():
-        tries = name.removeprefix(f"{lm.base_model_prefix}."), name.replace("lm_head", "embed_out")
-        found[name] = next((other for other in tries if other in shapes), name)  # GPT-2; GPT-NeoX
+    for name, shape in experts.shapes(lm, tensors(lm)).items():
+        tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                 name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                 name.replace(".language_model", ""))  # Qwen2.5-VL
+        found[name] = next((other for other in tries if other in shapes), name)
         if (there := shapes.get(found[name])) != shape:
             raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
                                 f"{shape}; the *.safetensors have {there or 'none'}.")
@@ -175,9 +201,11 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 def load(lm, names: dict[str, str], folder: str):
     """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
-    wanted = {names[name]: it for name, it in experts.on_this_rank(lm).items() if name in names}
+    here = experts.on_this_rank(lm, tensors(lm))
+    wanted = {names[name]: it for name, it in here.items() if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in wanted.keys() & file.keys():
                 first, rows = wanted[name]
-                rows.copy_(file.get_slice(name)[first:first + len(rows)])
+                part = slice(first, first + len(rows)) if rows.dim() else ...
+                rows.copy_(file.get_slice(name)[part])

@@ -1,0 +1,88 @@
+"""idefics3.py: Idefics3 (SmolVLM). It scales a picture to a longest edge and cuts it into square
+tiles. Each becomes a fixed number of tokens, and so does the whole, scaled to one tile.
+
+https://arxiv.org/abs/2408.12637
+"""
+import torch
+
+from errors import SettingsError
+from pictures.eyes import opened
+
+# In transformers: the whole, and its parts.
+CLASS, TEXT = "Idefics3ForConditionalGeneration", "text_model"
+TOWER = ["vision_model", "connector"]
+
+
+class Eyes:
+    """A picture → ids and pixels, as the model's own processor makes them.
+
+    least, most: tokens of a picture (--min_image_tokens, --max_image_tokens). 0: the model's own.
+    """
+
+    def __init__(self, folder: str, config, least: int = 0, most: int = 0):
+        from transformers import AutoProcessor
+        if least:
+            raise SettingsError("--min_image_tokens must be 0: an idefics3 scales all pictures to "
+                                "one longest edge.")
+        self.processor, self.token = AutoProcessor.from_pretrained(folder), config.image_token_id
+        self.images = self.processor.image_processor
+        self.tile, usual = (size["longest_edge"] for size in (
+            self.images.max_image_size, self.images.size))
+        self.bytes = 12 * self.tile**2 // self.processor.image_seq_len  # pixels of a token
+        for tiles in range(max(1, usual // self.tile), 0, -1):  # of an edge
+            edge = tiles * self.tile
+            self.size = {"longest_edge": edge}
+            longest = len(self.ids_of([edge] * 2))  # a square has the most
+            if longest <= (most or longest):
+                break
+        else:
+            raise SettingsError(f"--max_image_tokens must be at least {longest}, the tokens of "
+                                f"one tile (got {most}).")
+        self.note = edge < usual and (
+            f"--max_image_tokens {most}: every picture is scaled to a longest edge of {edge:,} "
+            f"pixels, not {usual:,}: at most {longest:,} tokens")
+
+    @property
+    def kind(self) -> tuple:
+        """Two models with equal ones take the same ids and the same pixels."""
+        return self.token, self.processor.image_seq_len, self.images.to_dict()
+
+    def ids_of(self, size) -> list[int]:
+        """(width, height) → what stands for such a picture in a prompt."""
+        _, rows, cols = self.images.get_number_of_image_patches(
+            size[1], size[0], {"size": self.size})
+        text = self.processor.replace_image_token({"rows": [[rows]], "cols": [[cols]]}, 0)
+        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def positions(self, short_ids, sizes) -> None:
+        """A token's position is its place."""
+
+    def pixels(self, sources) -> tuple:
+        """Of the pictures of a prompt, as float32: (tiles, 3, tile, tile)."""
+        images = [opened(source) for source in sources]
+        return (self.images([images], size=self.size, return_tensors="pt")["pixel_values"][0],)
+
+
+def unserved(config):
+    """Yields (what, whether this model has it): what vLLM does not compute alike."""
+    kind = config.get_text_config().model_type
+    yield f"a text model of type {kind}", kind != "llama"
+
+
+def nothing(config) -> tuple:
+    """The smallest pixels."""
+    side = config.vision_config.patch_size * config.scale_factor
+    return (torch.ones(1, 3, side, side),)  # of zeros would be padding
+
+
+def features(lm, pixels) -> list:
+    """(n, H) of all pictures."""
+    hidden = lm.base_model.vision_model(pixel_values=pixels).last_hidden_state
+    return [lm.base_model.connector(hidden).flatten(0, 1)]
+
+
+def sizes(config) -> dict:
+    """Of the tower, for seeing.Tower."""
+    c = config.vision_config
+    return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size,
+                patches=config.scale_factor**2)

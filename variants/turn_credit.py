@@ -1,0 +1,29 @@
+"""Turn credit: a token gets what is still to come.    docs/use/turns.md proves it
+
+    A_it = G_ik - mean of G_jk over the other episodes j of the group, where token t is of turn k
+    G_ik = R_i - what was paid before turn k; 0 if the episode had no turn k
+
+The policy decides how many turns there are. The mean is over *all* others, so it depends on nothing
+that i did. MT-GRPO (https://arxiv.org/abs/2505.11821) has a mean of each turn's reward, and sums:
+that is biased, https://github.com/verl-project/verl/issues/7244.
+"""
+import torch
+
+import losses
+
+PER = "token"
+
+
+def turn_credit(rewards, group, *, scored, eps, row, turn, turn_rewards, **others):
+    paid = rewards.new_zeros(len(rewards), int(turn.max()) + 1)  # (N, K)
+    had = paid.bool()
+    had[row, turn] = True
+    paid.index_put_((row, turn), turn_rewards, accumulate=True)
+    G = torch.where(had, rewards[:, None] - paid.cumsum(1) + paid, 0)
+    A = [losses.group_advantages(x, group, kind="rloo", eps=eps, scored=scored) for x in G.T]
+    return torch.stack(A, 1)[row, turn]
+
+
+def refuses(args) -> str | None:
+    if "turns" not in [spec.partition(":")[0] for spec in args.reward]:
+        return "credits what turns are paid, and no --reward counts it: give --reward turns."
