@@ -1,8 +1,8 @@
 """memory.py: does a run fit? A plain formula for each part of the memory of one GPU.
 
 docs/use/memory_and_machines.md has them in words. Each is an upper bound. The bytes of a number: c
-as it is computed, m in a weight that is trained (float32). R ranks share the weights. shape: a
-Shape. card: the bytes of a GPU; None: there is none.
+as it is computed, m in a weight that is trained (float32). R ranks share the weights. card: the
+bytes of a GPU, or None.
 """
 from preflight.plan import Phase, Plan, ceil_div
 from preflight.shape import Shape
@@ -12,7 +12,7 @@ from trainer.model import HEAD_LOGITS
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
 GRAPHS = 1.0 * GIB  # of the engine
-CPU_CACHE = 1.0 * GIB  # of the engine without a GPU, at most
+CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
 TEACHER_HEAD = 6  # more of them for --divergence
 SMALLER = {  # the two flags that make a part smaller
