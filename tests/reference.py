@@ -268,7 +268,8 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
               for i in range(0, len(completions), args.group)]
     equal = [len(rewards) < 2 for rewards in groups] if args.group > 1 else []
     return policy_metrics(args, step, terms, norms) | {
-        "batch/groups_equal": mean(equal), "batch/dropped_no_baseline": step.fates.count("no_baseline"),
+        "batch/groups_equal": mean(equal),
+        "batch/dropped_no_baseline": step.fates.count("no_baseline"),
         "batch/dropped_overlong": step.fates.count("overlong"), "lr": lr}
 
 
