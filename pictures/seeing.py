@@ -93,9 +93,7 @@ def tower_sizes(lm) -> Tower | None:
 
 def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
     """What `embedded` needs of the pictures of a micro-batch: pixels, as the family has them, and
-    the places (n,) of their features in its packed input. {}: a text model."""
-    if not sees(lm.config):
-        return {}
+    the places (n,) of their features in its packed input."""
     pixels, places, start = [], [], 0
     owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
     for row in owners.values():  # each prompt once, in the order of packing.pack

@@ -3,7 +3,7 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from errors import SettingsError
-from pictures.seeing import pictures_of
+from pictures import seeing
 from trainer.batch import Batch, Completion, Micro, Sample
 
 LAST = 64  # tokens of a completion that are compared
@@ -53,10 +53,12 @@ def plain_logprobs(run, sample: Sample):
     """(n,) of the last sampled tokens, at most LAST, by transformers' own forward. A collective."""
     module, lm = run.policy.module, run.policy.module.lm
     micro = Micro(Batch([sample]), [0], run.world.device)  # one row: packed is as it is
+    seen = {"input_ids": micro.inputs["input_ids"]}
+    if seeing.sees(lm.config):
+        seen |= seeing.pictures_of(lm, micro)
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
-        logits = module.plain_logits(
-            micro.source[-LAST:], input_ids=micro.inputs["input_ids"], **pictures_of(lm, micro))
+        logits = module.plain_logits(micro.source[-LAST:], **seen)
     module.reshard()
     logprobs = (logits.cpu().double() / run.args.temperature).log_softmax(-1)  # (n, V)
     return logprobs.gather(-1, micro.targets[-LAST:].cpu().unsqueeze(-1)).squeeze(-1)

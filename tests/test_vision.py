@@ -97,16 +97,16 @@ def test_ids_are_those_of_the_processor(folder, kind, row):
     if names:
         assert ours.pictures.short_ids.count(ours.pictures.eyes.token) == len(names)
         assert ours.pictures.sources == tuple(str(folder / name) for name in names)
-        tiles = ours.pictures.eyes.pixels(ours.pictures.sources)
+        tiles, = ours.pictures.eyes.pixels(ours.pictures.sources)
         assert len(ours.pictures.places) == 4 * len(tiles)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (300, 7), (7, 300), (33, 32), (64, 64), (500, 400)])
 def test_a_picture_of_any_size_has_a_place_for_each_feature(folder, size):
     eyes = Eyes(str(folder / "split"), model.config_of(str(folder / "split")))
-    tiles = eyes.pixels([png(Image.new("RGB", size, "red"))])
+    tiles, = eyes.pixels([png(Image.new("RGB", size, "red"))])
     assert eyes.ids_of(size).count(eyes.token) == 4 * len(tiles)
-    assert len(tiles) * 12 * 32**2 <= eyes.bytes
+    assert tiles.nbytes == 4 * len(tiles) * eyes.bytes
 
 
 def test_bytes_structs_and_modes_are_taken(folder):
@@ -115,11 +115,11 @@ def test_bytes_structs_and_modes_are_taken(folder):
     for value in (png(image), {"bytes": png(image), "path": None}, {"bytes": None, "path": "a.png"},
                   "a.png"):
         source = pictured.source_of(value, folder)
-        assert torch.equal(eyes.pixels([source]), eyes.pixels([str(folder / "a.png")]))
+        assert torch.equal(*eyes.pixels([source]), *eyes.pixels([str(folder / "a.png")]))
     for mode in ("L", "RGBA", "P", "1", "I;16", "CMYK"):
         made = io.BytesIO()
         Image.new(mode, (40, 30)).save(made, "tiff")
-        assert eyes.pixels([made.getvalue()]).shape == (1, 3, 32, 32)
+        assert eyes.pixels([made.getvalue()])[0].shape == (1, 3, 32, 32)
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
@@ -171,7 +171,7 @@ def test_a_limit_scales_every_picture_down(folder):
     source = str(folder / "split")
     inputs.find_eyes(args, model.skeleton(source), source, notes)
     assert "longest edge of 32 pixels, not 64: at most 7 tokens" in notes[0]
-    assert eyes.pixels(small.pictures.sources).shape == (1, 3, 32, 32)
+    assert eyes.pixels(small.pictures.sources)[0].shape == (1, 3, 32, 32)
     with pytest.raises(SettingsError, match="--max_image_tokens must be at least 7, .*got 6"):
         read(folder, row, kind="split", most=6)
 

@@ -165,8 +165,9 @@ def whole(tensor):
 def hidden_states(lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
     on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
-    inputs = seeing.embedded(lm, **inputs)
-    base = seeing.text_of(lm).base_model
+    base = lm.base_model
+    if seeing.sees(lm.config):
+        inputs, base = seeing.embedded(lm, **inputs), seeing.text_of(lm).base_model
     hidden = base(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
     return hidden.flatten(0, 1).index_select(0, source)
 
@@ -244,7 +245,9 @@ class Trained:
 
     def run(self, micro: Micro, *inputs):
         """The module's forward on a micro-batch. It has a gradient if the micro-batch learns."""
-        seen = micro.inputs | seeing.pictures_of(self.module.lm, micro)
+        seen, lm = micro.inputs, self.module.lm
+        if seeing.sees(lm.config):
+            seen = seen | seeing.pictures_of(lm, micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
             out = self.module(seen, micro.source, *inputs)
             if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
@@ -323,8 +326,13 @@ class Policy(Trained):
             to = dtype or value.dtype
             if merge and name in self.adapted:
                 value = self.adapted[name].merged(device)
-            if name not in self.left_out:
-                yield from experts.pieces(self.module.lm, name, whole(value.to(device, to)))
+            if name in self.left_out:
+                continue
+            value = whole(value.to(device, to))
+            if self.routing is None:
+                yield name, value
+            else:
+                yield from experts.pieces(self.module.lm, name, value)
 
 
 class Critic(Trained):
