@@ -220,10 +220,11 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
     keep = scored & paired & ~cut  # (N,)
     counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
               "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
+    prompts, differ = len(scored) // args.group, losses.keep_groups(
+        batch.rewards, args.group, scored)  # (P,)
     return batch.tokens * keep, {
-        "batch/prompts": len(scored) // args.group,
-        "batch/groups_equal": 1 - float(losses.keep_groups(
-            batch.rewards, args.group, scored).double().mean()) if args.group > 1 else 0.0,
+        "batch/prompts": prompts,
+        "batch/groups_equal": int((~differ).sum()) / max(1, prompts) if args.group > 1 else 0.0,
         "batch/tokens": sum(p + c for _, p, c in batch.sizes),
         **{f"batch/{name}": int(rows.sum()) for name, rows in counts.items()}}
 
@@ -268,7 +269,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     if getattr(A, "shape", A) != like.shape:
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
                             f"numbers: its PER is {own.per}.")
-    return A if own.per == "token" else batch.of_rows(A)
+    return A.double() if own.per == "token" else batch.of_rows(A.double())
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

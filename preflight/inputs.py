@@ -74,7 +74,7 @@ def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. It fetches no model. Exit status 1: no fit."""
     found = read_files(args, args.plan_args.ranks)
     planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
-    found.plan.memory = planned.text()
+    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
     from tools import floor
     print(found.plan.text(), floor.text(planned), sep="\n")
     return int(found.shape.fused and not planned.fits)

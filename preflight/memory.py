@@ -1,10 +1,10 @@
 """memory.py: does a run fit? A plain formula for each part of the memory of one GPU.
 
 docs/use/memory_and_machines.md has them in words. Each is an upper bound. The bytes of a number: c
-as it is computed, m in a weight that is trained (float32). R ranks share the weights. shape: a
-Shape. card: the bytes of a GPU; None: there is none.
+as it is computed, m in a trained weight (float32). R ranks share the weights. card: the
+bytes of a GPU, or None.
 """
-from preflight.plan import Phase, Plan, ceil_div, count, save_every
+from preflight.plan import Phase, Plan, ceil_div
 from preflight.shape import Shape
 from rollout import HELD, engine_limits
 from trainer.model import HEAD_LOGITS
@@ -12,7 +12,7 @@ from trainer.model import HEAD_LOGITS
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
 GRAPHS = 1.0 * GIB  # of the engine
-CPU_CACHE = 1.0 * GIB  # of the engine without a GPU, at most
+CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
 TEACHER_HEAD = 6  # more of them for --divergence
 SMALLER = {  # the two flags that make a part smaller
@@ -147,9 +147,9 @@ class Memory:
                 f"{self.parts[part][column] / GIB:.1f} GiB; what makes it smaller: {SMALLER[part]}")
 
     def text(self) -> str:
-        """What the plan prints: a sentence, the table, and what a run keeps."""
+        """What the plan prints: a sentence, and the table."""
         if not self.shape.fused:
-            return f"  memory     no plan: attention is not fused in this model\n{self.saved()}"
+            return "  memory     no plan: attention is not fused in this model"
         rows = {"GiB": ("rollout", "training")} | {
             name: (f"{a / GIB:.2f}", f"{b / GIB:.2f}")
             for name, (a, b) in {**self.parts, "sum": self.sums}.items() if a or b}
@@ -162,14 +162,4 @@ class Memory:
                           f"{self.plan.requests:,}")
         if self.adapter:
             lines.append(f"  lora       {self.adapter:,} parameters are trained")
-        return "\n".join([*lines, self.saved()])
-
-    def saved(self) -> str:
-        """How often a run keeps a checkpoint, and how much."""
-        every, keep = save_every(self.args), self.args.run_args.keep
-        if self.args.eval_args.eval_only:
-            return "  saved      nothing (--eval_only)"
-        if not every:
-            return "  saved      no checkpoint (--save_every 0), but after SIGTERM"
-        return (f"  saved      every {count(every, 'step')}, the newest {keep} stay: {keep} x "
-                f"{self.checkpoint / 1e9:.3g} GB in runs/")
+        return "\n".join(lines)

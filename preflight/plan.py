@@ -182,10 +182,20 @@ class Plan:
             m = self.n_eval * samples
             lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
                          f"{spread(m, engines)} an engine")
-        lines += self.memory.splitlines()
+        lines += [*self.memory.splitlines(), self.saved()]
         if short:
             lines = [line for line in lines if not line.startswith("    ")]
         return "\n".join(lines)
+
+    def saved(self) -> str:
+        """How often a run keeps a checkpoint, and how much."""
+        every, keep = save_every(self.args), self.args.run_args.keep
+        if self.args.eval_args.eval_only:
+            return "  saved      nothing (--eval_only)"
+        if not every:
+            return "  saved      no checkpoint (--save_every 0), but after SIGTERM"
+        return (f"  saved      every {count(every, 'step')}, the newest {keep} stay: {keep} x "
+                f"{self.checkpoint / 1e9:.3g} GB in runs/")
 
 
 # ---- the rules of all flags ----

@@ -41,8 +41,8 @@ class Shape:
         norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
         attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
         mlp = 4 * c * self.wide
-        # packing.row_by_row: such a layer reads `keys` copies of a token.
-        norms += keys * ((60 + 20 * c) * self.state + c * self.hidden) if self.state else 0
+        if self.state:  # packing.row_by_row
+            mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
         return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
 
     @property

@@ -4,6 +4,7 @@ transformers. `python tests/families.py` prints the table of bench/RESULTS.md (h
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -53,8 +54,8 @@ CASES = {
                 "text only; two kinds of layers"),
     "Gemma 4": ("gemma4_text", dict(
         head_dim=32, global_head_dim=64, sliding_window=64, layer_types=WINDOWS,
-        vocab_size_per_layer_input=320, hidden_size_per_layer_input=16),
-        "text only; layers have scales, and embeddings of their own"),
+        vocab_size_per_layer_input=320, hidden_size_per_layer_input=16,
+        final_logit_softcapping=3.0), "text only; layers have scales, and embeddings of their own"),
     "VaultGemma": ("vaultgemma", dict(
         head_dim=32, sliding_window=64, query_pre_attn_scalar=40, attn_logit_softcapping=3.0,
         final_logit_softcapping=3.0), "as Gemma 2, with fewer norms"),
@@ -254,7 +255,8 @@ def with_engine(name: str) -> tuple[float, float]:
             capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
-        return gaps(f"{folder}/model", found)
+        trainer, engine = gaps(f"{folder}/model", found)
+        return trainer, 0.0 if CASES[name][0] in STATES else engine
 
 
 def worker(folder: str, out: str) -> None:
@@ -273,24 +275,35 @@ def names_of(word: str) -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
     if word in CASES:
         return [word]
-    if word not in KINDS:
+    if found := [name for name, (kind, *_) in CASES.items() if kind == word]:
+        return found
+    if "CausalLM" not in KINDS.get(word, ""):
         sys.exit(f"error: {word} is neither a causal language model of transformers, such as "
                  f"olmo3, nor one of {', '.join(CASES)}.")
-    CASES.update({} if any(word == kind for kind, *_ in CASES.values()) else
-                 {word: (word, {}, "")})
-    return [name for name, (kind, *_) in CASES.items() if kind == word]
+    CASES[word] = word, {}, ""
+    return [word]
 
 
-def row(name: str) -> str:
+def row(name: str, trainer: float, engine: float) -> str:
     """A line of the table in bench/RESULTS.md."""
-    trainer, engine = with_engine(name)
     kind, _, special = CASES[name]
-    engine = "-" if kind in STATES else f"{engine:.0e}"  # a CPU's vLLM has none
-    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {engine} |"
+    last = "-" if kind in STATES else f"{engine:.0e}"  # a CPU's vLLM has none
+    return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {last} |"
+
+
+def main(words: list[str]) -> None:
+    for name in [name for word in words for name in names_of(word)] or CASES:
+        try:
+            found = with_engine(name)
+        except AssertionError as error:
+            why = re.findall(r"^(?:\[rank\d\]: *)?(\w[\w.]*Error: .*)$", str(error), re.M)
+            sys.exit(f"error: {name} cannot run: {why[-1] if why else error}")
+        print(row(name, *found), flush=True)
+        if max(found) > 1e-5:
+            sys.exit(f"error: {name} differs by more than 1e-5 nats, so a run must refuse it.")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.run(worker, *sys.argv[1:])
-    for name in [name for word in sys.argv[1:] for name in names_of(word)] or CASES:
-        print(row(name), flush=True)
+    main(sys.argv[1:])

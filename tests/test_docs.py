@@ -392,5 +392,5 @@ def test_every_dependency_says_why_and_every_promise_has_its_tests():
 
 def test_the_pages_are_few_and_short():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md")]
-    assert len(pages) <= 15 and sum(page.stat().st_size for page in pages) <= 153_600
+    assert len(pages) <= 15 and sum(page.stat().st_size for page in pages) <= 150_000
     assert len(TEXT["README.md"].splitlines()) <= 115

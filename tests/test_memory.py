@@ -1,5 +1,6 @@
 """What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from running import worst_case
 from tools import floor
 from trainer import model
 from trainer.batch import Batch, Micro
+from trainer.packing import pack, row_by_row
 
 ROOT = Path(__file__).parent.parent
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
@@ -49,6 +51,30 @@ def test_situation_4_fits_with_the_flags_it_names(group):
     for change in dict(checkpointing=True), dict(update_tokens=4608, score_tokens=8192):
         better = planned(grpo, 4, QWEN_7B, 80, **flags, **change)
         assert better.fits and "fits: " in better.sentence(), better.text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(dtype):
+    """Of Qwen3.5: three completions, each with its prompt again, and the prompt itself."""
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "qwen3_5_text", hidden_size=256, intermediate_size=256, num_attention_heads=2,
+        num_key_value_heads=1, num_hidden_layers=2, vocab_size=64, linear_num_key_heads=4,
+        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"]), dtype=dtype)
+    *_, packed, _ = pack([0] * 3, [[1] * 100] * 3, [torch.ones(61)] * 3, torch.device("cpu"))
+    layer, seen = lm.model.layers[0].linear_attn, {}
+
+    def keep(x):
+        seen[x.untyped_storage().data_ptr()] = x  # held, so no address comes twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = torch.randn(1, packed.tokens, 256, dtype=dtype, requires_grad=True)
+        row_by_row(layer.forward, hidden, packed)
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    saved = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
+    shape, c, keys = shape_from(lm), dtype.itemsize, (100 + 3 * 160) / packed.tokens
+    counted = shape.layer_bytes(c, keys) - replace(shape, state=0).layer_bytes(c, keys)
+    assert saved < counted * packed.tokens < 1.5 * saved
 
 
 def test_the_printed_plan_has_each_part_and_their_sum(capsys):

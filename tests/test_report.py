@@ -236,7 +236,7 @@ def test_a_share_is_drawn_from_0_to_1_and_one_step_moves_curves_and_completions(
 
 
 def test_the_turns_have_their_rewards(browser, tmp_path):
-    talk = [{"role": "assistant", "content": "x", "reward": 0.25},
+    talk = [{"role": "assistant", "content": "x", "paid": 0.25},
             {"role": "user", "content": "again"}, {"role": "assistant", "content": "y"}]
     put = [True, True, False, False, True, True]
     rows = [made_up(0, 6, random.Random(0)) | {"turns": talk, "sampled": put} for _ in range(2)]

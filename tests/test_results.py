@@ -302,7 +302,7 @@ def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
                    {"step": 2, "eval/pass@1": 0.75, "eval/rows": 4}]
         folders.append(write_run(tmp_path / f"a-{seed}", metrics, {}, seed=seed, reward=["exact"],
                                  target_reward=[0.5, 1.0], target_eval=None,
-                                 versions={"commit": "c", "torch": "2"}))
+                                 versions={"commit": "c", "torch": "2"}, began=f"day {seed}"))
         (folders[-1] / "plan.txt").write_text("")
         (folders[-1] / "done.json").write_text('{"steps": 2}')
     job = collect.job_of(folders, "./run.sh", "loaded")

@@ -133,7 +133,7 @@ def shapes(lm, parameters) -> dict[str, list[int]]:
 
 def on_this_rank(lm, tensors) -> dict[str, tuple[int, torch.Tensor]]:
     """{name in a checkpoint: (first row, the rows of this rank)} of (name, tensor) pairs of a
-    sharded model. Experts are whole: a rank has some. Buffers are whole on every rank."""
+    sharded model. Experts are whole: a rank has some."""
     found = {}
     for name, p in tensors:
         first, rows = 0, p.detach()

@@ -94,7 +94,7 @@ def config_of(folder: str, flag: str = "model"):
             *experts.unserved(config), *seeing.unserved(config)):
         if wrong:
             why, tries = seeing.WHY_NOT.get(kind, ""), ""
-            if kind in CLASSES and kind not in FAMILIES:
+            if "CausalLM" in CLASSES.get(kind, "") and kind not in FAMILIES:
                 tries = (f" `python tests/families.py {kind}` tries {kind} in a minute, and "
                          "CONTRIBUTING.md (A family of models) says how it is added.")
             raise SettingsError(
@@ -150,8 +150,7 @@ def unread(folder: str, flag: str = "model") -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name, tensor) of what files have: parameters, and buffers such as Gemma 4's scales
-    of layers."""
+    """Yields (name, tensor) of what files have: parameters, and some buffers (Gemma 4)."""
     saved = lm.state_dict().keys()
     for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
         if name in saved and not lora.is_adapter(name):

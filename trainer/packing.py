@@ -147,10 +147,9 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
 
 
 def row_by_row(forward, hidden_states, packed: Packed | None = None, **inputs):
-    """A layer with a state, as in Qwen3.5: (1, S, H) → the same. It reads each completion behind a
-    copy of its prompt of its own, so nothing of a row reaches another. Without `packed`:
-    transformers' own."""
-    if packed is None:
+    """A layer with a state (Qwen3.5), (1, S, H) → the same. Each completion goes through it behind
+    a copy of its prompt, so nothing of a row reaches another."""
+    if packed is None:  # transformers' own
         return forward(hidden_states, **inputs)
     parts, place = packed.blocks
     done = [forward(F.embedding(row, hidden_states[0]), **inputs)[:, prefix:].flatten(0, 1)

@@ -27,3 +27,5 @@ def turn_credit(rewards, group, *, scored, eps, row, turn, turn_rewards, **other
 def refuses(args) -> str | None:
     if "turns" not in [spec.partition(":")[0] for spec in args.reward]:
         return "credits what turns are paid, and no --reward counts it: give --reward turns."
+    if args.dynamic_sampling:
+        return "learns from groups of equal rewards too, and --dynamic_sampling drops them."
