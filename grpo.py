@@ -269,7 +269,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     if getattr(A, "shape", A) != like.shape:
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
                             f"numbers: its PER is {own.per}.")
-    return A if own.per == "token" else batch.of_rows(A)
+    return A.double() if own.per == "token" else batch.of_rows(A.double())
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

@@ -148,9 +148,9 @@ case "${1:-}" in
          [ -e "runs/$taught/model" ] || (train sft.py "" --model "$model" --steps 9 \
            --data runs/squares/train.jsonl --train_vision --lr 2e-3 --warmup_steps 5 \
            --name "$taught")
-         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.8 0.9")" --steps 40 \
+         train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.8 0.9")" --steps 50 \
            --model "runs/$taught/model" --data runs/squares/train.jsonl \
-           --eval_data runs/squares/test.jsonl --lr 1e-3 "$@" ;;
+           --eval_data runs/squares/test.jsonl --lr 5e-4 "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py

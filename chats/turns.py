@@ -233,18 +233,18 @@ class Episodes:
                 it.completion.turns[-1]["paid"] += reply.paid - it.worth
                 it.worth = reply.paid if self.grows else 0.0
             elif reply.paid:
-                raise SettingsError("--reply pays for turns, and no --reward counts it. Would "
-                                    "work: --reward turns (turns:0 only measures it).")
+                raise SettingsError("--reply pays for turns, and no --reward counts it. Would work:"
+                                    " --reward turns; turns:0 only measures it.")
         errors = [reply.error for reply in replies]
         report(self.workers, self.log, errors, None in errors, len(errors))
         return replies
 
     def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
-        """What a worker answered, with the ids of its messages. They lose their `reward`."""
+        """What a worker answered, with the ids of its messages, which lose their `reward`."""
         value, ids, paid = answer.values[0], [], 0.0
         try:
             if over:
-                paid = value or 0.0 if self.grows else 0.0
+                paid = (self.grows and value) or 0.0
             elif value:
                 paid = sum(m.pop("reward", None) or 0.0 for m in value)
                 ids = self.bridge.ids(int(c.ids[-1]), value)

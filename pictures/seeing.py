@@ -131,11 +131,8 @@ def in_line(tokens: int):
     return np.tile(np.arange(tokens, dtype=np.int32), (3, 1))
 
 
-def embedded(lm, input_ids, pixels=None, places=None, **inputs) -> dict:
-    """What the part that reads tokens gets: the ids (1, S) of a text model, else the features of
-    pictures among the embeddings of its tokens."""
-    if pixels is None:
-        return inputs | {"input_ids": input_ids}
+def embedded(lm, input_ids, pixels, places, **inputs) -> dict:
+    """What the part that reads tokens gets: features of pictures among the embeddings of ids."""
     x = lm.get_input_embeddings()(input_ids)  # (1, S, H)
     values, *grids = pixels
     found = FAMILIES[lm.config.model_type].features(lm, values.to(x.dtype), *grids)

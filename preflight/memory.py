@@ -1,7 +1,7 @@
 """memory.py: does a run fit? A plain formula for each part of the memory of one GPU.
 
 docs/use/memory_and_machines.md has them in words. Each is an upper bound. The bytes of a number: c
-as it is computed, m in a weight that is trained (float32). R ranks share the weights. card: the
+as it is computed, m in a trained weight (float32). R ranks share the weights. card: the
 bytes of a GPU, or None.
 """
 from preflight.plan import Phase, Plan, ceil_div

@@ -172,7 +172,7 @@ def bfloat16_head() -> tuple[float, torch.dtype]:
     torch.nn.init.normal_(head.weight, std=0.3)
     hidden = torch.randn(1000, 64).bfloat16()
     lm = SimpleNamespace(lm_head=head, config=SimpleNamespace(vocab_size=1000))
-    fake = SimpleNamespace(lm=lm, cap=None)
+    fake = SimpleNamespace(lm=lm, cap=None, sees=False)
     with torch.no_grad():
         exact = (hidden.double() @ head.weight.double().T).log_softmax(-1)[:, 0]
         ours = model.token_logprobs(

@@ -30,7 +30,7 @@ EPISODES = [(one,) if one in OVER else (one, two) for one in TURNS
             for two in (TURNS if one not in OVER else [()])]
 CONTEXTS = [(), *((one,) for one in TURNS if one not in OVER)]  # before a turn
 STATES = [(*context, begun) for context in CONTEXTS for begun in ((), (0,), (1,))]
-PAGE = ROOT / "docs/use/turns.md"
+PAGE = ROOT / "bench/RESULTS.md"
 
 
 class World:
@@ -273,6 +273,8 @@ def test_a_file_says_what_has_one_number(tmp_path):
     assert A.tolist() == [1, 1, 1, 2, 3, 3, 3, 3, 4, 4, 4]
     _, A = advantages(tmp_path, "token", "turn_rewards", batch, ("exact",))
     assert not A.any()  # no reward counts it
+    _, A = advantages(tmp_path, "token", "turn", batch)  # integers
+    assert A.dtype == F64 and A.tolist() == [0, 0, 1, 0, 0, 1, 1, 2, 0, 0, 0]
     _, A = advantages(tmp_path, "completion", "", batch, name="few")
     assert A.tolist() == [1, 1, 1, 2, 3, 3, 3, 3, 4, 4, 4]
     four = batch_of("s", "ss", ".", "s")  # 4 tokens
@@ -306,6 +308,8 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
 @pytest.mark.parametrize("flags, words", [
     (dict(name="turn_credit", reward=("exact",)), "no --reward counts it: give --reward turns"),
     (dict(name="turn_credit", reward=("turns",)), "--reward turns needs --reply FILE.py:NAME."),
+    (dict(name="turn_credit", reward=("turns",), reply="examples/doors.py:reply",
+          dynamic_sampling=True), "learns from groups of equal rewards too"),
     (dict(name="pass_at_k", group=3), "draws 4 of a group: --group must be at least 5 (got 3)"),
     (dict(name="pass_at_k", overlong_buffer=8), "--overlong_buffer subtracts from them")])
 def test_settings_that_do_not_fit_are_one_sentence(flags, words):

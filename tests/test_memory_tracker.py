@@ -219,6 +219,9 @@ SOME = [("Qwen2.5-0.5B", 4, dict(grad=True, checkpointing=True, layers=3)),
 MORE = [*(("Llama-3.2-1B", 4, dict(layers=3, sees="idefics3") | case) for case in (
             dict(grad=True, checkpointing=False, train_vision=True),
             dict(grad=True, checkpointing=False), dict(grad=False, checkpointing=True))),
+        *(("Qwen2.5-3B", 4, dict(layers=3, sees=kind, checkpointing=False) | case)
+          for kind in ("qwen2_5_vl", "qwen3_vl")
+          for case in (dict(grad=True, train_vision=True), dict(grad=False))),
         ("Qwen3-0.6B", 4, dict(grad=True, checkpointing=False, layers=3, group=1)),
         ("Llama-3.2-1B", 4, dict(grad=True, checkpointing=False, layers=3)),
         ("Qwen2.5-0.5B", 2, dict(grad=False, checkpointing=False, critic=True, layers=3)),

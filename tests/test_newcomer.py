@@ -121,7 +121,7 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
     ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
     ("--steps 3", "3", "grpo.py --steps 35 --steps 3", False),
-    ("vision", "", "grpo.py --model runs/squares-sft/model --lr 1e-3", True),
+    ("vision", "", "grpo.py --model runs/squares-sft/model --lr 5e-4", True),
     ("vision:qwen2_5_vl", "", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
     ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])

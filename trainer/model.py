@@ -204,9 +204,8 @@ class LogprobModel(nn.Module):
         """transformers' own forward of one row, at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
-        inputs = seeing.embedded(self.lm, **inputs)
         if self.sees:
-            base = seeing.text_of(self.lm)
+            inputs, base = seeing.embedded(self.lm, **inputs), seeing.text_of(self.lm)
             logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])
         else:
             logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits

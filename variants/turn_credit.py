@@ -1,4 +1,4 @@
-"""Turn credit: a token gets what is still to come.    docs/use/turns.md proves it
+"""Turn credit: a token gets what is still to come.    bench/RESULTS.md has the proof
 
     A_it = G_ik - mean of G_jk over the other episodes j of the group, where token t is of turn k
     G_ik = R_i - what was paid before turn k; 0 if the episode had no turn k
@@ -27,3 +27,5 @@ def turn_credit(rewards, group, *, scored, eps, row, turn, turn_rewards, **other
 def refuses(args) -> str | None:
     if "turns" not in [spec.partition(":")[0] for spec in args.reward]:
         return "credits what turns are paid, and no --reward counts it: give --reward turns."
+    if args.dynamic_sampling:
+        return "learns from groups of equal rewards too, and --dynamic_sampling drops them."
