@@ -53,9 +53,9 @@ CASES = {
     "Gemma 3": ("gemma3_text", dict(head_dim=64, sliding_window=64, layer_types=WINDOWS),
                 "text only; two kinds of layers"),
     "Gemma 4": ("gemma4_text", dict(
-        head_dim=32, global_head_dim=64, sliding_window=64, layer_types=WINDOWS,
+        head_dim=32, global_head_dim=64, sliding_window=32, layer_types=WINDOWS,
         vocab_size_per_layer_input=320, hidden_size_per_layer_input=16,
-        final_logit_softcapping=3.0), "text only; layers have scales, and embeddings of their own"),
+        final_logit_softcapping=1.0), "text only; layers have scales, and embeddings of their own"),
     "VaultGemma": ("vaultgemma", dict(
         head_dim=32, sliding_window=64, query_pre_attn_scalar=40, attn_logit_softcapping=3.0,
         final_logit_softcapping=3.0), "as Gemma 2, with fewer norms"),

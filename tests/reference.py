@@ -264,7 +264,11 @@ def grpo(args, policy, reference, completions, lr: float) -> dict[str, float]:
         if rows:  # else no update
             norms.append(update_policy(args, policy, step, rows, lr, terms, name_of(args.loss),
                                        args.kl_loss_coef))
+    groups = [{c.reward for c in completions[i:i + args.group]} - {None}
+              for i in range(0, len(completions), args.group)]
+    equal = [len(rewards) < 2 for rewards in groups] if args.group > 1 else []
     return policy_metrics(args, step, terms, norms) | {
+        "batch/groups_equal": mean(equal),
         "batch/dropped_no_baseline": step.fates.count("no_baseline"),
         "batch/dropped_overlong": step.fates.count("overlong"), "lr": lr}
 
