@@ -253,7 +253,7 @@ def with_engine(name: str) -> tuple[float, float]:
             [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
              __file__, f"{folder}/model", f"{folder}/out"], cwd=ROOT, text=True,
             capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, f"{name}: {done.stderr[-6000:]}"
+        assert done.returncode == 0, f"{name}: {done.stderr[-30000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
         trainer, engine = gaps(f"{folder}/model", found)
         return trainer, 0.0 if CASES[name][0] in STATES else engine
@@ -272,6 +272,7 @@ def worker(folder: str, out: str) -> None:
 def names_of(word: str) -> list[str]:
     """The cases that a name or a model_type means. One that nobody tried is a case with its usual
     options."""
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
     if word in CASES:
         return [word]
@@ -280,7 +281,8 @@ def names_of(word: str) -> list[str]:
     if "CausalLM" not in KINDS.get(word, ""):
         sys.exit(f"error: {word} is neither a causal language model of transformers, such as "
                  f"olmo3, nor one of {', '.join(CASES)}.")
-    CASES[word] = word, {}, ""
+    windows = hasattr(AutoConfig.for_model(word), "sliding_window")
+    CASES[word] = word, {"sliding_window": 64} if windows else {}, ""  # shorter than the rows
     return [word]
 
 
@@ -296,7 +298,7 @@ def main(words: list[str]) -> None:
         try:
             found = with_engine(name)
         except AssertionError as error:
-            why = re.findall(r"^(?:\[rank\d\]: *)?(\w[\w.]*Error: .*)$", str(error), re.M)
+            why = re.findall(r"^(?:\[rank\d\]: *)?((?!torch)\w[\w.]*Error: .*)$", str(error), re.M)
             sys.exit(f"error: {name} cannot run: {why[-1] if why else error}")
         print(row(name, *found), flush=True)
         if max(found) > 1e-5:
