@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+import torch
+
 import losses
 from errors import Number, Range, SettingsError
 from scoring.signatures import ROOT, load
@@ -116,8 +118,27 @@ def own(flag: str, spec: str) -> Own:
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last.") from error
+    if flag == "loss":
+        try_loss(spec, function)
     return Own(function, getattr(module, "refuses", fits), getattr(module, "PER", "completion"),
                [*signature.parameters])
+
+
+def try_loss(spec: str, function: Callable):
+    """SettingsError unless a loss returns what it must, for three tokens of two completions."""
+    logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    old, row = logp.detach() - 0.1, torch.tensor([0, 0, 1])
+    try:
+        loss, metrics = function(
+            logp, old, old.sign(), row, n_rows=2, engine_logprobs=old, clip_low=0.2, clip_high=0.2,
+            dual_clip=None, draws=lambda: torch.full((3,), 0.5))
+        shapes = [tuple(x.shape) for x in (loss, *metrics.values())]
+        why = "" if set(shapes) == {(3,)} else f"of three tokens it returns shapes {shapes}"
+    except Exception as error:  # it is a user's
+        why = f"of three tokens it raises {type(error).__name__}: {error}"
+    if why:
+        raise SettingsError(f"--loss {spec} must return token_loss (n,) and a dict of metrics "
+                            f"(n,): {why}.")
 
 
 def find(flag: str, spec: str) -> tuple[Path, str]:

@@ -83,7 +83,9 @@ def again(world: dist.World, name: str) -> str:
     start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
     words = [*(start if world.size > 1 else [f"{folder}/python"]), *sys.argv]
     named = any(word.partition("=")[0] == "--name" for word in words)
-    machines = " (on each machine, as before)" if world.size > world.local_size else ""
+    machines = ""
+    if world.size > world.local_size:
+        machines = " (with your other flags of torchrun, on each machine)"
     return (os.environ.get("STARTED_AS") or shlex.join(words)) + (
         "" if named else f" --name {shlex.quote(name)}") + machines
 

@@ -55,6 +55,7 @@ def with_tower(kind: str, text):
     if kind == "idefics3":  # 64 tokens a tile
         return Idefics3Config(
             text_config=text, scale_factor=4, tie_word_embeddings=text.tie_word_embeddings,
+            image_token_id=text.vocab_size - 1,
             vision_config=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=4,
                                num_attention_heads=12, image_size=512, patch_size=16))
     rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[16, 24, 24])

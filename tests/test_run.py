@@ -166,7 +166,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(tmp_path, monkeypatc
     (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
      "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.'"),
     (None, ["ppo.py", "--name=a-b"], 4, 2,
-     "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b (on each machine, as before)")])
+     "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b "
+     "(with your other flags of torchrun, on each machine)")])
 def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
     monkeypatch.setattr(run.sys, "argv", argv)
     monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")

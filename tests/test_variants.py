@@ -32,6 +32,12 @@ MINE = """
 def good(logp, old, A, row, **others):
     return -A * logp, {}
 
+def short(logp, old, A, row, **others):
+    return -A * logp, {"kept": logp[1:]}
+
+def bare(logp, old, A, row, **others):
+    return (-A * logp).sum()
+
 def refuses(args):
     if args.epochs > 1:
         return "is for one epoch."
@@ -76,6 +82,8 @@ def test_reinforce_makes_one_update_of_a_rollout(minibatches, epochs):
     ("mine.py:good is for one epoch. Would work: --loss clip", {"loss": "mine.py:good",
                                                                 "epochs": 2}),
     ("torn.py cannot be loaded: SyntaxError", {"loss": "torn.py:f"}),
+    ("it returns shapes [(3,), (2,)]", {"loss": "mine.py:short"}),
+    ("of three tokens it raises TypeError: ", {"loss": "mine.py:bare"}),
 ])
 def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)

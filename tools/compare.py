@@ -57,18 +57,21 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
             means = [{seed: np.mean([run.metrics[name][step] for step in steps])
                       for seed, run in side.items()} for side in sides]
             texts.append(report(f"{name}, steps {steps[0]} to {steps[-1]}", *means, "seeds", 2))
+        elif last > 1:
+            there = {key for run in runs for key in run.metrics if key.startswith("reward/")}
+            texts.append(f"no {name} in all of them. There are: {', '.join(sorted(there))}")
     found = [[samples.passed(run) for run in side.values()] for side in sides]
     rows = set.intersection(*(set(one) for side in found for one in side))
     if rows:
         means = [{row: np.mean([one[row] for one in side]) for row in rows} for side in found]
         texts.append(report("pass@1, rows of the last evaluation", *means, "rows", 20))
-    if not texts:
+    if len(texts) < 2 and texts[0].startswith("no "):
         raise SettingsError(f"these runs share no step with {reward}, and no evaluation.")
     return texts
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = argparse.ArgumentParser(usage=__doc__.replace("%", "%%"))
     parser.add_argument("--reward", default="mean", help="compare reward/NAME of metrics.jsonl")
     parser.add_argument("a", nargs="+", metavar="A ... -- B")
     cut = words.index("--") if "--" in words else len(words)

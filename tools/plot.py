@@ -76,7 +76,7 @@ def runs_in(path: Path) -> list[Run]:
         return [run_of(path)]
     folders = [file.parent for file in path.glob("*/metrics.jsonl")]
     if not folders:
-        raise SettingsError(f"{path} is not a run and has none: there is no metrics.jsonl.")
+        raise SettingsError(f"{path} is not a run: it has no metrics.jsonl.")
     return [run_of(folder) for folder in sorted(folders, key=by_number)]
 
 

@@ -73,6 +73,7 @@ def page(rows: list[dict], specs: list[str], show: int) -> str:
     if error:
         lines.append(f"the first that has no score: {error}")
     most = sorted(both, key=lambda i: -abs(new[i] - kept[i]))[:show]
+    lines += ["the largest differences:"] if most else []
     lines += [f"  {kept[i]:g} -> {new[i]:g} {samples.short(rows[i]).lstrip()}" for i in most]
     return "\n".join(lines)
 
@@ -85,7 +86,7 @@ def main():
     parser.add_argument("--show", type=int, default=5)
     args = parser.parse_args()
     try:
-        rows = read(args.run, "step")
+        rows = [row for row in read(args.run, "step") if not row["file"].startswith("eval")]
         if not rows:
             raise SettingsError(f"no completions in {args.run}/samples/")
         print(page(rows, args.rewards, args.show))
