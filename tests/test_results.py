@@ -169,7 +169,7 @@ def test_mistakes_are_one_sentence(tmp_path):
             compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
     for tool in plot.find, report.page:   # beside a run that is there
-        with pytest.raises(SettingsError, match="x is not a run and has none"):
+        with pytest.raises(SettingsError, match="x is not a run: it has no"):
             tool([Path(a), Path("x")])
 
 
@@ -234,7 +234,7 @@ def test_a_reward_is_tried_on_the_kept_completions(tmp_path, monkeypatch, capsys
     monkeypatch.setattr("sys.argv", ["score.py", str(tmp_path / "run"), f"{tmp_path}/mine.py:near",
                                      "--show", "1"])
     score.main()
-    first, kept, new, shown = capsys.readouterr().out.splitlines()
+    first, kept, new, _, shown = capsys.readouterr().out.splitlines()
     assert first == "4 completions in 2 groups"
     assert re.search(r"run's reward +mean +0.250 +groups that differ +50.0%", kept)
     assert re.search(r"near +mean +0.500 +groups that differ +0.0%   unscored 0", new)
