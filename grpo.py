@@ -168,12 +168,12 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     # A completion whose advantage is 0 has no gradient. It is computed for the metrics alone, in
-    # micro-batches of its own, without a backward. But a KL or entropy term acts on every token,
-    # and so may a loss that --loss FILE.py:NAME brings.
+    # micro-batches of its own, whose `backward` below does nothing. But a KL or entropy term acts
+    # on every token, and so may a loss that --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     learns = (batch.of_tokens(advantages.abs()) > 0) | acts  # sums over tokens: (M,) → (N,)
-    policy_loss = loss_flags.own("loss", args.loss).function
+    policy_loss = loss_flags.own("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -181,7 +181,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
         rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
-        if not rows:  # nothing is in the loss: AdamW's momentum must not move the parameters
+        if not rows:  # no loss at all, so no step. A loss of gradient 0 does step, by momentum
             meter.skipped += 1
             continue
         with phase("update"):
@@ -205,7 +205,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
-                policy.backward((w * loss).sum())
+                policy.backward((w * loss).sum())  # nothing, if this micro-batch learns nothing
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))
     # policy.metrics: of experts, if the model has some.

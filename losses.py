@@ -97,8 +97,7 @@ def token_rewards(scores, logprobs, ref_logprobs, lengths, *, kl_coef):
         R_t = [t is the last token] * score - kl_coef * (logp_t - ref_t)
 
     scores, lengths: (N,). logprobs: of pi_old, (M,). ref_logprobs: (M,), or None for no penalty.
-    Returns (M,). In the reward, logp_t - ref_t has the policy gradient of KL(pi || ref); see
-    `kl_estimate`.
+    Returns (M,). The policy gradient of this reward lowers KL(pi || ref) of whole completions.
     """
     rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
     last = lengths.cumsum(0) - 1  # (N,): a completion without a token has none
@@ -152,9 +151,10 @@ def whiten(values, among):
 # ---- policy losses
 #
 # All take logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs (n,),
-# draws (see variants/__init__.py), clip_low, clip_high, dual_clip. They return token_loss (n,),
-# metrics. What a loss does not use is in its **bounds or **others: row and n_rows are for a loss of
-# a whole completion. With one update per rollout r = 1, and the gradient is REINFORCE's.
+# clip_low, clip_high, dual_clip, and draws: a function that gives each token a random number, for
+# losses of variants/. They return token_loss (n,), metrics. A loss names what it uses, and **others
+# takes the rest. row and n_rows are for a loss of a whole completion. With one update per rollout
+# r = 1, and the gradient is REINFORCE's.
 # Metrics, (n,), are averaged with the loss's weights:
 #
 #   ratio        r_t, or GSPO's s
@@ -196,8 +196,8 @@ def gspo_loss(logp, old, A, row, *, n_rows, **bounds):
         s_t = sg[s] * exp(logp_t - sg[logp_t])    (in value s)
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
-    The paper clips at 3e-4 and 4e-4, with --aggregation sequence. With token, a completion counts
-    as often as it has tokens.
+    The paper clips at 3e-4 and 4e-4, with --aggregation sequence. With --aggregation token, a
+    completion counts as often as it has tokens.
     """
     log_s = row_mean(logp - old, row, n_rows).detach()
     return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)
@@ -250,10 +250,12 @@ def kl_estimate(logp, ref, *, kind, old=None):
         k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
-    As a loss, where the tokens before are taken as given, the expected gradient of a token's k1 is
-    0, of its k2 and k3_ratio that of KL(pi || ref), and of its k3, which is GRPO's, that of
-    KL(ref || pi). But a token also changes which tokens come later. k1 in the reward
-    (`token_rewards`) counts this, and its gradient is exact.
+    As a loss, for a token after given tokens, the expected gradient is
+        k1              0
+        k2, k3_ratio    that of KL(pi || ref)
+        k3 (GRPO's)     that of KL(ref || pi)
+    But a token also changes which tokens come later. k1 in the reward (`token_rewards`) counts
+    this: its policy gradient is that of the KL of whole completions.
     """
     d = logp - ref
     if kind == "k3_ratio":  # r * exp(-d) is exp(ref - old): no 0 * inf
@@ -303,7 +305,7 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
 #   constant    1 / (max_tokens * sequences)          Dr. GRPO
 #   prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786
 #
-# A completion not in the loss is in no denominator; one of advantage 0 is.
+# A completion not in the loss is in no denominator; one of advantage 0 is in them.
 
 
 def token_weights(lengths, aggregation, *, max_tokens, prompts=None):
