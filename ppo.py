@@ -195,7 +195,7 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
         rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
-        if not rows:  # momentum alone must not move the weights
+        if not rows:  # no loss at all, so no step
             policy_meter.skipped += 1
             continue
         with phase("update_critic"):

@@ -109,7 +109,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         weights[rows] = losses.token_weights(
             batch.tokens[rows], "token", max_tokens=args.max_tokens)
         rows = [r for r in rows if batch.tokens[r]]
-        if not rows:  # momentum alone must not move the weights
+        if not rows:  # no loss at all, so no step
             meter.skipped += 1
             continue
         with phase("update"):

@@ -280,7 +280,7 @@ NEIGHBOURS = {
     "one/rewards.py": "N = 1000", "one/dist.py": "N = 3", "one/losses.py": "N = 4",
     "one/scoring.txt": "", "one/examples/__init__.py": "", "one/examples/helper.py": "N = 100",
     "one/loss.py": "import losses, utils\ndef own(logprobs, old_logprobs, advantages, mask, **_):\n"
-                   "    return losses.N + utils.N"}
+                   "    return 0 * logprobs + losses.N + utils.N, {}"}
 
 
 @pytest.mark.parametrize("specs, expected", [
@@ -313,7 +313,7 @@ def test_an_environment_and_a_loss_have_their_neighbours_too(tmp_path, monkeypat
         found, = pool.ask([Move({}, 0, [], [])])
     assert found.values == [[{"role": "user", "content": "7"}]], found.error
     before = {name: sys.modules[name] for name in ("losses", "rewards", "data")}
-    assert loss_flags.own("loss", "one/loss.py:own").function(1, 2, 3, 4) == 5
+    assert loss_flags.own("loss", "one/loss.py:own").function(1, 2, 3, 4) == (5, {})
     assert {name: sys.modules[name] for name in before} == before and "utils" not in sys.modules
 
 
