@@ -1,10 +1,10 @@
-"""compare.py: two sets of runs, A and B. The difference B - A with a 95 % interval, and a sentence.
+"""compare.py: two sets of runs, A and B. B - A with a 95 % interval, and a sentence.
 
     python tools/compare.py [--reward kk01] results/kk-coin.json -- runs/kk-0 runs/kk-1 runs/kk-2
 
 Compared are the reward of the last 10 steps that all runs have, the last pass@1 that all have, and
 the rows of their last evaluations. The interval (Student's t) over seeds tells what other seeds
-would give; the same seeds are paired. Over rows it tells what other rows would give these models.
+would give; equal seeds are paired. Over rows it tells what other rows would give.
 """
 import argparse
 import sys
@@ -53,26 +53,25 @@ def compare(sides: list[dict[int, plot.Run]], reward: str) -> list[str]:
     runs, texts = [run for side in sides for run in side.values()], []
     for name, last in (reward, 10), ("eval/pass@1", 1):
         steps = sorted(set.intersection(*(set(run.metrics.get(name, ())) for run in runs)))[-last:]
-        if steps and steps[-1] > 0:   # 0: not trained yet
+        if steps and steps[-1] > 0:  # 0: not trained yet
             means = [{seed: np.mean([run.metrics[name][step] for step in steps])
                       for seed, run in side.items()} for side in sides]
             texts.append(report(f"{name}, steps {steps[0]} to {steps[-1]}", *means, "seeds", 2))
         elif last > 1:
-            there = {key for run in runs for key in run.metrics if key.startswith("reward/")}
-            texts.append(f"no {name} in all of them. There are: {', '.join(sorted(there))}")
+            texts.append(f"no {name} in all runs")
     found = [[samples.passed(run) for run in side.values()] for side in sides]
     rows = set.intersection(*(set(one) for side in found for one in side))
     if rows:
         means = [{row: np.mean([one[row] for one in side]) for row in rows} for side in found]
         texts.append(report("pass@1, rows of the last evaluation", *means, "rows", 20))
-    if len(texts) < 2 and texts[0].startswith("no "):
+    if texts == [f"no {reward} in all runs"]:
         raise SettingsError(f"these runs share no step with {reward}, and no evaluation.")
     return texts
 
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(usage=__doc__.replace("%", "%%"))
-    parser.add_argument("--reward", default="mean", help="compare reward/NAME of metrics.jsonl")
+    parser.add_argument("--reward", default="mean", help="reward/NAME of metrics.jsonl")
     parser.add_argument("a", nargs="+", metavar="A ... -- B")
     cut = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:cut])
