@@ -117,7 +117,7 @@ def own(flag: str, spec: str) -> Own:
     except (TypeError, ValueError) as error:  # there is none, or it takes something else
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
-            f"{', '.join(by_name)}); **others may stand for some of the last.") from error
+            f"{', '.join(by_name)}); **others may stand for some of the last ({error}).") from error
     if flag == "loss":
         try_loss(spec, function)
     return Own(function, getattr(module, "refuses", fits), getattr(module, "PER", "completion"),
