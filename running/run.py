@@ -84,7 +84,7 @@ def again(world: dist.World, name: str) -> str:
     words = [*(start if world.size > 1 else [f"{folder}/python"]), *sys.argv]
     named = any(word.partition("=")[0] == "--name" for word in words)
     machines = ""
-    if world.size > world.local_size:
+    if world.size > 1 and not os.environ.get("STARTED_AS"):
         machines = " (with your other flags of torchrun, on each machine)"
     return (os.environ.get("STARTED_AS") or shlex.join(words)) + (
         "" if named else f" --name {shlex.quote(name)}") + machines

@@ -164,7 +164,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(tmp_path, monkeypatc
     ("./run.sh --steps 9", ["grpo.py", "--steps", "9"], 2, 2, "./run.sh --steps 9 --name a-b"),
     (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
     (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
-     "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.'"),
+     "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.' "
+     "(with your other flags of torchrun, on each machine)"),
     (None, ["ppo.py", "--name=a-b"], 4, 2,
      "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b "
      "(with your other flags of torchrun, on each machine)")])
