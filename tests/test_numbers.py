@@ -112,7 +112,7 @@ def test_math_reads_a_box_as_easyr1_does():
             r"\boxed{12", "12"), (r"\boxed{1_234}", "1"), (r"\boxed{1,23}", "1.23")]:
         assert math(completion, gold) == 0, completion
     for gold, box in {"√2": r"\sqrt2", "½": "0.5", "1e10": "10^{10}", "1e-05": "0.00001",
-                      "18.": "18", "2√3": r"2\sqrt{3}", "5²": "25", "90°": "90",
+                      "18.": "18", "2√3": r"2\sqrt{3}", "5²": "25", "90°": "90", "∞": r"\infty",
                       r"\frac { 15 } { 2 }": "7.5"}.items():
         assert math(rf"\boxed{{{box}}}", gold) == 1, gold
 

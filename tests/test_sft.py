@@ -195,6 +195,8 @@ def test_flags_without_use_are_refused():
 
     assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
     assert "--group must be 1" in broken(group=4)
+    for flag in {"stop": ("x",)}, {"reply": "x.py:f"}:  # nobody would listen
+        assert "is for an engine" in broken(**flag)
     assert "--reward needs --eval_data" in broken(reward=("exact",))
     assert broken(temperature=0.7) == (
         "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
