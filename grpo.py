@@ -70,8 +70,7 @@ class Args(loss_flags.LossArgs, CommonArgs):
     def needs_old_logprobs(self) -> bool:
         """Whether something needs old_logprobs before the update."""
         return (self.minibatches * self.epochs > 1 or self.engine_correction != "none"
-                or self.kl_reward_coef > 0
-                or "old_logprobs" in loss_flags.own("advantage", self.advantage).takes)
+                or self.kl_reward_coef > 0 or loss_flags.own("advantage", self.advantage).uses_old)
 
     @property
     def token_advantages(self) -> bool:
@@ -167,12 +166,13 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
-    # A completion whose advantage is 0 has no gradient. It is computed for the metrics alone, in
-    # micro-batches of its own, whose `backward` below does nothing. But a KL or entropy term acts
-    # on every token, and so may a loss that --loss FILE.py:NAME brings.
+    # A completion whose advantages are all 0 has no gradient, and counts in the metrics alone.
+    # `micros` puts such completions into micro-batches of their own, in the same rounds on all
+    # ranks. There `logprobs` makes no graph, so `backward` does nothing. But a KL or entropy term
+    # acts on every token, and so may a loss that --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
-    acts = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    learns = (batch.of_tokens(advantages.abs()) > 0) | acts  # sums over tokens: (M,) → (N,)
+    others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
+    learns = (batch.of_tokens(advantages.abs()) > 0) | others_act  # (N,): has it a gradient?
     policy_loss = loss_flags.own("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
@@ -181,14 +181,15 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
             loss_tokens[rows], args.aggregation, max_tokens=args.max_tokens,
             prompts=prompts[rows])
         rows = [r for r in rows if loss_tokens[r]]  # the others weigh nothing
-        if not rows:  # no loss at all, so no step. A loss of gradient 0 does step, by momentum
+        if not rows:  # there is no loss, so there is no optimizer step
             meter.skipped += 1
             continue
         with phase("update"):
             for micro in batch.micros(world, rows, args.update_tokens, "update", learns):
                 logp, entropy = policy.logprobs(micro, args.temperature, entropy_mode)  # (n,)
                 old = micro.take(old_logprobs) if args.needs_old_logprobs else logp.detach()
-                A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)  # (n,) each
+                A = micro.take(advantages).to(logp.dtype)  # (M,) → (n,)
+                w = micro.of_rows(weights)  # (N,) → (n,)
                 engine = micro.engine_logprobs
                 loss, details = policy_loss(logp, old, A, micro.row, n_rows=len(micro.rows),
                                             engine_logprobs=engine, draws=micro.draws,
@@ -205,7 +206,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
-                policy.backward((w * loss).sum())  # nothing, if this micro-batch learns nothing
+                policy.backward((w * loss).sum())  # does nothing if the micro-batch has no graph
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))
     # policy.metrics: of experts, if the model has some.
@@ -214,14 +215,15 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     """How many tokens of each completion are in the loss, (N,), and why some have none."""
-    scored, least = batch.scored, 1 if args.advantage == "reinforce++" else 2  # for a baseline
+    scored = batch.scored  # (N,) bool
+    least = 1 if args.advantage == "reinforce++" else 2  # scored ones that a group must have
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & paired & ~cut  # (N,)
     counts = {"trained": keep, "dropped": ~keep, "dropped_unscored": ~scored,
               "dropped_no_baseline": scored & ~paired, "dropped_overlong": scored & paired & cut}
-    prompts, differ = len(scored) // args.group, losses.keep_groups(
-        batch.rewards, args.group, scored)  # (P,)
+    prompts = len(scored) // args.group
+    differ = losses.keep_groups(batch.rewards, args.group, scored)  # (P,) bool
     return batch.tokens * keep, {
         "batch/prompts": prompts,
         "batch/groups_equal": int((~differ).sum()) / max(1, prompts) if args.group > 1 else 0.0,
@@ -230,15 +232,16 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """One number a token, (M,). The default is R - mean, Dr. GRPO's, for each of a completion's."""
+    """One number a token, (M,). The default is R - mean of the group for all of a completion's."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)
+            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: with replies
     in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
     if args.advantage == "reinforce++":  # A_t = sum over i >= t of ([i is last] R - beta k1_i)
         rewards = losses.token_rewards(
-            rewards, old_logprobs, ref_logprobs, batch.tokens, kl_coef=args.kl_reward_coef)  # (M,)
+            rewards, old_logprobs, ref_logprobs if args.kl_reward_coef else None, batch.tokens,
+            kl_coef=args.kl_reward_coef)  # (M,)
         return losses.whiten(losses.rewards_to_go(rewards, batch.tokens), in_loss)
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, kind="k1")  # (M,)

@@ -33,6 +33,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
     """DAPO's soft overlong punishment.    https://arxiv.org/abs/2503.14476, section 3.4
 
         ((Lmax - Lc) - L) / Lc, between -1 and 0        Lmax = max_tokens, Lc = buffer
+
+    lengths (N,): here with what replies put in, as max_tokens counts them.
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
 
@@ -118,17 +120,17 @@ def gae(rewards, values, lengths, *, gamma, lam):
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards)
-    # From the last token back, all completions at once. They are sorted, so the n completions that
-    # still have a token are always the first n.
-    last = lengths.cumsum(0) - 1  # (N,): the number of each completion's last token
-    lengths, longest_first = lengths.sort(descending=True)
-    last = last[longest_first]
+    # Back from the last tokens, for all completions at once. The longest completion comes first, so
+    # those that still have a token are always the first ones. Lengths [2, 3] give the tokens
+    # [4, 1], then [3, 0], then [2].
+    longest = lengths.argsort(descending=True)
+    lengths, last = lengths[longest], (lengths.cumsum(0) - 1)[longest]  # last: their last tokens
     next_value = next_advantage = rewards.new_zeros(len(lengths))
     for back in range(max(lengths.tolist(), default=0)):
-        n = int((lengths > back).sum())  # completions with a token so far from their end
-        t = last[:n] - back
-        delta = rewards[t] + gamma * next_value[:n] - values[t]
-        next_value, next_advantage = values[t], delta + gamma * lam * next_advantage[:n]
+        left = int((lengths > back).sum())  # completions that still have a token
+        t = last[:left] - back  # a token of each
+        delta = rewards[t] + gamma * next_value[:left] - values[t]
+        next_value, next_advantage = values[t], delta + gamma * lam * next_advantage[:left]
         advantages[t] = next_advantage
     return advantages, advantages + values
 
@@ -173,13 +175,13 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c).
 
     log_ratio: the token's, for approx_kl. log_r: of r, which is the token's ratio, or a sequence's.
-    Because of the min, only the lower bound can act where A < 0, and only the upper where A > 0.
     """
-    # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So the
-    # value of r stops at exp(80). The second factor is 1, and has the gradient. If such a token is
-    # not clipped, its gradient is about exp(80): the square in the norm is inf, and the optimizer
-    # step is skipped.
+    # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
+    # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient. A clamp alone
+    # would give a token above 80 the gradient 0, and nobody would see that the policy is broken.
+    # Here it is about exp(80): the norm is inf, and the optimizer step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
+    # The min: where A < 0, r is at least 1 - low (and at most c); else it is at most 1 + high.
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
     return -bounded * A, ratio_metrics(log_ratio, log_r.exp(), (bounded != r) & (A != 0))
 
@@ -250,7 +252,7 @@ def kl_estimate(logp, ref, *, kind, old=None):
         k3_ratio = r * k3, for samples of pi_old    DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
 
     As a number: k1 and k3 have expectation KL(pi || ref), k3 >= 0; k2 is right to second order.
-    As a loss, for a token after given tokens, the expected gradient is
+    As a loss of one token, with the tokens before it held fixed, the expected gradient is
         k1              0
         k2, k3_ratio    that of KL(pi || ref)
         k3 (GRPO's)     that of KL(ref || pi)
@@ -258,7 +260,7 @@ def kl_estimate(logp, ref, *, kind, old=None):
     this: its policy gradient is that of the KL of whole completions.
     """
     d = logp - ref
-    if kind == "k3_ratio":  # r * exp(-d) is exp(ref - old): no 0 * inf
+    if kind == "k3_ratio":  # r * k3 = r exp(-d) + r (d - 1), and r exp(-d) = exp(ref - old)
         return capped_ratio(ref, old) + capped_ratio(logp, old) * (d - 1)
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[kind]
 

@@ -129,8 +129,6 @@ class Engine:
             **self.options_of_device(max_len), **self.options_of_adapter())
         if self.on_gpu:  # vLLM leaves one: --cpu_offload's AdamW would be slow
             torch.set_num_threads(threads)
-        else:
-            self.llm.apply_model(pack_experts_again)
 
     def options_of_device(self, max_len: int) -> dict:
         if self.on_gpu:
@@ -183,6 +181,8 @@ class Engine:
         if self.asleep:  # weights and cache at once is the classic out-of-memory
             self.llm.wake_up(tags=["weights"])
         if not (adapter and self.request):
+            if not self.on_gpu:
+                self.llm.apply_model(pack_experts_again)
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
             deque(weights, maxlen=0)  # a collective: every rank must use it up
             self.request = None
@@ -326,17 +326,11 @@ def put_adapter(llm, config: dict, adapter: Iterator, sync: int):
 
 
 def pack_experts_again(model) -> None:
-    """Repairs vLLM on a CPU: it packs the weights of experts for its kernel when they load first,
-    and not when new ones come, whose log-probs were wrong by 10 nats."""
-    def pack(method, first_time, layer):
-        method.moe_kernel = None  # made again, and the weights packed
-        first_time(layer)
-
-    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    for method in methods:
-        if hasattr(method, "moe_kernel"):
-            method.process_weights_after_loading = partial(
-                pack, method, method.process_weights_after_loading)
+    """Before new weights, on a CPU: vLLM packs those of experts only where it has no kernel for
+    them yet. The log-probs of others were wrong by 10 nats."""
+    for layer in model.modules():
+        if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
+            layer.quant_method.moe_kernel = None
 
 
 def completion_of(output) -> Completion:

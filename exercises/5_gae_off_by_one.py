@@ -33,4 +33,4 @@ def test():
         f"How much does a token take over from the advantage of the next one?")
 
 
-# In the project: `delta = rewards[t] + gamma * next_value[:n] - values[t]` in losses.py.
+# In the project: `delta = rewards[t] + gamma * next_value[:left] - values[t]` in losses.py.

@@ -30,22 +30,15 @@ class Eyes:
             self.images.max_image_size, self.images.size))
         self.bytes = 12 * self.tile**2 // self.processor.image_seq_len  # pixels of a token
         for tiles in range(max(1, usual // self.tile), 0, -1):  # of an edge
-            edge = tiles * self.tile
-            self.size = {"longest_edge": edge}
-            longest = len(self.ids_of([edge] * 2))  # a square has the most
+            self.size = {"longest_edge": tiles * self.tile}
+            longest = len(self.ids_of([tiles * self.tile] * 2))  # a square has the most
             if longest <= (most or longest):
                 break
         else:
             raise SettingsError(f"--max_image_tokens must be at least {longest}, the tokens of "
                                 f"one tile (got {most}).")
-        self.note = edge < usual and (
-            f"--max_image_tokens {most}: every picture is scaled to a longest edge of {edge:,} "
-            f"pixels, not {usual:,}: at most {longest:,} tokens")
-
-    @property
-    def kind(self) -> tuple:
-        """Two models with equal ones take the same ids and the same pixels."""
-        return self.token, self.processor.image_seq_len, self.images.to_dict()
+        # Models with equal ones take the same ids and the same pixels.
+        self.kind = self.token, self.processor.image_seq_len, self.images.to_dict()
 
     def ids_of(self, size) -> list[int]:
         """(width, height) → what stands for such a picture in a prompt."""
@@ -79,10 +72,3 @@ def features(lm, pixels) -> list:
     """(n, H) of all pictures."""
     hidden = lm.base_model.vision_model(pixel_values=pixels).last_hidden_state
     return [lm.base_model.connector(hidden).flatten(0, 1)]
-
-
-def sizes(config) -> dict:
-    """Of the tower, for seeing.Tower."""
-    c = config.vision_config
-    return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size,
-                patches=config.scale_factor**2)

@@ -5,9 +5,3 @@ from pictures.qwen2_vl import TEXT, TOWER, Eyes, features, nothing  # noqa: F401
 from pictures.qwen2_vl import unserved_text as unserved  # noqa: F401
 
 CLASS = "Qwen2_5_VLForConditionalGeneration"
-
-
-def sizes(config) -> dict:
-    c = config.vision_config
-    return dict(hidden=c.hidden_size, inner=4 * c.intermediate_size,
-                patches=c.spatial_merge_size**2)

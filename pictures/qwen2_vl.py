@@ -29,7 +29,8 @@ class Eyes:
                 c.patch_size, c.spatial_merge_size, c.temporal_patch_size):
             raise ValueError("its do_resize is off, or its sizes of a patch are not the model's")
         self.images, self.fit, self.token = images, qwen.smart_resize, config.image_token_id
-        self.side, self.most, self.note = c.patch_size * c.spatial_merge_size, most, None
+        self.side, self.most = c.patch_size * c.spatial_merge_size, most
+        self.kind = self.token, images.to_dict()
         area = self.side**2  # pixels of a token
         self.bytes = 12 * c.temporal_patch_size * area
         low, high = (images.size[name] for name in ("shortest_edge", "longest_edge"))
@@ -39,10 +40,6 @@ class Eyes:
                 f"--min_image_tokens {least} and --max_image_tokens {most} leave no size: a "
                 f"picture has at least {-(-low // area)} and at most {high // area} tokens.")
         self.size = {"shortest_edge": low, "longest_edge": high}  # areas, in spite of their names
-
-    @property
-    def kind(self) -> tuple:
-        return self.token, self.images.to_dict()
 
     def grid_of(self, size) -> tuple[int, int]:
         """(width, height) → rows and columns of tokens."""
@@ -103,9 +100,3 @@ def nothing(config) -> tuple:
 def features(lm, pixels, grids) -> list:
     found = lm.base_model.visual(pixels, grid_thw=grids)
     return [found.pooler_output, *getattr(found, "deepstack_features", [])]
-
-
-def sizes(config) -> dict:
-    c = config.vision_config
-    return dict(hidden=c.embed_dim, inner=int(2 * c.embed_dim * c.mlp_ratio),
-                patches=c.spatial_merge_size**2)

@@ -11,9 +11,3 @@ def unserved(config):
     yield from unserved_text(config)
     yield "no mrope_interleaved", not text.rope_parameters.get("mrope_interleaved")
     yield "attention_bias", text.attention_bias
-
-
-def sizes(config) -> dict:
-    c = config.vision_config
-    return dict(hidden=c.hidden_size, inner=2 * c.intermediate_size,
-                patches=c.spatial_merge_size**2, deep=len(c.deepstack_visual_indexes))

@@ -61,17 +61,17 @@ class Tower:
     sharded: int  # parameters of all its layers
     layer: int  # of one
     layers: int
-    hidden: int
-    inner: int  # numbers that an MLP makes of a patch
+    hidden: int  # numbers of a patch between two layers
+    made: int  # numbers that the matrices of a layer make of a patch
     patches: int  # that become one token
     pixels: int  # of one token
-    deep: int = 0  # layers whose features the text model gets too
+    deep: int  # layers whose features the text model gets too
 
     def bytes(self, c: int, kept: int) -> int:
         """For each token of the input, as if all were of pictures: pixels, the work of a layer,
         and what `kept` layers keep for backward. c: bytes of a number."""
-        work = (5 + 4 * self.deep) * self.hidden + self.inner
-        saved = kept * (10 * self.hidden + self.inner)
+        saved = kept * 2 * self.made
+        work = 2 * self.made + (4 * self.deep - 5) * self.hidden  # without attention's part
         if 0 < kept < self.layers:  # the others keep their inputs
             saved += self.layers * self.hidden
         return 12 * self.pixels + self.patches * c * (work + saved)
@@ -81,14 +81,17 @@ def tower_sizes(lm) -> Tower | None:
     """None: a text model."""
     if not tower_of(lm):
         return None
-    parts, sizes = tower_of(lm), FAMILIES[lm.config.model_type].sizes(lm.config)
+    parts, c = tower_of(lm), lm.config.vision_config
     layers = next(m for m in parts[0].modules() if isinstance(m, nn.ModuleList))
-    patch = lm.config.vision_config.patch_size**2 * getattr(
-        lm.config.vision_config, "temporal_patch_size", 1)
+    linears = [m for m in layers[0].modules() if isinstance(m, nn.Linear)]
+    patches = getattr(c, "spatial_merge_size", 0) or lm.config.scale_factor  # of a token's side
+    patch = c.patch_size**2 * getattr(c, "temporal_patch_size", 1)
     sharded = sum(p.numel() for p in layers.parameters())
     return Tower(
         params=sum(p.numel() for part in parts for p in part.parameters()), sharded=sharded,
-        layer=sharded // len(layers), layers=len(layers), pixels=sizes["patches"] * patch, **sizes)
+        layer=sharded // len(layers), layers=len(layers), hidden=linears[0].in_features,
+        made=sum(m.out_features for m in linears), patches=patches**2, pixels=patches**2 * patch,
+        deep=len(getattr(c, "deepstack_visual_indexes", ())))
 
 
 def pictures_of(lm, micro) -> dict[str, torch.Tensor]:

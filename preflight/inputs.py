@@ -18,7 +18,7 @@ from data import eos_ids
 from errors import Mistakes, SettingsError
 from pictures import rows as pictured
 from pictures.seeing import FAMILIES, sees
-from preflight import memory
+from preflight import floor, memory
 from preflight.memory import Memory
 from preflight.plan import Plan, problems
 from preflight.shape import Shape, shape_from, shape_of
@@ -75,7 +75,6 @@ def show_plan(args) -> int:
     found = read_files(args, args.plan_args.ranks)
     planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
     found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
-    from tools import floor
     print(found.plan.text(), floor.text(planned), sep="\n")
     return int(found.shape.fused and not planned.fits)
 
@@ -103,7 +102,7 @@ def read_files(args, ranks: int, local_size: int | None = None,
         shape = replace(shape, teacher=of_teacher)
         notes += model_files.unread(teacher, "teacher") if teacher else []
     if files.lm and sees(files.lm.config):
-        eyes = find_eyes(args, files.lm, files.folder, notes, teacher)
+        eyes = find_eyes(args, files.lm, files.folder, teacher)
 
     rows = load_rows(args, "data", args.seed, files, eyes, notes)
     eval_rows = load_rows(args, "eval_data", 0, files, eyes, notes)  # for any --seed
@@ -281,7 +280,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
-def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = None):
+def find_eyes(args, lm, source: str, teacher: str | None = None):
     """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
     limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
     eyes = load_eyes(args.model, source, lm.config, *limits)
@@ -291,8 +290,6 @@ def find_eyes(args, lm, source: str, notes: list[str], teacher: str | None = Non
         if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
                                 "with an equal processor for pictures and an equal image token.")
-    if eyes.note:
-        notes.append(eyes.note)
     return eyes
 
 

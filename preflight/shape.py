@@ -41,7 +41,7 @@ class Shape:
         norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
         attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
         mlp = 4 * c * self.wide
-        if self.state:  # packing.row_by_row
+        if self.state:  # packing.put_in_rows
             mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
         return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
 

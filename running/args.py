@@ -138,9 +138,9 @@ class CommonArgs:
             yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not be a tiny model's (got "
                    f"{str(self.name)[:60]!r}). Would work: --name my-run.")
-        for spec in [] if self.turn_args.reply else self.reward:
-            if spec.partition(":")[0] in ("environment", "turns"):
-                yield f"--reward {spec} needs --reply FILE.py:NAME."
+        if {"environment", "turns"} & {spec.partition(":")[0] for spec in self.reward} and (
+                not self.turn_args.reply):
+            yield "--reward environment or turns needs --reply FILE.py:NAME."
         smallest = min(plan.batches)
         if self.minibatches > smallest * self.group:
             yield (f"--minibatches must be at most {smallest * self.group:,} (got "

@@ -4,7 +4,7 @@ Both take a name of losses.py, or FILE.py:NAME: a function of a file, as in vari
 found from the current folder or from the project's, and loaded before weights are.
 """
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,7 +95,7 @@ class Own(NamedTuple):
     function: Callable
     refuses: Callable  # args -> why these settings do not fit it, or None
     per: str = "completion"  # or token: what has one number of an advantage
-    takes: Sequence[str] = ()  # the names of its parameters
+    uses_old: bool = False  # has it a parameter old_logprobs?
 
 
 @cache
@@ -121,7 +121,7 @@ def own(flag: str, spec: str) -> Own:
     if flag == "loss":
         try_loss(spec, function)
     return Own(function, getattr(module, "refuses", fits), getattr(module, "PER", "completion"),
-               [*signature.parameters])
+               "old_logprobs" in signature.parameters)
 
 
 def try_loss(spec: str, function: Callable):

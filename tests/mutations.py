@@ -169,7 +169,7 @@ ROWS = [
         "losses.token_rewards(torch.ones(3), None, None, torch.tensor([2, 3, 4]), kl_coef=0.0)"
         ".nonzero().flatten().tolist()",
         "places of the scores of completions of 2, 3 and 4 tokens: {} → {}"),
-    Row("losses.py", "gamma * next_value[:n] - values[t]", "gamma * values[t] - values[t]",
+    Row("losses.py", "gamma * next_value[:left] - values[t]", "gamma * values[t] - values[t]",
         "losses.py::test_gae_is_the_double_sum", "gae(6, 3)", "advantages: {} off"),
     Row("losses.py", "next_value = next_advantage = rewards.new_zeros(len(lengths))",
         "next_value, next_advantage = values.roll(-1)[last], rewards.new_zeros(len(lengths))",

@@ -60,6 +60,7 @@ grpo group=3 steps=2 kl_reward_coef=0.2 advantage=rloo overlong_filter=True over
 grpo group=3 steps=1 advantage=reinforce++ overlong_buffer=8 {TIGHT}
 grpo group=3 steps=1 advantage=reinforce++-baseline overlong_buffer=8 {TIGHT}
 grpo group=3 steps=1 kl_reward_coef=0.2 advantage=reinforce++ temperature=0.8 {TWICE}
+grpo group=3 steps=1 kl_loss_coef=0.3 advantage=reinforce++
 grpo group=3 steps=1 kl_loss_coef=0.3 kl_estimator=k1 {TWICE}
 grpo group=3 steps=2 engine_correction=truncate kl_loss_coef=0.3 entropy_coef=0.2 {BOUNDS}
 grpo group=3 steps=2 entropy_coef=0.3

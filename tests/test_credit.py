@@ -307,7 +307,7 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
 
 @pytest.mark.parametrize("flags, words", [
     (dict(name="turn_credit", reward=("exact",)), "no --reward counts it: give --reward turns"),
-    (dict(name="turn_credit", reward=("turns",)), "--reward turns needs --reply FILE.py:NAME."),
+    (dict(name="turn_credit", reward=("turns",)), "--reward environment or turns needs --reply"),
     (dict(name="turn_credit", reward=("turns",), reply="examples/doors.py:reply",
           dynamic_sampling=True), "learns from groups of equal rewards too"),
     (dict(name="pass_at_k", group=3), "draws 4 of a group: --group must be at least 5 (got 3)"),

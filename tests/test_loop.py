@@ -1,11 +1,15 @@
 """The loop around `learn` in each script: which part is called when, and with what."""
+import itertools
+import math
 from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 
 import grpo
+import learning
 import ppo
+import probes
 import reference_losses
 from preflight import plan
 from reference_settings import SCRIPTS, hostile
@@ -122,3 +126,49 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     assert metrics["batch/dropped_equal"] == 12 * group - len(kept) * group
     assert metrics["batch/dropped"] == 1 + 12 * group - batch * group
     assert given[0]["lr"] == 0.5
+
+
+# Every flag that `learn` of grpo.py reads, and of those with names each name.
+FLAGS = [
+    *(("advantage", name) for name in (
+        "dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline",
+        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl", "turn_credit")))),
+    *(("loss", name) for name in ("clip", "gspo", "cispo", "reinforce", *(
+        f"variants/{name}.py:{name}" for name in (
+            "clip_cov", "dppo", "geometric", "gmpo", "ipo", "opsm", "sapo")))),
+    *(("aggregation", name) for name in ("token", "sequence", "constant", "prompt")),
+    *(("engine_correction", name) for name in (
+        "truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean")),
+    *(("kl_estimator", name) for name in ("k1", "k2", "k3", "k3_ratio")),
+    ("kl_loss_coef", 0.1), ("kl_reward_coef", 0.1), ("entropy_coef", 0.1), ("dual_clip", 2.0),
+    ("overlong_filter", True), ("overlong_buffer", 8), ("minibatches", 2), ("epochs", 2),
+    ("group", 1), ("temperature", 0.7), ("reward", ("turns",))]
+
+
+LARGE = "advantage", "loss", "aggregation", "engine_correction"
+
+
+@pytest.mark.parametrize("flag", [*LARGE, "others"])
+def test_any_two_flags_of_an_update_work_or_are_refused(flag):
+    """--advantage reinforce++ with --kl_loss_coef ended in an AttributeError."""
+    policy, reference, tried = probes.Spy(), probes.Spy(0.05), 0
+    for first, second in itertools.combinations(FLAGS, 2):
+        if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
+            continue
+        flags = dict([first, second]) | ({"reply": "examples/doors.py:reply"} if (
+            "turns" in str([first, second])) else {})
+        if "kl_estimator" in flags:
+            flags.setdefault("kl_loss_coef", 0.1)
+        if flags.get("advantage", "").startswith("variants/turn_credit"):
+            flags["reward"] = ("turns",)
+        args = learning.arguments(**flags)
+        if plan.problems(args, 1):
+            continue
+        samples = learning.fabricate("mixed", 3, args.group)
+        for sample in samples:
+            sample.score.parts = dict.fromkeys(
+                [reward.partition(":")[0] for reward in args.reward], sample.score.total)
+        metrics = grpo.learn(args, probes.World(), policy, samples, lr=0.0, reference=reference)
+        tried += 1
+        assert all(math.isfinite(value) for value in metrics.values()), flags
+    assert tried > 20

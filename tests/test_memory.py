@@ -19,15 +19,14 @@ from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs, memory, plan
+from preflight import floor, inputs, memory, plan
 from preflight.memory import Memory
 from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
 from running import worst_case
-from tools import floor
 from trainer import model
 from trainer.batch import Batch, Micro
-from trainer.packing import pack, row_by_row
+from trainer.packing import pack, put_in_rows
 
 ROOT = Path(__file__).parent.parent
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
@@ -56,10 +55,16 @@ def test_situation_4_fits_with_the_flags_it_names(group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(dtype):
     """Of Qwen3.5: three completions, each with its prompt again, and the prompt itself."""
-    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+    config = AutoConfig.for_model(
         "qwen3_5_text", hidden_size=256, intermediate_size=256, num_attention_heads=2,
         num_key_value_heads=1, num_hidden_layers=2, vocab_size=64, linear_num_key_heads=4,
-        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"]), dtype=dtype)
+        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"])
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        put_in_rows(lm)
+    lm.to_empty(device="cpu")
+    for p in lm.parameters():
+        torch.nn.init.normal_(p, std=0.02)
     *_, packed, _ = pack([0] * 3, [[1] * 100] * 3, [torch.ones(61)] * 3, torch.device("cpu"))
     layer, seen = lm.model.layers[0].linear_attn, {}
 
@@ -69,7 +74,7 @@ def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(dtype):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden = torch.randn(1, packed.tokens, 256, dtype=dtype, requires_grad=True)
-        row_by_row(layer.forward, hidden, packed)
+        layer(hidden_states=hidden, packed=packed)
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
     shape, c, keys = shape_from(lm), dtype.itemsize, (100 + 3 * 160) / packed.tokens

@@ -169,7 +169,7 @@ REFUSED = [
     (dict(kl_target=0.1, kl_reward_coef=0.1, kl_horizon=102), "--kl_horizon must be more than a "
      "fifth of --batch x --group (got 102): else one step may turn the coefficient negative. Would "
      "work: --kl_horizon 103.", dict(kl_horizon=103)),
-    (dict(reward=("environment",)), "--reward environment needs --reply FILE.py:NAME.",
+    (dict(reward=("environment",)), "--reward environment or turns needs --reply FILE.py:NAME.",
      dict(reply="x.py:C")),
     (dict(carry=1.0), "--carry needs --engine_correction: older policies sampled some of a step's "
      "tokens. Would work: --engine_correction truncate.", dict(engine_correction="truncate")),

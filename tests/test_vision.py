@@ -167,10 +167,6 @@ def test_a_limit_scales_every_picture_down(folder):
     assert free.prompt_ids == same.prompt_ids
     eyes = small.pictures.eyes
     assert len(small.pictures.places) == 4 and len(free.pictures.places) == 20
-    args, notes = plan.changed(grpo.Args(), max_image_tokens=20), []
-    source = str(folder / "split")
-    inputs.find_eyes(args, model.skeleton(source), source, notes)
-    assert "longest edge of 32 pixels, not 64: at most 7 tokens" in notes[0]
     assert eyes.pixels(small.pictures.sources)[0].shape == (1, 3, 32, 32)
     with pytest.raises(SettingsError, match="--max_image_tokens must be at least 7, .*got 6"):
         read(folder, row, kind="split", most=6)
@@ -214,11 +210,11 @@ def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
     lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
-    inputs.find_eyes(args, lm, source, [], str(folder / "teacher"))
+    inputs.find_eyes(args, lm, source, str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
     AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
     with pytest.raises(SettingsError, match=f"--teacher {teacher} {words}"):
-        inputs.find_eyes(args, lm, source, [], str(folder / teacher))
+        inputs.find_eyes(args, lm, source, str(folder / teacher))
 
 
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])

@@ -19,7 +19,7 @@ from trainer.batch import Micro
 from trainer.experts import ExpertArgs
 from trainer.logprobs import Teacher, hidden_alone, token_divergences, token_logprobs
 from trainer.lora import LoraArgs
-from trainer.model_files import config_of, load, names_in_files
+from trainer.model_files import STATES, config_of, load, names_in_files
 
 HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
@@ -86,9 +86,8 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
         lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa",
                               experts_implementation=experts_in(dtype))
     seeing.text_of(lm).set_attn_implementation("packed")
-    for name, layer in lm.named_modules():
-        if name.endswith(".linear_attn"):
-            layer.forward = partial(packing.row_by_row, layer.forward)
+    if config.model_type in STATES:
+        packing.put_in_rows(lm)
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     return lm
 

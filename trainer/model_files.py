@@ -33,7 +33,7 @@ UNSERVED = {  # {family: {what vLLM leaves out, some of it in silence: the value
     "qwen2": {"use_sliding_window": False}, "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False, "mlp_only_layers": []}}
 ATTENTION = "full_attention", "sliding_attention"  # layers of other types have a state
-STATES = {"qwen3_5_text": "linear_attention"}  # those that packing.row_by_row computes
+STATES = {"qwen3_5_text": "linear_attention"}  # those that packing.put_in_rows changes
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 VARIANT = re.compile(r"model\.\w+\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
