@@ -1,4 +1,5 @@
 """errors.py: mistakes in the settings, and the numbers that a flag may have (`batch: Count`)."""
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, get_args, get_type_hints
 
@@ -15,6 +16,18 @@ class SettingsError(Exception):
 
 class PeerEnded(RuntimeError):
     """Another rank ended, and says why."""
+
+
+@contextmanager
+def as_sentence(start: str):
+    """Whatever a library raises inside becomes a SettingsError: `start`, and what it said."""
+    try:
+        yield
+    except SettingsError:
+        raise
+    except Exception as error:  # a library has many kinds
+        why = " ".join(str(error).split())[:300]
+        raise SettingsError(f"{start} ({why}).") from None
 
 
 class Mistakes(list):
@@ -83,6 +96,16 @@ def outside(flags) -> dict[str, str]:
         if not all(allowed.has(x) for x in numbers if isinstance(x, int | float)):
             found[name] = f"--{name} must be {allowed} (got {value})."
     return found
+
+
+def needed(flags, values: dict[str, object]) -> list[str]:
+    """A sentence for each flag of a dataclass that does nothing without another one, which is off.
+    NEEDS of its class, or of one above, is {flag: the other}. values: of all flags."""
+    needs = {}
+    for kind in type(flags).__mro__:
+        needs |= getattr(kind, "NEEDS", {})
+    return [f"--{name} needs --{needs[name]}." for name in not_default(flags)
+            if name in needs and values[needs[name]] in (None, 0, "none")]
 
 
 def not_default(flags) -> list[str]:

@@ -61,6 +61,8 @@ class Args(loss_flags.LossArgs, CommonArgs):
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
     refills: int = 3
     """The most extra rollouts of one step with --dynamic_sampling."""
+    NEEDS: ClassVar[dict[str, str]] = {
+        "refills": "dynamic_sampling", "kl_estimator": "kl_loss_coef"}
 
     carry_args: CarryArgs = field(default_factory=CarryArgs)
 
@@ -172,7 +174,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # acts on every token, and so may a loss that --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    learns = (batch.of_tokens(advantages.abs()) > 0) | others_act  # (N,): has it a gradient?
+    learns = (batch.of_tokens(advantages.abs()) > 0) | others_act  # (N,): sums over its tokens
     policy_loss = loss_flags.own("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):

@@ -70,6 +70,7 @@ class Args(LossArgs, CommonArgs):
     """Adapt --kl_reward_coef once a rollout towards this KL, in nats a token. None: it is fixed."""
     kl_horizon: Count = 10000
     """Completions over which --kl_reward_coef changes by at most a fifth."""
+    NEEDS: ClassVar[dict[str, str]] = {"kl_horizon": "kl_target"}
     critic_args: CriticArgs = field(default_factory=CriticArgs)
 
     carry_args: CarryArgs = field(default_factory=CarryArgs)

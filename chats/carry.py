@@ -15,7 +15,7 @@ Partial rollouts: https://arxiv.org/abs/2501.12599, https://arxiv.org/abs/2509.1
 """
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class CarryArgs:
     completion."""
     carry_tokens: Count = 256
     """Tokens of a round. After each round the step looks whether its prompts have ended."""
+    NEEDS: ClassVar[dict[str, str]] = {"carry_tokens": "carry"}
 
     def rules(self, plan):
         """See plan.problems."""

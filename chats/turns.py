@@ -8,13 +8,13 @@ Ids are only appended: what was sampled is never decoded and encoded again. See 
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 
 from data import Prompt, Row, ids_after, marks, reader, texts_of
-from errors import Count, SettingsError, not_default
+from errors import Count, SettingsError
 from rewards import Answer, Pool, check_rows, report
 from rollout import Request
 from scoring.replies import Move
@@ -31,11 +31,10 @@ class TurnArgs:
     environment with a state. Not given: one turn."""
     max_turns: Count = 8
     """The model's turns in an episode, at most."""
+    NEEDS: ClassVar[dict[str, str]] = {"max_turns": "reply"}
 
     def rules(self, plan):
         """See plan.problems."""
-        if "max_turns" in not_default(self) and not self.reply:
-            yield "--max_turns needs --reply."
         if self.reply and plan.shape and plan.shape.tower:
             yield ("--reply is for models that read text alone: --model sees pictures, and answers "
                    "in one turn.")

@@ -15,7 +15,7 @@ import rewards
 from chats import targets, turns
 from chats.teacher import add_teacher_prompts
 from data import eos_ids
-from errors import Mistakes, SettingsError
+from errors import Mistakes, SettingsError, as_sentence
 from pictures import rows as pictured
 from pictures.seeing import FAMILIES, sees
 from preflight import floor, memory
@@ -211,15 +211,11 @@ def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
 def load_tokenizer(name: str, source: str, flag: str = "model"):
     """transformers' tokenizer of the folder `source`. SettingsError: it has none."""
     from transformers import AutoTokenizer
-    try:
+    with as_sentence(f"--{flag} {name} has no tokenizer that transformers can load"):
         found = AutoTokenizer.from_pretrained(source)
         if len(found) <= len(found.all_special_ids):  # transformers makes one without files
             raise ValueError("it would be empty")
         return found
-    except Exception as error:  # transformers has many kinds
-        why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--{flag} {name} has no tokenizer that transformers can load "
-                            f"({why}).") from None
 
 
 def dated(template: str | None, began: str | None):
@@ -294,14 +290,8 @@ def find_eyes(args, lm, source: str, teacher: str | None = None):
 
 
 def load_eyes(name: str, source: str, config, *limits: int, flag: str = "model"):
-    try:
+    with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
         return FAMILIES[config.model_type].Eyes(source, config, *limits)
-    except SettingsError:
-        raise
-    except Exception as error:  # transformers has many kinds
-        why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--{flag} {name} has no processor for pictures that transformers "
-                            f"can load ({why}).") from None
 
 
 # ---- rows, turns, memory ----

@@ -1,8 +1,9 @@
 """plan.py: the sizes of every part of a step, from the settings alone."""
 from dataclasses import dataclass, is_dataclass, replace
+from typing import ClassVar
 
 from dist import KEYS, assert_divisible
-from errors import Count, Positive, SettingsError, not_default, outside
+from errors import Count, Positive, SettingsError, needed, outside
 
 
 @dataclass
@@ -16,12 +17,10 @@ class PlanArgs:
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
     strict: bool = False
     """The completions of every optimizer step must divide evenly over the ranks."""
+    NEEDS: ClassVar[dict[str, str]] = {"ranks": "plan", "gpu_gb": "plan"}
 
     def rules(self, plan):
         """See plan.problems."""
-        if not self.plan:
-            yield from (f"--{name} needs --plan." for name in ("ranks", "gpu_gb")
-                        if name in not_default(self))
         if not self.strict:
             return
         if getattr(plan.args, "dynamic_sampling", False):
@@ -214,6 +213,7 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
     for group in (usable, *filter(is_dataclass, vars(usable).values())):
+        found += needed(group, flags(usable))
         if hasattr(group, "rules"):
             found += group.rules(plan)
     return found

@@ -5,12 +5,13 @@ on its row and not on the step, so evaluations of two policies are paired.
 """
 from dataclasses import dataclass
 from math import comb, exp
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from data import Prompt
-from errors import Count, Number, not_default
+from errors import Count, Number
 from keeping.samples import write_samples
 from rewards import Score, score_samples
 from trainer.batch import Batch, Meter, Sample, given
@@ -29,11 +30,11 @@ class EvalArgs:
     """A completion passes when its first --reward is at least this."""
     eval_only: bool = False
     """Evaluate --model on --eval_data, and end."""
+    NEEDS: ClassVar[dict[str, str]] = dict.fromkeys(
+        "eval_every eval_samples eval_temperature eval_pass eval_only".split(), "eval_data")
 
     def rules(self, plan):
         """See plan.problems."""
-        if not plan.args.eval_data:
-            yield from (f"--{name} needs --eval_data." for name in not_default(self))
         if self.eval_temperature and not 0.01 <= self.eval_temperature <= 2:  # vLLM's own limits
             yield (f"--eval_temperature must be 0, or from 0.01 to 2 (got "
                    f"{self.eval_temperature}).")

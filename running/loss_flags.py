@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 
 import losses
-from errors import Number, Range, SettingsError
+from errors import Number, Range, SettingsError, not_default
 from scoring.signatures import ROOT, load
 
 
@@ -39,6 +39,8 @@ class ClipArgs:
     """Lower bound; truncate has none."""
     correction_high: float = 2.0
     """Upper bound."""
+    NEEDS: ClassVar[dict[str, str]] = dict.fromkeys(
+        ["correction_low", "correction_high"], "engine_correction")
 
     def rules(self, plan):
         """See plan.problems."""
@@ -88,6 +90,11 @@ TAKES = {  # positional arguments, and those by name
     "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
     "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
                                    "old_logprobs engine_logprobs")}
+
+
+# Flags that a built-in function does not use.
+UNUSED = {"loss": {"cispo": ("dual_clip",), "reinforce": ("clip_low", "clip_high", "dual_clip")},
+          "advantage": dict.fromkeys(set(NAMES["advantage"]) - {"grpo"}, ("advantage_eps",))}
 
 
 class Own(NamedTuple):
@@ -168,15 +175,14 @@ def rules(args):
     if args.group == 1 and args.advantage != "reinforce++":
         yield (f"--advantage {args.advantage} compares the completions of a prompt, so --group "
                f"must be at least 2 (got 1). With one completion: --advantage reinforce++.")
-    if args.dual_clip is not None and args.loss in ("cispo", "reinforce"):
-        yield (f"--dual_clip bounds a clipped loss, and --loss {args.loss} has none. Would work: "
-               "--loss clip.")
     updates = args.minibatches * args.epochs
     if args.loss == "reinforce" and updates > 1:
         yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
                f"{updates}). For several updates: --loss clip.")
     for flag, names in NAMES.items():
         spec = getattr(args, flag)
+        yield from (f"--{name} does nothing with --{flag} {spec}. Would work: without it."
+                    for name in UNUSED[flag].get(spec, ()) if name in not_default(args))
         try:
             refused = own(flag, spec).refuses(args)
         except SettingsError as error:

@@ -155,6 +155,18 @@ REFUSED = [
     (dict(ranks=3), "--ranks needs --plan.", dict(plan=True)),
     (dict(lora_alpha=4.0), "--lora_alpha needs --lora_rank.", dict(lora_rank=8)),
     (dict(max_turns=3), "--max_turns needs --reply.", dict(reply="x.py:f")),
+    (dict(carry_tokens=4), "--carry_tokens needs --carry.",
+     dict(carry=1, engine_correction="truncate")),
+    (dict(refills=1), "--refills needs --dynamic_sampling.", dict(dynamic_sampling=True)),
+    (dict(kl_estimator="k1"), "--kl_estimator needs --kl_loss_coef.", dict(kl_loss_coef=0.1)),
+    (dict(correction_high=4.0), "--correction_high needs --engine_correction.",
+     dict(engine_correction="mask")),
+    (dict(kl_horizon=1000), "--kl_horizon needs --kl_target.",
+     dict(kl_target=0.1, kl_reward_coef=0.1)),
+    (dict(advantage_eps=1e-4), "--advantage_eps does nothing with --advantage dr_grpo. Would work: "
+     "without it.", dict(advantage="grpo")),
+    (dict(clip_high=0.28, loss="reinforce"), "--clip_high does nothing with --loss reinforce. "
+     "Would work: without it.", dict(loss="clip")),
     (dict(stop=("a", "")), "--stop must not have an empty string: every completion would end at "
      "once.", dict(stop=("a",))),
     (dict(data=""), "--data must not be empty.", dict(data="x")),

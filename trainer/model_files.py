@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import list_repo_files, snapshot_download
 from safetensors import SafetensorError, safe_open
 
-from errors import SettingsError
+from errors import SettingsError, as_sentence
 from pictures import seeing
 from trainer import experts, lora
 
@@ -72,11 +72,8 @@ def config_of(folder: str, flag: str = "model"):
     """SettingsError where trainer and engine could not compute the model alike."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-    try:
+    with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of many kinds
-        why = " ".join(str(error).split())[:300]
-        raise SettingsError(f"--{flag} {folder}: cannot read its config.json ({why}).") from None
     kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
     rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
     known = CLASSES | seeing.CLASSES
