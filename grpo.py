@@ -168,10 +168,11 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     #   loss_it = -min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)       r_it = π / π_old
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
-    # A completion whose advantages are all 0 has no gradient, and counts in the metrics alone.
-    # `micros` puts such completions into micro-batches of their own, in the same rounds on all
-    # ranks. There `logprobs` makes no graph, so `backward` does nothing. But a KL or entropy term
-    # acts on every token, and so may a loss that --loss FILE.py:NAME brings.
+    # A completion whose advantages are all 0 has no gradient, but it counts in these weights and
+    # in the metrics. `micros` puts such completions into micro-batches of their own, the last ones
+    # of every rank. `logprobs` sees this in a micro-batch (`micro.learns`) and makes no graph, so
+    # `backward` does nothing. But a KL or entropy term acts on every token, and so may a loss that
+    # --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     learns = (batch.of_tokens(advantages.abs()) > 0) | others_act  # (N,): sums over its tokens
@@ -208,9 +209,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     loss = loss + args.kl_loss_coef * kl
                 if args.entropy_coef:
                     loss = loss - args.entropy_coef * entropy
-                policy.backward((w * loss).sum())  # does nothing if the micro-batch has no graph
+                policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
                 meter.add(w, details)
-            meter.norms.append(policy.step(lr))
+            meter.norms.append(policy.step(lr))  # of a gradient 0 too: momentum goes on
     # policy.metrics: of experts, if the model has some.
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 

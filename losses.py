@@ -34,7 +34,8 @@ def overlong_penalty(lengths, max_tokens, buffer):
 
         ((Lmax - Lc) - L) / Lc, between -1 and 0        Lmax = max_tokens, Lc = buffer
 
-    lengths (N,): here with what replies put in, as max_tokens counts them.
+    lengths (N,): here with the tokens that an environment put between two turns, because
+    max_tokens counts these too.
     """
     return ((max_tokens - buffer - lengths.double()) / buffer).clamp(-1, 0)
 
@@ -177,9 +178,10 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     log_ratio: the token's, for approx_kl. log_r: of r, which is the token's ratio, or a sequence's.
     """
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
-    # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient. A clamp alone
-    # would give a token above 80 the gradient 0, and nobody would see that the policy is broken.
-    # Here it is about exp(80): the norm is inf, and the optimizer step is skipped.
+    # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient.
+    # Where A < 0 and there is no dual_clip, nothing bounds r from above. A clamp alone would give
+    # such a token above 80 the gradient 0, and hide that the policy is broken. Here its gradient is
+    # about exp(80), whose square is inf in the norm, so the optimizer step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     # The min: where A < 0, r is at least 1 - low (and at most c); else it is at most 1 + high.
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
