@@ -138,13 +138,15 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
         path, name, number = match.groups() if match else (None, spec, None)
+        if path and not os.path.isfile(path):  # as of --loss: here, or in the project
+            path = os.path.join(ROOT, path)
         weight = math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
         if kind != "reward" and (number or not path):
             mistakes.append(f"--{kind} {spec}: it must be FILE.py:FUNCTION; it has no weight.")
         elif path and not os.path.isfile(path):
-            mistakes.append(f"--{kind} {spec}: no such file.")
+            mistakes.append(f"--{kind} {spec}: no such file, here or in {ROOT}.")
         elif not path and name not in REWARDS:
             mistakes.append(f"--{kind} {spec}: no such reward.")
         if name in [part.name for part in parts]:

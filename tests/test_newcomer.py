@@ -54,7 +54,7 @@ def mistakes(*flags: str) -> str:
     ("--reply own.py:ok:0.5 --reward own.py:missing", ["own.py has no missing."]),
     ("--reply own.py:ok:0.5", ["--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no "
                                "weight."]),
-    ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file."]),
+    ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file, here or in "]),
     ("--data a.csv", ["a.csv cannot be loaded: UnicodeDecodeError: "]),
     ("--data bare.jsonl --eval_data held.jsonl --batch 1",
      ["--reward exact needs 'answer'; 1 of 2 rows have none"]),

@@ -83,6 +83,12 @@ def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
         rewards.check(specs)
 
 
+def test_a_file_is_found_here_or_in_the_project(own):
+    own(F + "return 1")
+    here, there = rewards.parse(["own.py:f", "examples/squares.py:squares"])
+    assert here.path == "own.py" and there.path == f"{rewards.ROOT}/examples/squares.py"
+
+
 @pytest.mark.parametrize("number", "1. .5 1e-1 -0.5 +2 1E3 0 1_0 -1.e-10 5.e+0".split())
 def test_a_weight_is_a_number_as_python_reads_it(own, number):
     own(F + "return 1")
