@@ -121,15 +121,15 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
-             args: DataArgs, flag: str = "--prompt_template") -> Row | None:
+             args: DataArgs, flag: str = "--prompt_template", parts=None) -> Row | None:
     """A row as the model sees it. None: it asks nothing. controls: what begins a finished chat, see
-    `marks`. flag: which one gave args.prompt_template."""
+    `marks`. flag: which one gave args.prompt_template. parts: see messages.templated."""
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
     markers = ("<|im_start|>", *controls)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer))
+    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer), parts)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -307,7 +307,7 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
         pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
+def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts=None) -> str:
     """The text that the model sees. SettingsError: the chat template cannot write it."""
     if finished:
         if len(messages) > 1 or options:
@@ -317,7 +317,7 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> st
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
-    text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
+    text = templated(messages, tokenizer, options, parts, add_generation_prompt=not goes_on,
                      continue_final_message=goes_on)
     for m in messages if text else ():
         said = m["content"].strip()  # Llama writes what a tool says as JSON

@@ -44,18 +44,18 @@ def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str], args,
-             eos_ids: list[int]) -> Row | None:
-    """A row with its target. None: its prompt is empty."""
+             eos_ids: list[int], parts=None) -> Row | None:
+    """A row with its target. None: its prompt is empty. parts: see messages.templated."""
     prompt, replies = split(columns)
     if prompt is not None:
         columns = columns | {"prompt": prompt}
     json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
-    row = data.make_row(index, columns, name, tokenizer, controls, args)
+    row = data.make_row(index, columns, name, tokenizer, controls, args, parts=parts)
     if row and eos_ids:
         texts = plain_texts(row.prompt, replies, tokenizer)
         options = options_of(columns, replies, tokenizer)
         if tokenizer.chat_template and not row.finished:
-            texts = chat_texts(messages_of(columns, args), replies, tokenizer, options)
+            texts = chat_texts(messages_of(columns, args), replies, tokenizer, options, parts)
         row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
     return row
 
@@ -95,14 +95,14 @@ def is_learned(message: dict) -> bool:
 # ---- texts: the chat up to the end of a message, whether the assistant says its last part, and
 # whether that is learned ----
 
-def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict):
+def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict, parts):
     """By the chat template. The turn's header is part of what is before the turn."""
     for k, message in enumerate(replies):
         if message["role"] != "assistant":
             continue
         chat = [*asked, *replies[:k + 1]]
         for messages, said in (chat[:-1], False), (chat, True):
-            text = templated(messages, tokenizer, options, add_generation_prompt=not said)
+            text = templated(messages, tokenizer, options, parts, add_generation_prompt=not said)
             yield text, said, said and is_learned(message)
 
 

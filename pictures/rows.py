@@ -1,5 +1,4 @@
 """rows.py: the pictures of a row: in its columns, in its text, and in the ids of its prompt."""
-import copy
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -23,19 +22,8 @@ class Pictures(NamedTuple):
     bytes: int = 0  # of its pixels, as files have them and as the tower gets them
 
 
-def apart(tokenizer):
-    """The tokenizer; its chat template gets texts and pictures apart, if it asks for that."""
-    def apply(messages, **options) -> str:
-        return tokenizer.apply_chat_template(
-            [m | {"content": parts_of(m["content"])} for m in messages], **options)
-
-    changed = copy.copy(tokenizer)
-    if re.search("""['"]image['"]""", str(tokenizer.chat_template)):
-        changed.apply_chat_template = apply
-    return changed
-
-
 def parts_of(text: str) -> list[dict]:
+    """Texts and pictures apart."""
     return [{"type": "image"} if part == MARK else {"type": "text", "text": part}
             for part in re.split(f"({MARK})", text) if part]
 
@@ -47,7 +35,8 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     columns = {column: value for column, value in columns.items() if column not in COLUMNS}
     columns |= {column: marked(column, columns[column], len(sources))
                 for column in (*CHATS, *PROMPTS) if isinstance(columns.get(column), str | list)}
-    row = make(index, columns, name, apart(tokenizer), controls, args)
+    asks = re.search("""['"]image['"]""", str(tokenizer.chat_template))  # for them apart
+    row = make(index, columns, name, tokenizer, controls, args, parts=parts_of if asks else None)
     if row:
         place(row, sources, eyes)
     return row

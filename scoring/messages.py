@@ -106,8 +106,11 @@ def call_of(stored) -> dict:
 
 # ---- what the chat template gets ----
 
-def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """The text that the chat template makes of them. SettingsError: it raises."""
+def templated(messages: list[dict], tokenizer, options: dict, parts=None, **more) -> str:
+    """The text that the chat template makes of them. SettingsError: it raises. parts: what it gets
+    in the place of a content, by pictures/rows.py; None: the text."""
+    if parts:
+        messages = [m | {"content": parts(m["content"])} for m in messages]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
     except (TemplateError, TypeError) as error:
