@@ -17,6 +17,7 @@ import dist
 import losses
 from chats.teacher import behind_teacher_prompts, beside
 from dist import World
+from errors import not_default
 from preflight.inputs import show_plan
 from rewards import score_samples
 from running.args import CommonArgs, parse
@@ -57,9 +58,11 @@ class Args(ClipArgs, CommonArgs):
             yield "--target_reward needs --reward."
         if self.reward_coef and not (self.reward and self.group > 1):
             yield "--reward_coef needs --reward, and --group of at least 2."
-        if self.divergence != "none" and not self.reward_coef and self.engine_correction != "none":
-            yield ("--engine_correction weighs the loss of sampled tokens, which --divergence "
-                   "without --reward_coef has not. Would work: --engine_correction none.")
+        if self.divergence != "none" and not self.reward_coef:
+            sampled = {"clip_low", "clip_high", "dual_clip", "engine_correction"}
+            yield from (f"--{name} is for the loss of sampled tokens, which --divergence without "
+                        "--reward_coef has not. Would work: without it."
+                        for name in not_default(self) if name in sampled)
         if plan.shape and plan.shape.tower and self.teacher_prompt:
             yield ("--teacher_prompt is for models that read text alone, and --model sees "
                    "pictures.")

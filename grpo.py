@@ -169,13 +169,14 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # These weights are fixed before `micros` splits the rows over ranks. FSDP is set to sum the
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     # A completion whose advantages are all 0 has no gradient, but it counts in these weights and
-    # in the metrics. `micros` puts such completions into micro-batches of their own, the last ones
-    # of every rank. `logprobs` sees this in a micro-batch (`micro.learns`) and makes no graph, so
-    # `backward` does nothing. But a KL or entropy term acts on every token, and so may a loss that
-    # --loss FILE.py:NAME brings.
+    # in the metrics: its `learns` is False. `micros` puts such completions into micro-batches of
+    # their own, the last ones of every rank, and marks them: `logprobs` reads micro.learns and
+    # makes no graph, so `backward` does nothing. But a KL or entropy term acts on every token, and
+    # so may a loss that --loss FILE.py:NAME brings.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
-    learns = (batch.of_tokens(advantages.abs()) > 0) | others_act  # (N,): sums over its tokens
+    size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
+    learns = (size > 0) | others_act  # (N,) bool
     policy_loss = loss_flags.own("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):

@@ -59,6 +59,8 @@ class RunArgs:
         if self.target_reward and plan.args.steps < 13:
             yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
                    f"at least 13 (got {plan.args.steps}).")
+        if plan.args.eval_args.eval_only and (self.target_reward or self.target_eval):
+            yield "--target_reward and --target_eval grade a training, and --eval_only has none."
         if self.target_eval and not plan.args.eval_data:
             yield "--target_eval needs --eval_data."
         if self.wandb == "":

@@ -179,7 +179,7 @@ def test_what_teaches_nothing_is_refused():
     assert "--eval_data needs --reward" in broken(eval_data="tiny")
     assert "--target_reward needs --reward." in broken(target_reward=(0.1, 0.9))
     unused = dict(divergence="jsd", engine_correction="mask")
-    assert "--engine_correction weighs the loss of sampled tokens" in broken(**unused)
+    assert "--engine_correction is for the loss of sampled tokens" in broken(**unused)
     assert not broken(**unused, reward_coef=0.5, reward=("exact",), eval_data="tiny")
 
 

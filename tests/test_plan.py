@@ -157,6 +157,8 @@ REFUSED = [
     (dict(max_turns=3), "--max_turns needs --reply.", dict(reply="x.py:f")),
     (dict(carry_tokens=4), "--carry_tokens needs --carry.",
      dict(carry=1, engine_correction="truncate")),
+    (dict(eval_only=True, eval_data="x", target_eval=(0.0, 0.5)), "--target_reward and "
+     "--target_eval grade a training, and --eval_only has none.", dict(eval_only=False)),
     (dict(refills=1), "--refills needs --dynamic_sampling.", dict(dynamic_sampling=True)),
     (dict(kl_estimator="k1"), "--kl_estimator needs --kl_loss_coef.", dict(kl_loss_coef=0.1)),
     (dict(correction_high=4.0), "--correction_high needs --engine_correction.",
