@@ -283,12 +283,13 @@ def test_a_file_says_what_has_one_number(tmp_path):
 
 
 @pytest.mark.parametrize("per, result, words", [
-    ("token", "rewards", "must return a tensor of 11 numbers: its PER is token."),
-    ("completion", "turn.double()", "must return a tensor of 4 numbers: its PER is completion."),
-    ("token", "turn.double()[:, None]", "must return a tensor of 11 numbers"),
-    ("token", "None", "must return a tensor of 11 numbers"),
-    ("token", "turn.tolist()", "must return a tensor of 11 numbers"),
-    ("tokens", "turn.double()", "must return a tensor of 4 numbers: its PER is tokens.")])
+    ("token", "rewards", "must return a tensor of 11 finite numbers: its PER is token."),
+    ("completion", "turn.double()", "must return a tensor of 4 finite numbers: its PER is completion."),
+    ("token", "turn.double()[:, None]", "must return a tensor of 11 finite numbers"),
+    ("token", "turn / 0.0", "must return a tensor of 11 finite numbers"),
+    ("token", "None", "must return a tensor of 11 finite numbers"),
+    ("token", "turn.tolist()", "must return a tensor of 11 finite numbers"),
+    ("tokens", "turn.double()", "must return a tensor of 4 finite numbers: its PER is tokens.")])
 def test_a_file_that_returns_something_else_is_refused(per, result, words, tmp_path):
     batch = batch_of("ss..s", "s", ".s.ss.s", "sss")
     with pytest.raises(SettingsError, match=re.escape(words)):
