@@ -284,7 +284,8 @@ def test_a_file_says_what_has_one_number(tmp_path):
 
 @pytest.mark.parametrize("per, result, words", [
     ("token", "rewards", "must return a tensor of 11 finite numbers: its PER is token."),
-    ("completion", "turn.double()", "must return a tensor of 4 finite numbers: its PER is completion."),
+    ("completion", "turn.double()",
+     "must return a tensor of 4 finite numbers: its PER is completion."),
     ("token", "turn.double()[:, None]", "must return a tensor of 11 finite numbers"),
     ("token", "turn / 0.0", "must return a tensor of 11 finite numbers"),
     ("token", "None", "must return a tensor of 11 finite numbers"),
