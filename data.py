@@ -77,6 +77,7 @@ class Stream:
 
     @property
     def epoch(self) -> int:
+        """How often all rows have been drawn."""
         return self.position // len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
@@ -139,6 +140,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
 
 
 def one_line(error) -> str:
+    """What it says, without line breaks."""
     return " ".join(str(error).split())
 
 

@@ -286,6 +286,7 @@ class Stop:
         signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, *_):
+        """The handler of SIGTERM."""
         self.asked = True
 
     def agreed(self) -> bool:

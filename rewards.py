@@ -83,6 +83,7 @@ def score_samples(run, samples: list, group: int) -> None:
 
 
 def item_of(sample, text) -> Item:
+    """What a worker gets of a sample. text: ids → str."""
     row, completion = sample.prompt.row, sample.completion
     return Item(row.prompt, text(completion.ids), row.answer, row.columns, completion.tokens,
                 completion.truncated, completion.ids.tolist(), completion.turns)
@@ -202,6 +203,7 @@ class Worker:
         self.send((kind, parts, int(MEMORY_GB * 2**30), args.reward_timeout, args.reward_retries))
 
     def send(self, message) -> None:
+        """OSError: it ended, or does not read."""
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
@@ -278,6 +280,7 @@ class Pool:
         return self.answers
 
     def close(self):
+        """Ends the workers."""
         for inbox in self.inboxes:
             inbox.put(None)
         for thread in self.threads:

@@ -131,6 +131,7 @@ class Engine:
             torch.set_num_threads(threads)
 
     def options_of_device(self, max_len: int) -> dict:
+        """vLLM's, by GPU or CPU. max_len: tokens."""
         if self.on_gpu:
             return {"enforce_eager": self.args.eager,
                     "max_num_seqs": self.args.max_num_seqs or None}
@@ -141,6 +142,7 @@ class Engine:
                 "max_num_seqs": engine_limits(self.args, None)[1]}
 
     def options_of_adapter(self) -> dict:
+        """vLLM's, for --lora_rank. {}: none."""
         if not self.adapter:
             return {}
         return {"enable_lora": True, "lora_target_modules": self.adapter["target_modules"],
@@ -272,6 +274,7 @@ def parts_of(requests: list[Request]) -> list[list[Request]]:
 
 
 def compare_ids(requests: list[Request], outputs: list) -> None:
+    """RuntimeError unless engine and trainer have the same ids."""
     for request, output in zip(requests, outputs, strict=True):
         if output.prompt_token_ids != request.prompt_ids:
             raise RuntimeError(

@@ -92,6 +92,7 @@ class Carry:
         return [Sample(group.prompt, c) for group in oldest for c in group.completions]
 
     def start(self, prompts: list[Prompt]):
+        """The prompts are in flight, each with G empty completions."""
         none = np.zeros(0, np.int32)
         for prompt in prompts:
             self.flight.append(Group(prompt, [

@@ -89,6 +89,7 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
 
 
 def is_learned(message: dict) -> bool:
+    """Does the assistant say it, with a weight that is not 0?"""
     return message["role"] == "assistant" and "weight" not in message
 
 

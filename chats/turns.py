@@ -262,6 +262,7 @@ class Episodes:
 
 
 def append(c: Completion, ids, logprobs, sampled: bool) -> None:
+    """In place: ids (n,), log-probs (n,) in nats, and whether they were sampled."""
     c.ids = np.append(c.ids, ids).astype(np.int32)
     c.logprobs = np.append(c.logprobs, logprobs).astype(np.float32)
     c.sampled = np.append(c.sampled, np.full(len(ids), sampled))

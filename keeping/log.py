@@ -122,6 +122,7 @@ class Log:
         self.wandb = None
 
     def say(self, text: str):
+        """Prints a line, on rank 0."""
         if self.writing:
             with writing("the output"):
                 print(text)
@@ -184,6 +185,7 @@ class Log:
                            step=row["step"])
 
     def close(self):
+        """Ends W&B."""
         if self.wandb:
             with self.wandb_may_fail():
                 self.wandb.finish()
@@ -219,6 +221,7 @@ class Log:
             self.write(row)
 
     def write(self, row: dict):
+        """A row to metrics.jsonl, W&B and the screen."""
         self.rows.append(row)
         path = self.folder / "metrics.jsonl"
         with writing(path), open(path, "a") as file:
@@ -230,6 +233,7 @@ class Log:
             self.hints(row)
 
     def step_line(self, row: dict) -> str:
+        """What the screen shows of a step."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")

@@ -42,6 +42,7 @@ def grade(run_log: Log, flags) -> bool:
 
 
 def draw_curve(run_log: Log):
+    """curve.png."""
     from tools import plot
     picture = io.BytesIO()
     plot.draw([plot.runs_in(run_log.folder)], picture)
@@ -49,6 +50,7 @@ def draw_curve(run_log: Log):
 
 
 def write_report(run_log: Log):
+    """report.html."""
     from tools import report
     text = report.page([run_log.folder], most_read=report.AT_THE_END)
     write_whole(run_log.folder / "report.html", text)

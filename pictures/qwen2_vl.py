@@ -54,6 +54,7 @@ class Eyes:
         return grid
 
     def ids_of(self, size) -> list[int]:
+        """(width, height) → its tokens in a prompt."""
         rows, cols = self.grid_of(size)
         return [self.token] * (rows * cols)
 
@@ -85,6 +86,7 @@ def unserved_text(config):
 
 
 def unserved(config):
+    """See idefics3."""
     yield from unserved_text(config)
     tower = config.vision_config
     yield f"hidden_act {tower.hidden_act} in its tower", tower.hidden_act != "quick_gelu"
@@ -92,11 +94,13 @@ def unserved(config):
 
 
 def nothing(config) -> tuple:
+    """The smallest pixels, and their grid (1, 3)."""
     c = config.vision_config
     n, size = c.spatial_merge_size, 3 * c.temporal_patch_size * c.patch_size**2
     return torch.ones(n * n, size), torch.tensor([[1, n, n]])
 
 
 def features(lm, pixels, grids) -> list:
+    """[(n, H) of all pictures, and those of inner layers, if it has such]."""
     found = lm.base_model.visual(pixels, grid_thw=grids)
     return [found.pooler_output, *getattr(found, "deepstack_features", [])]

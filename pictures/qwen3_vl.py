@@ -7,6 +7,7 @@ CLASS = "Qwen3VLForConditionalGeneration"
 
 
 def unserved(config):
+    """See idefics3."""
     text = config.get_text_config()
     yield from unserved_text(config)
     yield "no mrope_interleaved", not text.rope_parameters.get("mrope_interleaved")

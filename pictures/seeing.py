@@ -20,6 +20,7 @@ NEVER = -100.0  # is added to the image token's logit: no policy samples it. vLL
 
 
 def sees(config) -> bool:
+    """Whether the model of this config sees pictures."""
     return config.model_type in FAMILIES
 
 

@@ -67,6 +67,7 @@ class NoTokenizer:
         return {"input_ids": []}
 
     def apply_chat_template(self, messages, **options):
+        """No text."""
         return ""
 
 
@@ -146,6 +147,7 @@ class ModelFiles(NamedTuple):
 
     @property
     def vocab(self) -> int:
+        """Rows of the embedding."""
         return self.lm.config.get_text_config().vocab_size
 
 
@@ -165,6 +167,7 @@ def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
 
 
 def is_tiny(name: str) -> bool:
+    """Whether --model is one that tiny.py makes."""
     return name.partition(":")[0] == "tiny"
 
 
@@ -290,6 +293,7 @@ def find_eyes(args, lm, source: str, teacher: str | None = None):
 
 
 def load_eyes(name: str, source: str, config, *limits: int, flag: str = "model"):
+    """Those of a model's family. SettingsError: its files have no processor."""
     with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
         return FAMILIES[config.model_type].Eyes(source, config, *limits)
 

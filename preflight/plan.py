@@ -66,6 +66,7 @@ def ceil_div(n: int, size: int) -> int:
 
 
 def count(n: int, word: str) -> str:
+    """1 row, or 2 rows."""
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 

@@ -294,6 +294,7 @@ class Run:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 
     def close(self):
+        """Ends workers, engine and process group. A collective."""
         self.log.close()
         self.scorer.close()
         if self.episodes:

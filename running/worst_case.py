@@ -85,6 +85,7 @@ def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -
 
 
 def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
+    """Of these ids, with log-probs of 0."""
     row = Row(0, "", prompt, None, {}, "", pictures=pictures)
     return Sample(Prompt(0, row), Completion(
         completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",

@@ -53,6 +53,7 @@ def number(value) -> float | None:
 
 
 def is_message(value) -> bool:
+    """Has it a text as role, and one as content?"""
     return (isinstance(value, dict) and isinstance(value.get("role"), str)
             and isinstance(value.get("content"), str))
 
@@ -93,5 +94,6 @@ class Environments:
         return it
 
     def close(self, it) -> None:
+        """Its own close(), if it has one."""
         if "close" in self.methods:
             it.close()

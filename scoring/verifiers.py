@@ -95,6 +95,7 @@ def math_gold(answer: str) -> list:
 
 
 def in_box(text: str) -> str:
+    """LaTeX for math-verify."""
     return rf"\boxed{{{text.rstrip('. ')}}}"  # it cannot read "18."
 
 

@@ -34,6 +34,7 @@ class LoraArgs:
 
     @property
     def scale(self) -> float:
+        """alpha / rank."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def rules(self, plan):
@@ -74,6 +75,7 @@ class Lora(nn.Linear):
         self.lora_B = nn.Parameter(empty(layer.out_features, args.lora_rank))
 
     def forward(self, x):
+        """(…, in) → (…, out)."""
         y = super().forward(x)
         if not self.scale:
             return y
@@ -138,6 +140,7 @@ def start(lm, seed: int):
 
 
 def is_adapter(name: str) -> bool:
+    """Whether a parameter is an A or a B."""
     return name.endswith((".lora_A", ".lora_B"))
 
 

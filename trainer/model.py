@@ -294,12 +294,14 @@ class Policy(Trained):
             self.left_out.add("lm_head.weight")
 
     def run(self, micro: Micro, *inputs):
+        """As Trained.run; a mixture's routers are counted, or replayed."""
         if self.routing is None:
             return super().run(micro, *inputs)
         with self.routing.of(micro, self.replays):
             return super().run(micro, *inputs)
 
     def step(self, lr: float) -> float:
+        """As Trained.step; a mixture's load goes to `metrics`."""
         if self.routing is not None:
             self.metrics = self.routing.load(self.world, self.replays)
         return super().step(lr)
