@@ -273,10 +273,11 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
         turn_rewards=paid * parts.get("turns", (0.0,))[0], old_logprobs=old_logprobs,
         engine_logprobs=engine_logprobs)
     like = row if own.per == "token" else rewards
-    if getattr(A, "shape", A) != like.shape or not A.isfinite().all():
+    if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "
                             f"finite numbers: its PER is {own.per}.")
-    return A.double() if own.per == "token" else batch.of_rows(A.double())
+    A = torch.as_tensor(A).double()
+    return A if own.per == "token" else batch.of_rows(A)
 
 
 def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:

@@ -63,8 +63,9 @@ class Environments:
 
     def __init__(self, kind: type):
         self.kind, self.live = kind, {}
-        self.methods = [name for name in ("reply", "reward", "close")
-                        if inspect.isfunction(getattr(kind, name, None))]
+        self.methods = [name for name in ("reply", "reward", "close") if hasattr(kind, name)]
+        if not all(callable(getattr(kind, name)) for name in self.methods):
+            sys.exit(f"reply, reward and close of the class {kind.__name__} must be methods.")
         if "reply" not in self.methods:
             sys.exit(f"the class {kind.__name__} needs a method reply(turns).")
         if any(inspect.iscoroutinefunction(getattr(kind, name)) for name in self.methods):

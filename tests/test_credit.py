@@ -275,6 +275,8 @@ def test_a_file_says_what_has_one_number(tmp_path):
     assert not A.any()  # no reward counts it
     _, A = advantages(tmp_path, "token", "turn", batch)  # integers
     assert A.dtype == F64 and A.tolist() == [0, 0, 1, 0, 0, 1, 1, 2, 0, 0, 0]
+    _, A = advantages(tmp_path, "token", "turn.numpy()", batch)  # an array
+    assert A.dtype == F64 and A.tolist() == [0, 0, 1, 0, 0, 1, 1, 2, 0, 0, 0]
     _, A = advantages(tmp_path, "completion", "", batch, name="few")
     assert A.tolist() == [1, 1, 1, 2, 3, 3, 3, 3, 4, 4, 4]
     four = batch_of("s", "ss", ".", "s")  # 4 tokens

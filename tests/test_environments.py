@@ -125,6 +125,8 @@ def test_every_rank_has_the_same_episodes(spec, tmp_path):
 @pytest.mark.parametrize("code, reward, words", [
     (CLASS.replace("def reply", "def answer"), "exact", "needs a method reply"),
     (CLASS.replace("def reply", "async def reply"), "exact", "must be def, not async def"),
+    (CLASS.replace("    def reward", "    @property\n    def reward"), "turns",
+     "reply, reward and close of the class Dice must be methods"),
     (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward")])
 def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
     (tmp_path / "dice.py").write_text(code)

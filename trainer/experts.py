@@ -66,7 +66,6 @@ class ExpertArgs:
 def unserved(config):
     """Yields (what, whether this model has it): what neither this file nor vLLM computes."""
     if config.model_type in NAMES:
-        yield "another activation than silu", config.hidden_act != "silu"
         dense = "dense" in (getattr(config, "mlp_layer_types", None) or ())
         yield ("dense layers among its mixtures",
                dense or getattr(config, "decoder_sparse_step", 1) > 1)
