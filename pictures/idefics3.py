@@ -28,6 +28,11 @@ class Eyes:
         self.images = self.processor.image_processor
         self.tile, usual = (size["longest_edge"] for size in (
             self.images.max_image_size, self.images.size))
+        c = config.vision_config
+        tokens = (c.image_size // c.patch_size // config.scale_factor) ** 2
+        if (self.tile, self.processor.image_seq_len, self.images.do_pad) != (
+                c.image_size, tokens, True):
+            raise ValueError("its tiles or their tokens are not the model's, or its do_pad is off")
         self.bytes = 12 * self.tile**2 // self.processor.image_seq_len  # pixels of a token
         for tiles in range(max(1, usual // self.tile), 0, -1):  # of an edge
             self.size = {"longest_edge": tiles * self.tile}

@@ -203,6 +203,16 @@ def test_what_stands_for_a_picture_begins_with_nothing_else(folder):
     assert eyes.ids_of((64, 64)) == ids
 
 
+@pytest.mark.parametrize("part, name, value", [
+    ("vision_config", "image_size", 64), ("", "scale_factor", 1)])
+def test_tiles_that_are_not_the_models_are_refused(folder, part, name, value):
+    """vLLM ended in a traceback, long after the start."""
+    source, config = str(folder / "split"), model.config_of(str(folder / "split"))
+    setattr(config.vision_config if part else config, name, value)
+    with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's"):
+        inputs.load_eyes("x", source, config)
+
+
 @pytest.mark.parametrize("teacher, words", [
     ("one", "must see as --model tiny"), ("text", "must see as --model tiny"),
     ("blind", "has no processor for pictures")])
