@@ -30,9 +30,10 @@ class Eyes:
             self.images.max_image_size, self.images.size))
         c = config.vision_config
         tokens = (c.image_size // c.patch_size // config.scale_factor) ** 2
-        if (self.tile, self.processor.image_seq_len, self.images.do_pad) != (
-                c.image_size, tokens, True):
-            raise ValueError("its tiles or their tokens are not the model's, or its do_pad is off")
+        if (self.tile, self.processor.image_seq_len) != (c.image_size, tokens) or not (
+                self.images.do_pad and self.images.do_resize):
+            raise ValueError("its tiles or their tokens are not the model's, or its do_pad or "
+                             "do_resize is off")
         self.bytes = 12 * self.tile**2 // self.processor.image_seq_len  # pixels of a token
         for tiles in range(max(1, usual // self.tile), 0, -1):  # of an edge
             self.size = {"longest_edge": tiles * self.tile}
