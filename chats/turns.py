@@ -149,7 +149,7 @@ class Reply(NamedTuple):
     """How an episode was answered."""
     value: list[dict] | float | None  # messages, or of an episode that is over its reward
     ids: list[int]  # of the messages, to append
-    paid: float  # for the turn; by an environment that has reward(): for all so far
+    paid: float | None  # for the turn; by an environment that has reward(): for all so far
     error: str | None  # None: nothing failed
 
 
@@ -229,9 +229,9 @@ class Episodes:
             it.seen.append(len(it.completion.turns))
             it.completion.failed = bool(reply.error)
             if self.counted:
-                it.completion.turns[-1]["paid"] += reply.paid - it.worth
-                it.worth = reply.paid if self.grows else 0.0
-            elif reply.paid:
+                it.completion.turns[-1]["paid"] += (reply.paid or 0.0) - it.worth
+                it.worth = (reply.paid or 0.0) if self.grows else 0.0
+            elif reply.paid is not None:
                 raise SettingsError("--reply pays for turns, and no --reward counts it. Would work:"
                                     " --reward turns; turns:0 only measures it.")
         errors = [reply.error for reply in replies]
@@ -240,15 +240,16 @@ class Episodes:
 
     def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
         """What a worker answered, with the ids of its messages, which lose their `reward`."""
-        value, ids, paid = answer.values[0], [], 0.0
+        value, ids, paid = answer.values[0], [], None
         try:
-            if over:
-                paid = (self.grows and value) or 0.0
-            elif value:
-                paid = sum(m.pop("reward", None) or 0.0 for m in value)
+            if over and self.grows:
+                paid = value
+            elif value and not over:
+                pays = [m.pop("reward", None) for m in value]
+                paid = None if pays.count(None) == len(pays) else sum(p or 0.0 for p in pays)
                 ids = self.bridge.ids(int(c.ids[-1]), value)
         except SettingsError as error:
-            return Reply(None, [], 0.0, str(error))
+            return Reply(None, [], None, str(error))
         return Reply(value, ids, paid, answer.error)
 
     def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:

@@ -6,6 +6,7 @@ tokens and truncated.
 import ast
 import functools
 import logging
+import math
 import re
 
 from scoring.numbers import number_of, plain
@@ -62,8 +63,9 @@ def environment(turns) -> float | None:
 
 def paid(turns) -> float | None:
     """What all turns of a --reply were paid. None: its environment cannot score the episode."""
-    unscored = turns[-1].get("reward", 0) is None
-    return None if unscored else sum(turn.get("paid", 0.0) for turn in turns)
+    if "reward" in turns[-1]:  # of reward(), by whose growth turns are paid: no rounding
+        return turns[-1]["reward"]
+    return math.fsum(turn.get("paid", 0.0) for turn in turns)
 
 
 def math_reward(completion, answer, **row):

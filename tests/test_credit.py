@@ -20,6 +20,7 @@ from errors import SettingsError
 from preflight import plan
 from rewards import Score
 from running import loss_flags
+from scoring import verifiers
 from test_losses import F64, close, gradient, variant
 from trainer.batch import Batch, Completion, Micro, Sample
 
@@ -282,6 +283,15 @@ def test_a_file_says_what_has_one_number(tmp_path):
     four = batch_of("s", "ss", ".", "s")  # 4 tokens
     for per, expected in (("token", [1, 2, 3, 4]), ("completion", [1, 2, 2, 4])):
         assert advantages(tmp_path, per, "rewards", four)[1].tolist() == expected
+
+
+def test_the_sum_of_pays_has_no_rounding():
+    """.2 + (.9 - .2) + (1 - .9) is below 1, and pass@1 was 0."""
+    turns = [{"paid": 0.2}, {"paid": 0.9 - 0.2}, {"paid": 1.0 - 0.9}]
+    assert verifiers.paid([*turns[:2], turns[2] | {"reward": 1.0}]) == 1.0
+    assert verifiers.paid([{"paid": x} for x in (0.1, 0.2, 0.3)]) == verifiers.paid(
+        [{"paid": x} for x in (0.3, 0.2, 0.1)])
+    assert verifiers.paid([turns[0] | {"reward": None}]) is None
 
 
 @pytest.mark.parametrize("per, result, words", [

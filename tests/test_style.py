@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
-LARGEST, TOTAL = 20_000, 414_500  # bytes
+LARGEST, TOTAL = 20_000, 415_000  # bytes
 APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
 ROOMS = (".", "scoring", "pictures", "trainer", "chats", "preflight", "keeping", "running")
 FILES = {str(path.relative_to(ROOT)): path for room in ROOMS
