@@ -184,7 +184,7 @@ class Engine:
             self.llm.wake_up(tags=["weights"])
         if not (adapter and self.request):
             if not self.on_gpu:
-                self.llm.apply_model(pack_experts_again)
+                self.llm.apply_model(forget_packed_experts)
             self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
             deque(weights, maxlen=0)  # a collective: every rank must use it up
             self.request = None
@@ -328,7 +328,7 @@ def put_adapter(llm, config: dict, adapter: Iterator, sync: int):
     return LoRARequest("policy", 1, f"memory/sync_{sync}")
 
 
-def pack_experts_again(model) -> None:
+def forget_packed_experts(model) -> None:
     """Before new weights, on a CPU: vLLM packs those of experts only where it has no kernel for
     them yet. The log-probs of others were wrong by 10 nats."""
     for layer in model.modules():

@@ -233,8 +233,8 @@ def reply(row, turns):
         return [{"role": "tool", "content": "a", "reward": 1},
                 {"role": "assistant", "content": "b"},
                 {"role": "tool", "content": "c", "reward": 2}]
-    value = {"half": 0.5, "yes": True, "none": None, "nan": float("nan"), "text": "0.5"}.get(
-        row["kind"])
+    value = {"half": 0.5, "zero": 0.0, "yes": True, "none": None, "nan": float("nan"),
+             "text": "0.5"}.get(row["kind"])
     return [{"role": "user", "content": f"go {n}", "reward": value}] if n < 3 else None
 class Grows:
     def __init__(self, row, seed):
@@ -307,8 +307,9 @@ def test_the_last_turn_and_one_whose_reply_does_not_fit_are_paid(pays):
 
 
 def test_what_pays_in_vain_is_refused(pays):
-    with pytest.raises(SettingsError, match="no --reward counts it. Would work: --reward turns"):
-        play(ALONE, f"{pays}reply", ["half"] * 4, 3, 30.0, 400)
+    for kind in "half", "zero":  # said at once, not at the first success
+        with pytest.raises(SettingsError, match="no --reward counts it. Would work: --reward turn"):
+            play(ALONE, f"{pays}reply", [kind] * 4, 3, 30.0, 400)
     play(ALONE, f"{pays}reply", ["none"] * 4, 3, 30.0, 400)  # it pays nothing
 
 

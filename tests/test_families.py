@@ -143,6 +143,10 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
     ("gemma", {"hidden_act": "silu"}, "has hidden_act, which is not s"),
     *((kind, {"hidden_activation": "silu"}, "has hidden_activation, which is not s")
       for kind in ("gemma2", "gemma4_text")),
+    *((kind, {"is_causal": False}, "has is_causal false, which is not s")
+      for kind in ("llama", "qwen2", "olmo2")),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "has is_causal false, which is not s"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "has use_bidirectional_attention, wh"),
     ("gemma2", {"tie_word_embeddings": False}, "has tie_word_embeddings, which is not s"),
     ("granite", {"layer_types": ["full_attention"] * 32}, "has layer_types, which is not s"),
     ("exaone4", {"layer_types": ["full_attention"] * 32}, "has a window without sliding layers"),

@@ -27,7 +27,8 @@ UNSERVED = {  # {family: {what vLLM leaves out, some of it in silence: the value
     "exaone4": {"attention_bias": False, "mlp_bias": False},
     "gemma": {"attention_bias": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
     "gemma2": {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
-    "gemma4_text": {"enable_moe_block": False, "is_causal": True, "attn_logit_softcapping": None,
+    "gemma3_text": {"use_bidirectional_attention": False},
+    "gemma4_text": {"enable_moe_block": False, "attn_logit_softcapping": None,
                     "hidden_activation": "gelu_pytorch_tanh"},
     "gpt2": {"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
              "add_cross_attention": False, "scale_attn_weights": True},
@@ -123,6 +124,7 @@ def stray(config):
     kind, usual, window = config.model_type, type(config), getattr(config, "sliding_window", None)
     for name in STRAY:
         yield name, getattr(config, name, None) and not hasattr(usual, name)
+    yield "is_causal false", not getattr(config, "is_causal", True)
     act = getattr(config, "hidden_act", None)
     yield f"hidden_act {act}", getattr(usual, "hidden_act", None) == "silu" != act
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
