@@ -180,6 +180,8 @@ def test_what_teaches_nothing_is_refused():
     assert "--target_reward needs --reward." in broken(target_reward=(0.1, 0.9))
     unused = dict(divergence="jsd", engine_correction="mask")
     assert "--engine_correction is for the loss of sampled tokens" in broken(**unused)
+    bounds = dict(divergence="jsd", clip_low=0.1, clip_high=0.3, dual_clip=2.0)
+    assert broken(**bounds).count("is for the loss of sampled tokens") == 3
     assert not broken(**unused, reward_coef=0.5, reward=("exact",), eval_data="tiny")
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config
 
 import data
 import distill
 import grpo
+from chats import targets
 from errors import SettingsError
 from examples import squares, tiny
 from forked import PYTHON
@@ -201,6 +203,54 @@ def test_what_stands_for_a_picture_begins_with_nothing_else(folder):
     ids = eyes.ids_of((64, 64))
     begin_with(eyes.processor.tokenizer, "<image>")
     assert eyes.ids_of((64, 64)) == ids
+
+
+PARTS = """{% for m in messages %}{% for p in m.content %}{{ '<image>' if p.type == 'image'
+else '[' ~ p.text ~ ']' }}{% endfor %}{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"""
+
+
+def test_a_template_that_asks_for_parts_gets_them(folder):
+    source = str(folder / "one")
+    tokenizer = inputs.load_tokenizer("x", source)
+    tokenizer.chat_template = PARTS
+    make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer, controls=[],
+                   eyes=inputs.load_eyes("x", source, model.config_of(source)), folder=folder)
+    columns = {"prompt": "1 <image> 2", "image": "a.png"}
+    row = make(columns, args=data.DataArgs(), make=data.make_row)
+    assert row.prompt == "[1 ]<image>[ 2]"
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    row = make(columns | {"completion": "3"}, args=data.DataArgs(),
+               make=partial(targets.make_row, eos_ids=ends))
+    assert tokenizer.decode(row.target[0]) == "[3]<|im_end|>" and row.prompt == "[1 ]<image>[ 2]"
+
+
+@pytest.mark.parametrize("kind", seeing.FAMILIES)
+def test_the_tower_is_measured_on_its_layers(kind):
+    """What a layer makes of a patch: q, k, v, what attention gives (4 hidden), and of the MLP its
+    inner columns, twice with a gate (Qwen2.5-VL), and hidden."""
+    config = AutoConfig.for_model(kind)
+    config.get_text_config().pad_token_id = None  # Idefics3's is beyond its vocabulary
+    with torch.device("meta"):
+        tower = seeing.tower_sizes(AutoModelForImageTextToText.from_config(config))
+    c = config.vision_config
+    hidden = c.embed_dim if kind == "qwen2_vl" else c.hidden_size
+    inner = {"qwen2_vl": 4 * hidden, "qwen2_5_vl": 2 * getattr(c, "intermediate_size", 0)}.get(
+        kind, getattr(c, "intermediate_size", 0))
+    assert (tower.hidden, tower.made) == (hidden, 5 * hidden + inner)
+    assert tower.deep == (3 if kind == "qwen3_vl" else 0)
+    assert tower.patches == (config.scale_factor if kind == "idefics3" else 2) ** 2
+
+
+@pytest.mark.parametrize("flag", ["do_pad", "do_resize"])
+def test_a_processor_that_would_not_scale_or_pad_is_refused(folder, tmp_path, flag):
+    shutil.copytree(folder / "one", tmp_path / "one")
+    path = tmp_path / "one/processor_config.json"
+    found = json.loads(path.read_text())
+    found["image_processor"][flag] = False
+    path.write_text(json.dumps(found))
+    source = str(tmp_path / "one")
+    with pytest.raises(SettingsError, match="or its do_pad or do_resize is off"):
+        inputs.load_eyes("x", source, model.config_of(source))
 
 
 @pytest.mark.parametrize("part, name, value", [
