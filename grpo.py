@@ -240,7 +240,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: with replies
+            batch.lengths, args.max_tokens, args.overlong_buffer)  # with an environment's tokens
     in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
     if args.advantage == "reinforce++":  # A_t = sum over i >= t of ([i is last] R - beta k1_i)
         rewards = losses.token_rewards(
