@@ -20,10 +20,10 @@ from examples import tiny
 from learning import difference, fabricate
 from live import Live
 from preflight import floor, inputs, memory, plan
-from preflight.memory import Memory
-from preflight.shape import shape_from, shape_of
+from preflight.memory import Memory, shape_from
 from ranks import on_ranks, results
 from running import worst_case
+from shapes import shape_of
 from trainer import model
 from trainer.batch import Batch, Micro
 from trainer.packing import pack, put_in_rows

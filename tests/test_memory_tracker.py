@@ -28,7 +28,8 @@ import ppo
 from dist import KEYS
 from pictures import seeing
 from preflight import memory, plan
-from preflight.shape import shape_from, shape_of
+from preflight.memory import shape_from
+from shapes import shape_of
 from trainer import lora, model, packing
 
 LENGTH = 1024

@@ -21,8 +21,8 @@ from dist import balance
 from errors import SettingsError
 from examples import tiny
 from preflight import inputs, plan
-from preflight.shape import shape_of
 from rewards import Score
+from shapes import shape_of
 from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
