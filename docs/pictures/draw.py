@@ -158,8 +158,8 @@ def packed() -> str:
 def memory_table() -> str:
     """memory.py's own plan for one GPU."""
     import grpo
-    from preflight import plan
     from bench.gpu import skeleton
+    from preflight import plan
     from preflight.memory import GIB, Memory, shape_from
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096), checkpointing=True)
