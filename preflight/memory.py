@@ -4,10 +4,10 @@ docs/use/memory_and_machines.md has the formulas in words. Each is an upper boun
 number that is computed has c bytes, and one that is trained has m.
 """
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pictures import seeing
-from preflight.plan import Phase, Plan, ceil_div
+from preflight.plan import Phase, Plan, ceil_div, changed, flags
 from rollout import HELD, engine_limits
 from trainer import experts
 from trainer.model import HEAD_LOGITS
@@ -234,8 +234,18 @@ class Memory:
                     "tokens. Would work: more --gpu_memory_utilization or --kv_cache_gb")
         part = max(self.parts, key=lambda name: self.parts[name][column])
         return (f"does not fit: {total:.1f} of {room}, in {when}. The largest part is {part}, "
-                f"{self.parts[part][column] / GIB:.1f} GiB. What makes it smaller: "
-                "docs/use/memory_and_machines.md")
+                f"{self.parts[part][column] / GIB:.1f} GiB. {self.works()}")
+
+    def works(self) -> str:
+        """The first flags with which it fits, of those that change nothing but memory and time."""
+        least = {name: self.plan.longest for name in flags(self.args)
+                 if name.endswith(("update_tokens", "score_tokens"))}
+        for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
+            plan = replace(self.plan, args=changed(self.args, **change))
+            if Memory(plan, self.shape, self.card, self.room).fits:
+                words = " ".join(f"--{name} {value}" for name, value in change.items())
+                return f"Would work: {words.replace(' True', '')}"
+        return "What makes it smaller: docs/use/memory_and_machines.md"
 
     def text(self) -> str:
         """What the plan prints: a sentence, and the table."""
