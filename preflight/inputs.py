@@ -209,9 +209,9 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
         return found
 
 
-def dated(template: str | None, began: str | None) -> str | None:
+def dated(template, began: str | None):
     """A chat template that writes when the run began: on all ranks, and after a resume."""
-    if not began or not template:
+    if not began or not isinstance(template, str):
         return template
 
     def then(call) -> str:
@@ -254,6 +254,14 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
+# ---- pictures ----
+
+def folder_of(spec: str) -> Path:
+    """Of the data: paths of pictures begin there."""
+    path = Path(data.parts_of(spec)[0])
+    return path if path.is_dir() else path.parent
+
+
 def find_eyes(args, lm, source: str, teacher: str | None = None):
     """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
     limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
@@ -282,12 +290,6 @@ def find_bridge(args, files: ModelFiles, rows: list[data.Row]) -> turns.Bridge |
     if any(row.columns.get("chat_template_kwargs") for row in rows):
         raise SettingsError("rows with chat_template_kwargs take no --reply.")
     return turns.check(args, files.tokenizer, files.ends, files.vocab, rows)
-
-
-def folder_of(spec: str) -> Path:
-    """Of the data: paths of pictures begin there."""
-    path = Path(data.parts_of(spec)[0])
-    return path if path.is_dir() else path.parent
 
 
 def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
