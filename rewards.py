@@ -23,16 +23,16 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from errors import Range, SettingsError
+from errors import Range, SettingsError, as_sentence
+from scoring import waiting
 from scoring.replies import Move
-from scoring.signatures import Item, Part
-from scoring.verifiers import REWARDS
-from scoring.worker import PAUSE, TOGETHER
+from scoring.signatures import Item, Part, names_twice
+from scoring.verifiers import REWARDS, answers_of
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # in a row end the run; fewer: an accident
+FAILED_CALLS = 8  # so many in a row end the run; fewer are an accident
 NONE_APPLIES = "every reward returned None: none is for this row"
 
 
@@ -50,9 +50,9 @@ class RewardArgs:
 @dataclass
 class Score:
     """What a completion got."""
-    total: float | None  # sum of weight * part; None if a part has no number
-    parts: dict[str, float | None]
-    error: str | None  # None if a reward of ours returned None
+    total: float | None  # the sum of weight * part; None: it has no reward
+    parts: dict[str, float | None]  # what each reward returned; None: no number
+    error: str | None  # why it has no reward; None: it has one
     retries: int = 0  # of `async def` rewards
 
 
@@ -62,6 +62,8 @@ class Answer(NamedTuple):
     error: str | None  # None: nothing failed
     retries: int = 0  # of its call, with the first item
 
+
+# ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
     """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
@@ -79,7 +81,7 @@ def score_samples(run, samples: list, group: int) -> None:
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
             sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
-    report_scores(run.scorer, run.log, [score for _, score in scored], len(calls))
+    report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
 
 
 def item_of(sample, text) -> Item:
@@ -98,32 +100,28 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
 
 
 def score_of(parts: list[Part], answer: Answer) -> Score:
-    """The weighted sum of the values that apply."""
-    found = {part.name: None if value != value else value  # NaN: TRL's "not applicable"
-             for part, value in zip(parts, answer.values, strict=True)}
-    known = [part.weight * found[part.name] for part in parts if found[part.name] is not None]
+    """The weighted sum of the values. A value that is NaN is TRL's None: this reward does not apply
+    to the row, and the others count. A value that is None leaves the completion without a score."""
+    known = {part: value for part, value in zip(parts, answer.values, strict=True)
+             if value is not None and not math.isnan(value)}
+    found = {part.name: known.get(part) for part in parts}
     if None in answer.values:
-        return Score(None, found, answer.error, answer.retries)
-    total, error = (sum(known), None) if known else (None, NONE_APPLIES)
-    return Score(total, found, error, answer.retries)
+        silent = parts[answer.values.index(None)]
+        error = answer.error or f"{silent.name} returned None"
+        return Score(None, found, error, answer.retries)
+    if not known:
+        return Score(None, found, NONE_APPLIES, answer.retries)
+    total = sum(part.weight * value for part, value in known.items())
+    return Score(total, found, None, answer.retries)
 
 
-def report_scores(pool, log, scores: list[Score], calls: int) -> None:
-    """As `report`. Where nothing failed, a reward returned None."""
-    answered, errors = any(s.total is not None for s in scores), [s.error for s in scores]
-    if not answered and not any(errors):
-        found = any(value is not None for score in scores for value in score.parts.values())
-        errors = [f"{'a' if found else 'every'} reward returned None"] * len(scores)
-    report(pool, log, errors, answered, calls)
+def report(pool, log, errors: list[str | None], calls: int) -> None:
+    """Prints the first failure of a run. SettingsError if FAILED_CALLS in a row have no answer.
 
-
-def report(pool, log, errors: list[str | None], answered: bool, calls: int) -> None:
-    """Prints a run's first failure. SettingsError after FAILED_CALLS in a row without an answer.
-
-    errors: of each completion. answered: has one of them an answer? calls: how many were made.
+    errors: of each completion, on all ranks; None: it has an answer. calls: how many were made.
     """
-    pool.unanswered = 0 if answered else pool.unanswered + calls
     failure = next(filter(None, errors), None)
+    pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
                             f"of --{pool.kind}:\n{failure}")
@@ -133,8 +131,10 @@ def report(pool, log, errors: list[str | None], answered: bool, calls: int) -> N
         pool.warned = True
 
 
+# ---- the flags and the rows ----
+
 def parse(specs: list[str], kind: str = "reward") -> list[Part]:
-    """The words of --reward (or of --reply). One SettingsError has all mistakes."""
+    """The words of --reward (or of --reply) → parts. One SettingsError has all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
@@ -144,15 +144,13 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
         weight = math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
+        taken = [part.name for part in parts] + (["mean", "std", "turns"] if path else [])
         if kind != "reward" and (number or not path):
             mistakes.append(f"--{kind} {spec}: it must be FILE.py:FUNCTION; it has no weight.")
-        elif path and not os.path.isfile(path):
-            mistakes.append(f"--{kind} {spec}: no such file, here or in {ROOT}.")
-        elif not path and name not in REWARDS:
-            mistakes.append(f"--{kind} {spec}: no such reward.")
-        if name in [part.name for part in parts]:
-            mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
-        if kind == "reward" and (name in ("mean", "std") or (path and name == "turns")):
+        elif not (os.path.isfile(path) if path else name in REWARDS):
+            what = f"file, here or in {ROOT}" if path else "reward"
+            mistakes.append(f"--{kind} {spec}: no such {what}.")
+        if kind == "reward" and name in taken:
             mistakes.append(f"--{kind} {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
             mistakes.append(f"--{kind} {spec}: its weight must be a finite number.")
@@ -164,6 +162,10 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
                         f"Names: {', '.join(REWARDS)}")
     if mistakes:
         raise SettingsError("\n".join(mistakes))
+    if names := names_twice(parts):
+        raise SettingsError(f"--{kind}: its files lie in folders that share the names "
+                            f"{', '.join(names)}, so that an import would take either one. Would "
+                            "work: all in one folder, or other names.")
     return parts
 
 
@@ -176,7 +178,7 @@ def check(specs: list[str]) -> list:
 
 
 def check_rows(needs: list, rows: list, kind: str = "reward"):
-    """SettingsError if a row lacks what a reward needs."""
+    """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
         lack = [row for row in rows if column not in row.columns]
         if column == "answer":
@@ -184,6 +186,9 @@ def check_rows(needs: list, rows: list, kind: str = "reward"):
         if lack:
             raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
                                 f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
+        for row in rows if column == "answer" else ():
+            with as_sentence(f"--{kind} {name}: row {row.index} of {row.source}"):
+                answers_of(row.answer)
 
 
 class Worker:
@@ -271,7 +276,7 @@ class Pool:
         item; items of the same number have the same worker."""
         self.items, self.answers, self.refused = items, [None] * len(items), ""
         calls = [slice(start, start + size) for start in range(0, len(items), size)]
-        share = TOGETHER if self.together else 1
+        share = waiting.TOGETHER if self.together else 1
         for i in range(0, len(calls), share):
             home = homes[i] if homes else 0
             self.inboxes[home % len(self.inboxes)].put(calls[i:i + share])
@@ -325,8 +330,8 @@ class Pool:
         """Gives these calls their answers. An exception if the worker has none."""
         batch = [self.items[call] for call in calls]
         seconds, retries = self.args.reward_timeout * len(batch[0]), self.args.reward_retries
-        if self.together:  # all tries of the coroutines, after the other rewards
-            seconds = seconds * (retries + 2) + PAUSE * (2**retries - 1) + 1
+        if self.together:
+            seconds = waiting.longest(seconds, retries)
         worker.send((self.progress, batch))
         for call, found in zip(calls, worker.receive(seconds), strict=True):
             self.answers[call] = [Answer(*of_item) for of_item in found]

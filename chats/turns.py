@@ -235,7 +235,7 @@ class Episodes:
                 raise SettingsError("--reply pays for turns, and no --reward counts it. Would work:"
                                     " --reward turns; turns:0 only measures it.")
         errors = [reply.error for reply in replies]
-        report(self.workers, self.log, errors, None in errors, len(errors))
+        report(self.workers, self.log, errors, len(errors))
         return replies
 
     def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
