@@ -21,9 +21,9 @@ def verl(compute_score):
 
 def easyr1(compute_score):
     """A function of a list of dicts, those of a prompt, that returns dicts with "overall"."""
-    def reward(completions, answer, tokens, **columns):
+    def reward(completions, completion, tokens, answer):  # lists; completions may be messages
         inputs = [dict(zip(("response", "response_length", "ground_truth"), one, strict=True))
-                  for one in zip(completions, tokens, answer, strict=True)]
+                  for one in zip(completion, tokens, answer, strict=True)]
         return [found["overall"] for found in compute_score(inputs)]
     return reward
 

@@ -33,4 +33,4 @@ def kk(completion, answer, prompt="", **row):
 
 def kk01(completion, answer, prompt="", **row):
     """1 if kk gives 3, else 0."""
-    return float(kk(completion, answer, prompt) == 3.0)
+    return float(kk(completion, answer, prompt=prompt) == 3.0)

@@ -29,8 +29,6 @@ CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos
             "asin acos atan sinh cosh tanh".split())
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
          ast.Load, ast.Call)
-
-
 # math-verify reads the first part of "36\pi \approx 113", and adds "3 4" up.
 NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
 
@@ -42,7 +40,7 @@ def answers_of(answer) -> list:
         answer = answer.get("solution_text_format")
     found = answer if isinstance(answer, list) else [answer]
     if not found or not all(map(is_answer, found)):
-        raise ValueError(f"an answer is a text, a number, or a list of these, of which any is right "
+        raise ValueError("an answer is a text, a number, or a list of these, of which any is right "
                          f"(got {str(answer)[:100]!r})")
     return found
 
