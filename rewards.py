@@ -3,8 +3,9 @@
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
 
-A Pool has the processes: it gives them calls, and what they answer is an Answer for each item.
-`score_of` makes a Score of it. chats/turns.py has a pool too, for --reply, and reads messages.
+An Item is a completion with its row. A call is what a reward function gets at once: one item, or
+all of a prompt. A Pool has worker processes, which answer calls: an Answer for each item, of which
+`score_of` makes a Score. chats/turns.py has a Pool too, for --reply, and reads messages.
 """
 import contextlib
 import json
@@ -191,15 +192,17 @@ def check_rows(needs: list, rows: list, kind: str = "reward"):
                 answers_of(row.answer)
 
 
+# ---- the processes ----
+
 class Worker:
     """A process that leads a session: all that its rewards fork is killed with it."""
 
     def __init__(self, kind: str, parts: list[Part], args: RewardArgs):
         self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
+        self.socket.settimeout(args.reward_timeout)  # of `send`: it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # an order of sets
+                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # sets in the same order
         start = f"from scoring import worker; worker.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -239,23 +242,26 @@ class Worker:
 
 
 class Pool:
-    """Worker processes, with one thread for each: calls → answers. kind: the flag: reward, or reply
-    (turns.py). homes: each item has its worker, which keeps the environment.
+    """Worker processes, and a thread for each, which gives it calls and waits for its answers.
+
+    kind: the flag, reward or reply (turns.py). homes: an item has its own worker, see `ask`.
     """
 
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward",
                  homes: bool = False):
         self.kind, self.args = kind, args
         self.parts = parse(specs, kind) if specs else []
-        self.tried = threading.Event()  # was a worker started, or refused?
-        self.groups = False  # does a reward take all completions of a prompt in one call?
+        self.tried = threading.Event()  # a worker was started, or refused
+        self.refused = ""  # why no worker starts
+        # What a worker says when it has loaded the functions:
+        self.groups = False  # does one take all completions of a prompt in one call?
         self.together = False  # is one `async def`? Then a worker gets many calls at once
-        self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.methods = []  # of a --reply CLASS
-        self.refused = ""  # why a worker did not start
+        self.needs = None  # [(reward, column that it needs), …]
         self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        shared = queue.Queue()  # lists of calls, which are slices of a batch; None ends a thread
+        # A thread takes lists of calls from its inbox. A call is a slice of the batch. None: end.
+        shared = queue.Queue()
         self.inboxes = [queue.Queue() if homes else shared
                         for _ in range(args.reward_workers if self.parts else 0)]
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
@@ -273,7 +279,7 @@ class Pool:
 
     def ask(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Answer]:
         """An answer for each item. `size` items in a row are one call. homes: a number for each
-        item; items of the same number have the same worker."""
+        item; the same worker gets all items of a number, and keeps their environment."""
         self.items, self.answers, self.refused = items, [None] * len(items), ""
         calls = [slice(start, start + size) for start in range(0, len(items), size)]
         share = waiting.TOGETHER if self.together else 1
@@ -292,7 +298,7 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
+        """A thread. It starts its workers itself: a worker ends with the thread that started it."""
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()
@@ -309,36 +315,38 @@ class Pool:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError: none does in this batch."""
-        if not self.refused:
-            worker = None
-            try:
-                worker = Worker(self.kind, self.parts, self.args)
-                loaded = worker.receive(START_SECONDS)
-                if isinstance(loaded, str):
-                    raise OSError(loaded)
-                self.groups, self.together, self.methods, self.needs = loaded
-                return worker
-            except Exception as error:
-                if worker:
-                    worker.kill()
-                self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, "
-                                f"{MEMORY_GB} GB): {error}")
-        raise OSError(self.refused)
+        """A worker that has loaded the rewards. OSError if it cannot; then no other one is tried
+        before the next batch."""
+        if self.refused:
+            raise OSError(self.refused)
+        worker = None
+        try:
+            worker = Worker(self.kind, self.parts, self.args)
+            loaded = worker.receive(START_SECONDS)
+            if isinstance(loaded, str):
+                raise OSError(loaded)
+        except Exception as error:
+            if worker:
+                worker.kill()
+            self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, {MEMORY_GB} "
+                            f"GB): {error}")
+            raise OSError(self.refused) from None
+        self.groups, self.together, self.methods, self.needs = loaded
+        return worker
 
     def _ask(self, worker: Worker, calls: list[slice]) -> None:
         """Gives these calls their answers. An exception if the worker has none."""
         batch = [self.items[call] for call in calls]
-        seconds, retries = self.args.reward_timeout * len(batch[0]), self.args.reward_retries
+        seconds = self.args.reward_timeout * len(batch[0])
         if self.together:
-            seconds = waiting.longest(seconds, retries)
+            seconds = waiting.longest(seconds, self.args.reward_retries)
         worker.send((self.progress, batch))
         for call, found in zip(calls, worker.receive(seconds), strict=True):
             self.answers[call] = [Answer(*of_item) for of_item in found]
 
     def _fail(self, inbox: queue.Queue, calls: list[slice], worker: Worker | None,
               error: Exception) -> None:
-        """Ends the worker. A lone call has failed; of several, each is made again, alone."""
+        """Ends the worker. A lone call has failed. Several are made again, each alone."""
         if worker:
             worker.kill()
         if len(calls) > 1:
