@@ -10,12 +10,14 @@ from collections import Counter
 from contextlib import closing, nullcontext
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 
 import data
@@ -25,6 +27,7 @@ from errors import SettingsError
 from examples import tiny
 from rewards import Item, Pool, RewardArgs, Score, scores_of
 from running import loss_flags
+from scoring.signatures import Part, Reward
 from scoring.verifiers import answers_of
 from trainer.batch import Completion, Sample
 
@@ -42,6 +45,7 @@ def score(specs, items, group=1, workers=2, timeout=10.0, retries=0):
     items = [item(x) if isinstance(x, str) else x for x in items]
     with closing(Pool(specs, RewardArgs(workers, timeout, retries))) as pool:
         pool.wait()
+        pool.progress["global_step"] = 7
         return scores_of(pool, items, group if pool.groups else 1)
 
 
@@ -98,17 +102,13 @@ def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
         rewards.check(specs)
 
 
-def test_a_file_is_found_here_or_in_the_project(own):
-    own(F + "return 1")
-    here, there = rewards.parse(["own.py:f", "examples/squares.py:squares"])
-    assert here.path == "own.py" and there.path == f"{rewards.ROOT}/examples/squares.py"
-
-
-def test_a_weight_is_a_number_as_python_reads_it(own):
+def test_the_words_of_a_reward(own):
     own(F + "return 1")
     for number in "1. .5 1e-1 -0.5 +2 1E3 0 1_0 5.e+0".split():
         for spec in f"exact:{number}", f"own.py:f:{number}":
             assert rewards.parse([spec])[0].weight == float(number)
+    assert rewards.parse(["own.py:f", "examples/squares.py:squares"]) == [  # here or there
+        Part("f", 1, "own.py"), Part("squares", 1, f"{rewards.ROOT}/examples/squares.py")]
     for number in "x 1,5 inf nan 1e999 - 1:2".split():
         with pytest.raises(SettingsError, match="finite number") as error:
             rewards.parse([f"exact:{number}"])
@@ -210,6 +210,8 @@ async def trl(completions, prompts, level, **columns):
     await asyncio.sleep(0)
     assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [2, 2]
     assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
+    columns["log_extra"]("text", completions), columns["log_metric"]("mean", 1.0)
+    assert columns["trainer_state"].global_step == 7
     return [len(turns[0]["content"]) for turns in completions]
 client = []
 async def alone(completion):   # a client that lives longer than one call
@@ -258,44 +260,27 @@ def test_trls_none_is_not_applicable_and_the_others_count(own):
     """As TRL's nansum over weights. Two tasks, each None on the other's rows."""
     own("def one(completions, task, **_): return [1.0 if t == 'one' else None for t in task]\n"
         "def two(completions, task, **_): return [2.0 if t == 'two' else None for t in task]\n"
-        "def ours(completion): return None if completion == 'nan' else 1")
-    items = [item("3", task=task) for task in ("one", "two", "three", "one")]
-    one, two, three, _ = score(["own.py:one:0.5", "own.py:two:10"], items, group=2)
-    assert one == Score(0.5, {"one": 1.0, "two": None}, None)
-    assert two == Score(20.0, {"one": None, "two": 2.0}, None)
-    assert three.total is None and three.error == rewards.NONE_APPLIES
-    assert totals(score(["own.py:one", "own.py:two", "short:-1000"], items, 2)) == [2, 3, 1, 2]
-    assert totals(score(["own.py:ours", "own.py:one"], [item("nan", task="one")])) == [None]
+        "def ours(completion, task): return None if task == 'none' else 0")
+    items = [item("3", task=task) for task in ("one", "two", "three", "none")]
+    found = score(["own.py:one:0.5", "own.py:two:10", "own.py:ours"], items, group=2)
+    assert totals(found) == [0.5, 20.0, 0.0, None]
+    assert parts(found) == [(1, None, 0), (None, 2, 0), (None, None, 0), (None, None, None)]
+    assert score(["own.py:one", "own.py:two"], items, 2)[2].error == rewards.NONE_APPLIES
 
 
-RETURNED = """
-import decimal, fractions, numpy, torch
-def f(completions, prompts, completion_ids, trainer_state, log_extra, log_metric, kind, **columns):
-    log_extra("text", completions), log_metric("mean", 1.0)
-    assert trainer_state.global_step == 7 and kind == columns["tokens"]
-    return {0: (1, 2), 1: numpy.array([1.0, 2.0]), 2: torch.tensor([1, 2], dtype=torch.bfloat16),
-            3: numpy.array([[1.0], [2.0]]), 4: [True, numpy.float32(2)], 5: iter([1, 2]),
-            6: [fractions.Fraction(1), decimal.Decimal(2)], 7: [numpy.bool_(True), torch.tensor(2)],
-            8: [1], 9: "12", 10: 1.0, 11: {"score": 1}, 12: [1, {"score": 1}],
-            13: [1, numpy.array([1, 2])], 14: [1, 1j], 15: [1, 10**400], 16: [1, float("inf")],
-            17: [1, "x"]}[kind[0]]
-"""
-
-
-def test_what_a_function_of_trl_may_take_and_return(own, monkeypatch):
-    """Its current signature; and a sentence for what is no list of as many numbers."""
-    monkeypatch.setattr(rewards, "MEMORY_GB", 16)
-    with closing(Pool([own(RETURNED)], RewardArgs(1, 60.0))) as pool:
-        pool.wait()
-        pool.progress["global_step"] = 7
-        items = [item("x", kind=kind, tokens=kind) for kind in range(18) for _ in range(2)]
-        scores = scores_of(pool, items, 2)
-    pairs = [totals(scores[i:i + 2]) for i in range(0, 36, 2)]
-    assert pairs == [[1, 2]] * 8 + [[None, None]] * 4 + [[1, None]] * 6
-    for kind, text in {8: "1 values for 2", 9: "got '1', a str", 10: "'float' object is not iter",
-                       11: "1 values for 2", 12: "a dict", 13: "ValueError", 14: "complex",
-                       15: "OverflowError", 16: "finite number", 17: "got 'x', a str"}.items():
-        assert text in scores[2 * kind + 1].error or text in scores[2 * kind].error, kind
+def test_what_a_function_of_trl_may_return():
+    reward, two = Reward("trl", None, None, [], False), [item("a"), item("b")]
+    for result in [(1, 2), np.array([1.0, 2.0]), torch.tensor([1, 2], dtype=torch.bfloat16),
+                   np.array([[1.0], [2.0]]), [True, np.float32(2)], iter([1, 2]),
+                   [Fraction(1), Decimal(2)], [np.bool_(True), torch.tensor(2)]]:
+        assert reward.values(result, two) == [1, 2]
+    for result, text in [([1], "1 values for 2"), (1.0, "'float' object is not iter")]:
+        with pytest.raises((TypeError, ValueError), match=text):
+            reward.values(result, two)
+    for value, text in {"x": "got 'x', a str", 1j: "complex", 10**400: "OverflowError",
+                        float("inf"): "finite number", (1, 2): "a tuple"}.items():
+        one, other = reward.values([1, value], two)
+        assert one == 1 and text in other, value
 
 
 # ---- a file and its folder
