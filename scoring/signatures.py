@@ -6,6 +6,7 @@ See docs/use/data_and_rewards.md; examples/adapters.py is for functions of verl 
 import importlib.util
 import inspect
 import math
+import os
 import pkgutil
 import sys
 from collections import Counter
@@ -84,7 +85,7 @@ class Reward(NamedTuple):
 def find(part: Part):
     """The function of a --reward or --reply. None: the file has none of this name."""
     if part.path:
-        return getattr(import_file(Path(part.path).resolve()), part.name, None)
+        return getattr(import_file(Path(os.path.abspath(part.path))), part.name, None)
     if part.name in GUARDS:
         pkgutil.resolve_name(GUARDS[part.name])()
     return pkgutil.resolve_name(REWARDS[part.name])
@@ -105,11 +106,12 @@ def import_file(path: Path) -> ModuleType:
 
 def names_twice(parts: list[Part]) -> list[str]:
     """The names of modules that lie in two folders of reward files: `import` would take either."""
-    folders = {Path(part.path).resolve().parent for part in parts if part.path}
-    files = [path.stem for folder in folders for path in folder.glob("[!_]*.py")]
-    packages = [path.parent.name for folder in folders - {ROOT}
-                for path in folder.glob("*/__init__.py")]
-    return sorted(name for name, count in Counter(files + packages).items() if count > 1)
+    folders, names = {Path(part.path).resolve().parent for part in parts if part.path}, Counter()
+    for folder in folders:
+        packages = () if folder == ROOT else folder.glob("*/__init__.py")
+        names.update({path.stem for path in folder.glob("[!_]*.py")}
+                     | {path.parent.name for path in packages})
+    return sorted(name for name, count in names.items() if count > 1)
 
 
 def load(path: Path) -> ModuleType:
