@@ -34,7 +34,6 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
 FAILED_CALLS = 8  # so many in a row end the run; fewer are an accident
-NONE_APPLIES = "every reward returned None: none is for this row"
 
 
 @dataclass
@@ -111,7 +110,7 @@ def score_of(parts: list[Part], answer: Answer) -> Score:
         error = answer.error or f"{silent.name} returned None"
         return Score(None, found, error, answer.retries)
     if not known:
-        return Score(None, found, NONE_APPLIES, answer.retries)
+        return Score(None, found, "every reward returned None", answer.retries)
     total = sum(part.weight * value for part, value in known.items())
     return Score(total, found, None, answer.retries)
 
@@ -164,9 +163,8 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
     if mistakes:
         raise SettingsError("\n".join(mistakes))
     if names := names_twice(parts):
-        raise SettingsError(f"--{kind}: its files lie in folders that share the names "
-                            f"{', '.join(names)}, so that an import would take either one. Would "
-                            "work: all in one folder, or other names.")
+        raise SettingsError(f"--{kind}: two of its folders have {', '.join(names)}, and an import "
+                            "takes one of them. Would work: all in one folder, or other names.")
     return parts
 
 
@@ -181,15 +179,13 @@ def check(specs: list[str]) -> list:
 def check_rows(needs: list, rows: list, kind: str = "reward"):
     """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
-        lack = [row for row in rows if column not in row.columns]
-        if column == "answer":
-            lack = [row for row in rows if row.answer in (None, "")]
-        if lack:
-            raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
-                                f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
-        for row in rows if column == "answer" else ():
-            with as_sentence(f"--{kind} {name}: row {row.index} of {row.source}"):
-                answers_of(row.answer)
+        for row in rows:
+            where = f"--{kind} {name} needs {column!r}: row {row.index} of {row.source}"
+            if column == "answer":
+                with as_sentence(where):
+                    answers_of(row.answer)
+            elif column not in row.columns:
+                raise SettingsError(f"{where} has none.")
 
 
 # ---- the processes ----
@@ -244,11 +240,10 @@ class Worker:
 class Pool:
     """Worker processes, and a thread for each, which gives it calls and waits for its answers.
 
-    kind: the flag, reward or reply (turns.py). homes: an item has its own worker, see `ask`.
+    kind: the flag, reward or reply. Of a reply each worker keeps its own environments (turns.py).
     """
 
-    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward",
-                 homes: bool = False):
+    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.kind, self.args = kind, args
         self.parts = parse(specs, kind) if specs else []
         self.tried = threading.Event()  # a worker was started, or refused
@@ -262,7 +257,7 @@ class Pool:
         self.progress = {"global_step": 0}  # of TRL's trainer_state
         # A thread takes lists of calls from its inbox. A call is a slice of the batch. None: end.
         shared = queue.Queue()
-        self.inboxes = [queue.Queue() if homes else shared
+        self.inboxes = [queue.Queue() if kind == "reply" else shared
                         for _ in range(args.reward_workers if self.parts else 0)]
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]

@@ -92,8 +92,8 @@ def find(part: Part):
 
 
 def import_file(path: Path) -> ModuleType:
-    """A file of rewards as a module of its own name, with its folder first on sys.path, as `python
-    FILE` has it: the processes that it starts can import it too. SystemExit: the name is taken."""
+    """A file of rewards, under its own name and with its folder first on sys.path, as `python FILE`
+    has it: its processes can import it too. SystemExit: another module has the name."""
     folder, name = str(path.parent), path.stem
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -16,40 +16,40 @@ def longest(timeout: float, retries: int) -> float:
 
 
 def score(rewards: list, calls: list, timeout: float, retries: int) -> None:
-    """The values of these worker.Calls by the coroutines, which run together. timeout: seconds for
-    an item, in each try."""
-    async def everything():
-        await asyncio.gather(*(score_one(call, *task, timeout, retries) for call in calls
-                               for task in call.tasks(rewards, waits=True)))
-    LOOP.run(everything())
+    """Calls the coroutines of these worker.Calls together. timeout: seconds for an item in a try.
+    """
+    LOOP.run(score_all(rewards, calls, timeout, retries))
 
 
-async def score_one(call, reward, values: list, part: slice, timeout: float, retries: int) -> None:
+async def score_all(rewards: list, calls: list, timeout: float, retries: int) -> None:
+    """As `score`, in the loop."""
+    await asyncio.gather(*(score_one(call, *task, timeout, retries) for call in calls
+                           for task in call.tasks(rewards, waits=True)))
+
+
+async def score_one(call, reward, found: list, part: slice, timeout: float, retries: int) -> None:
     """One call of a coroutine, and retries where it raises or is late."""
     items = call.items[part]
+    seconds = timeout * len(items)
+
+    async def once():
+        return reward.values(await reward.start(items), items)
+
     for retry in range(retries + 1):
         if retry:
             call.retries += 1
             await asyncio.sleep(PAUSE * 2 ** (retry - 1))
-        found, error = await one_try(reward, items, timeout * len(items))
-        if not error:
-            break
-    call.note(values, part, found or [error] * len(items))
-
-
-async def one_try(reward, items: list, seconds: float) -> tuple[list | None, str | None]:
-    """What the reward returned for these items, or why it did not."""
-    async def answer():
-        return reward.values(await reward.start(items), items)
-
-    task = asyncio.create_task(answer())
-    # Not asyncio.timeout: it waits for a coroutine that does not let itself be cancelled.
-    await asyncio.wait([task], timeout=seconds)
-    if not task.done():
-        task.cancel()
-        return None, f"no answer within {seconds:g} seconds"
-    if isinstance(task.exception(), MemoryError):  # as in worker.score
-        raise task.exception()
-    if task.exception():
-        return None, "".join(traceback.format_exception(task.exception()))[-2000:]
-    return task.result(), None
+        task = asyncio.create_task(once())
+        # Not asyncio.timeout: it waits for a coroutine that does not let itself be cancelled.
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            task.cancel()
+            error = f"no answer within {seconds:g} seconds"
+        elif task.exception() is None:
+            found[part] = task.result()
+            return
+        elif isinstance(task.exception(), MemoryError):  # as in worker.score
+            raise task.exception()
+        else:
+            error = "".join(traceback.format_exception(task.exception()))[-2000:]
+    found[part] = [error] * len(items)

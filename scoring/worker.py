@@ -33,44 +33,40 @@ class Call:
 
     def __init__(self, items: list[Item], rewards: list[Reward]):
         self.items, self.retries = items, 0
-        self.errors = [None] * len(items)  # the last one of each
-        self.values = [[None] * len(items) for _ in rewards]  # [reward][item]
-
-    def answers(self) -> list[list]:
-        """Of each item: its values, its error, and with the first item the retries."""
-        of_items = zip(zip(*self.values, strict=True), self.errors, strict=True)
-        return [[*item, 0 if i else self.retries] for i, item in enumerate(of_items)]
+        # [reward][item]: a number; None; or a text, which says what failed.
+        self.found = [[None] * len(items) for _ in rewards]
 
     def tasks(self, rewards: list[Reward], waits: bool) -> list[tuple[Reward, list, slice]]:
-        """(reward, its values, the items of one call of its function), …"""
-        found = []
-        for reward, values in zip(rewards, self.values, strict=True):
+        """(reward, its row of `found`, the items of one call of its function), …"""
+        tasks = []
+        for reward, found in zip(rewards, self.found, strict=True):
             size = len(self.items) if reward.groups else 1
             if reward.waits == waits:
-                found += [(reward, values, slice(i, i + size))
+                tasks += [(reward, found, slice(i, i + size))
                           for i in range(0, len(self.items), size)]
-        return found
+        return tasks
 
-    def note(self, values: list, part: slice, found: list) -> None:
-        """What a reward returned for these items: numbers; a text is an error."""
-        for place, value in zip(range(len(self.items))[part], found, strict=True):
-            if isinstance(value, str):
-                self.errors[place] = value
-            else:
-                values[place] = value
+    def answers(self) -> list[list]:
+        """Of each item: its values, an error, and with the first item the retries."""
+        answers = []
+        for found in zip(*self.found, strict=True):
+            errors = [value for value in found if isinstance(value, str)]
+            values = [None if isinstance(value, str) else value for value in found]
+            answers.append([values, errors[-1] if errors else None, 0])
+        answers[0][2] = self.retries
+        return answers
 
 
 def score(rewards: list[Reward], call: Call) -> None:
-    """The values of a call by the rewards that are no coroutines."""
-    for reward, values, part in call.tasks(rewards, waits=False):
+    """Calls the rewards that are no coroutines."""
+    for reward, found, part in call.tasks(rewards, waits=False):
         items = call.items[part]
         try:
-            found = reward.values(reward.start(items), items)
+            found[part] = reward.values(reward.start(items), items)
         except MemoryError:  # it ends this process: what holds the memory may stay
             raise
         except Exception:
-            found = [traceback.format_exc()[-2000:]] * len(items)
-        call.note(values, part, found)
+            found[part] = [traceback.format_exc()[-2000:]] * len(items)
 
 
 def received(pipe: socket.socket):

@@ -147,9 +147,10 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         pauses.clear(), tries.clear()
         call = worker.Call([item(needed)], [reward])
         waiting.score([reward], [call], 0.2, 3)
-        assert (call.values, pauses, call.retries) == ([[value]], waited, len(waited))
-        assert bool(call.errors[0]) == (value is None)
-    assert "the server is away" in call.errors[0]
+        (values, error, retries), = call.answers()
+        assert (values, pauses, retries) == ([value], waited, len(waited))
+        assert bool(error) == (value is None)
+    assert "the server is away" in error
 
 
 # ---- examples/judge.py, examples/reward_model.py

@@ -94,7 +94,7 @@ FILES = {"own.py": F + "return 1\ndef batch(sources): return 1\n"
     (["says.py:f"], r"GB\): set KEY first$"),
     (["math.py:f"], "by its name: `import math` finds .*another name for the file"),
     (["v1.2.py:f"], "`import v1.2` finds nothing"),
-    (["a/one.py:f", "b/two.py:g"], "share the names same, so that an import")])
+    (["a/one.py:f", "b/two.py:g"], "two of its folders have same, and an import takes one")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
     for name, code in FILES.items():
         own(code, name)
@@ -185,8 +185,8 @@ def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("spec, answer, sentence", [
-    ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
-    ("exact", {}, "--reward exact: row 4 of rows .an answer is a text, a number, or a list of"),
+    ("exact", None, "--reward exact needs 'answer': row 4 of rows .*got 'None'"),
+    ("exact", {}, "row 4 of rows .an answer is a text, a number, or a list of"),
     ("own.py:f", 3, "needs 'hint'"), ("own.py:h", {}, None)])
 def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
     own("def f(completions, hint): pass\ndef h(completion, answer): pass")
@@ -265,7 +265,7 @@ def test_trls_none_is_not_applicable_and_the_others_count(own):
     found = score(["own.py:one:0.5", "own.py:two:10", "own.py:ours"], items, group=2)
     assert totals(found) == [0.5, 20.0, 0.0, None]
     assert parts(found) == [(1, None, 0), (None, 2, 0), (None, None, 0), (None, None, None)]
-    assert score(["own.py:one", "own.py:two"], items, 2)[2].error == rewards.NONE_APPLIES
+    assert score(["own.py:one", "own.py:two"], items, 2)[2].error.startswith("every")
 
 
 def test_what_a_function_of_trl_may_return():

@@ -216,8 +216,8 @@ def test_the_time_of_a_call_grows_with_its_completions():
 
     items = [Item("", "", None, {}, 0, False)] * 4
     reward, call = Reward("trl", slow, None, [], True), worker.Call(items, [None])
-    asyncio.run(waiting.score_one(call, reward, call.values[0], slice(0, 4), 0.2, 0))
-    assert call.values == [[1.0] * 4] and not any(call.errors)
+    asyncio.run(waiting.score_one(call, reward, call.found[0], slice(0, 4), 0.2, 0))
+    assert call.found == [[1.0] * 4]
 
 
 # ---- data.py, dist.py
