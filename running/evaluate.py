@@ -31,8 +31,7 @@ class EvalArgs:
     """A completion passes when its first --reward is at least this."""
     eval_only: bool = False
     """Evaluate --model on --eval_data, and end."""
-    NEEDS: ClassVar[dict[str, str]] = dict.fromkeys(
-        "eval_every eval_samples eval_temperature eval_pass eval_only".split(), "eval_data")
+    switch: ClassVar[str] = "eval_data"
 
     def rules(self, plan):
         """See plan.problems."""
