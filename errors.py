@@ -79,11 +79,13 @@ Number = Annotated[float, Range(-INF)]
 def ranges(flags) -> dict[str, Range]:
     """{flag: its range} of a dataclass of flags. A number without a range is at least 0. A class
     that gives another default keeps the range of the class above."""
-    found = dict.fromkeys((field.name for field in fields(flags)), Range())
+    found = {field.name: Range() for field in fields(flags)}
     for kind in reversed(type(flags).__mro__):
-        for name, hint in get_type_hints(kind, include_extras=True).items():
-            for part in (hint, *get_args(hint)):
-                found |= {name: x for x in getattr(part, "__metadata__", ()) if isinstance(x, Range)}
+        hints = get_type_hints(kind, include_extras=True)
+        for name in found.keys() & hints.keys():
+            for part in (hints[name], *get_args(hints[name])):
+                ours = [x for x in getattr(part, "__metadata__", ()) if isinstance(x, Range)]
+                found[name] = ours[0] if ours else found[name]
     return found
 
 

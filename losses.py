@@ -277,7 +277,8 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
 
-    n / horizon is at most 1 here, else the coefficient could become negative. OpenAI's target of 6 is per sequence, verl's 0.1 per token.
+    n / horizon counts as at most 1, so that it stays positive. OpenAI's target of 6 is per
+    sequence, verl's 0.1 per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 

@@ -215,8 +215,9 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
     # Those of several flags see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
+    values = flags(usable)
     for group in (usable, *filter(is_dataclass, vars(usable).values())):
-        found += needed(group, flags(usable))
+        found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)
     return found

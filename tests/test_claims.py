@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -53,19 +54,26 @@ def values_of(name: str, hint, allowed) -> list:
     return [*ends, 0.005, 0.5, 1.5, float("inf")] if float in found else []
 
 
+@cache
+def flags_of(script) -> tuple[dict, dict]:
+    """{flag: what is drawn for it}, {flag: the types in its type}."""
+    can, types, args = {}, {}, script.Args()
+    for group in (args, *filter(is_dataclass, vars(args).values())):
+        hints, allowed = get_type_hints(type(group), include_extras=True), ranges(group)
+        for name in (field.name for field in fields(group)):
+            types[name] = kinds(hints[name])
+            found = values_of(name, hints[name], allowed[name])
+            can |= {name: found} if found else {}
+    return can, types
+
+
 class Setting:
     """Drawn flags on drawn ranks, with rows and a model's sizes."""
 
     def __init__(self, script, seed: int):
         rng, args = random.Random(seed), script.Args()
-        self.default, self.can, self.kinds = plan.flags(args), {}, {}
-        for group in (args, *filter(is_dataclass, vars(args).values())):
-            hints, allowed = get_type_hints(type(group), include_extras=True), ranges(group)
-            for field in fields(group):
-                self.kinds[field.name] = kinds(hints[field.name])
-                found = values_of(field.name, hints[field.name], allowed[field.name])
-                self.can |= {field.name: found} if found else {}
-        drawn = rng.sample(sorted(self.can), rng.randint(1, 5))
+        self.default, (self.can, self.kinds) = plan.flags(args), flags_of(script)
+        drawn = rng.sample(sorted(self.can), rng.randint(1, 14))
         self.args = plan.changed(args, **{name: rng.choice(self.can[name]) for name in drawn})
         self.ranks = rng.choice([1, 2, 4, 6, 8])
         self.n_rows, self.shape = rng.choice([None, 40, 1000]), rng.choice(SHAPES)
@@ -122,14 +130,15 @@ def on(value) -> bool:
     return value not in (None, "", "none", 0, -1)
 
 
-@pytest.mark.parametrize("script, kinds_of_sentences", [(grpo, 1), (ppo, 1), (sft, 1), (distill, 1)])
-def test_what_a_rule_says_is_true(script, kinds_of_sentences):
+@pytest.mark.parametrize("script, least", [(grpo, 105), (ppo, 100), (sft, 90), (distill, 85)])
+def test_what_a_rule_says_is_true(script, least):
+    """And no rule went missing: at least so many kinds of sentences are said."""
     tried = Counter()
-    for seed in range(400):
+    for seed in range(250):
         setting = Setting(script, seed)
         for kind, text in setting.said().items():
             tried[kind] += 1
             for change, still in claims(text, setting) if tried[kind] <= 3 else []:
                 assert (kind in setting.said(**change)) == still, (text, change, setting.args)
-    assert len(tried) >= kinds_of_sentences
-    print("KINDS", script.__name__, len(tried), sum(tried.values()))
+    assert len(tried) >= least, len(tried)
+
