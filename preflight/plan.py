@@ -119,6 +119,7 @@ class Plan:
         full = min(a.batch, rows)
         last = rows % a.batch or full  # the last batch of an epoch
         self.longest = a.data_args.max_prompt_tokens + a.max_tokens
+        self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
         if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
@@ -157,9 +158,15 @@ class Plan:
 
     def text(self, short: bool = False) -> str:
         """What --plan prints. short: without details, which are indented by four."""
-        lines = [f"plan for {self.args.script} on {count(self.ranks, 'rank')}: {self.step()}"]
-        lines += self.sampling()
+        a, samples = self.args, self.args.eval_args.eval_samples
+        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {self.step()}"]
+        if not a.eval_args.eval_only:
+            lines += self.training()
         lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(self.batches[0])]
+        if self.n_eval and a.needs_engine:
+            n = self.n_eval * samples
+            lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {n:,} requests, "
+                         f"{spread(n, self.engines)} an engine")
         if self.memory:
             lines += self.memory.text().splitlines()
         lines.append(f"  saved      {self.saved()}")
@@ -177,27 +184,20 @@ class Plan:
             text += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
         return text
 
-    def sampling(self):
-        """Yields lines: the rows, and what the engines are asked for."""
-        a, training = self.args, not self.args.eval_args.eval_only
-        engines, prompts = self.ranks // a.engine_args.tp, self.batches[0]
-        if training:
-            yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
-        if self.n_rows and training:
+    def training(self):
+        """Yields lines: what is trained, on which rows, and what the engines are asked for."""
+        a, prompts = self.args, self.batches[0]
+        yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
+        if self.n_rows:
             yield (f"  data       {count(self.n_rows, 'prompt')}, "
                    f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
                    f"{count(self.batches[-1], 'prompt')} in the last")
-        if training and not a.supervised:
+        if not a.supervised:
             n = prompts * a.group
-            yield (f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
-                   f"{count(a.engine_args.tp, 'rank')}, {spread(n, engines)} requests each")
-        if self.in_flight > prompts and training:
+            yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
+                   f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
+        if self.in_flight > prompts:
             yield f"  carry      {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
-        if self.n_eval and a.needs_engine:
-            samples = a.eval_args.eval_samples
-            m = self.n_eval * samples
-            yield (f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
-                   f"{spread(m, engines)} an engine")
 
     def saved(self) -> str:
         """How often a run keeps a checkpoint, and how much."""
