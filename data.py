@@ -44,8 +44,6 @@ class DataArgs:
         for name in "max_image_tokens", "min_image_tokens":
             if getattr(self, name) and plan.shape and not plan.shape.tower:
                 yield f"--{name} must be 0: --model sees no pictures."
-        if self.prompt_template == "":
-            yield "--prompt_template must not be empty: give {question}, or leave it out."
 
 
 @dataclass
