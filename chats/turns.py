@@ -31,7 +31,7 @@ class TurnArgs:
     environment with a state. Not given: one turn."""
     max_turns: Count = 8
     """The model's turns in an episode, at most."""
-    NEEDS: ClassVar[dict[str, str]] = {"max_turns": "reply"}
+    switch: ClassVar[str] = "reply"
 
     def rules(self, plan):
         """See plan.problems."""
