@@ -36,8 +36,8 @@ NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
 def answers_of(answer) -> list:
     """The right answers of a row, of which any will do: each is a text or a number. ValueError if
     `answer` is anything but that or a list of it."""
-    if isinstance(answer, dict):  # as Logic-RL's rows have it
-        answer = answer.get("solution_text_format")
+    if isinstance(answer, dict):  # Logic-RL's has its text there
+        answer = answer.get("solution_text_format", answer)
     found = answer if isinstance(answer, list) else [answer]
     if not found or not all(map(is_answer, found)):
         raise ValueError("an answer is a text, a number, or a list of these, of which any is right "
