@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from scoring.numbers import number_of, plain
 
-# The names of --reward, and where a worker finds them: MODULE:FUNCTION.
+# The names of --reward, and their places: MODULE:FUNCTION.
 REWARDS = {
     "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:paid",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
