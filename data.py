@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 CHATS = ("messages", "conversations")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
+STRUCTS = ("reward_model", "extra_info")  # verl's
 GENERATED_ROWS = 1000
 
 
@@ -91,17 +93,17 @@ class Stream:
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
-         make=None) -> tuple[list[Row], str]:
+         make=None, eos_ids=()) -> tuple[list[Row], str]:
     """The prompts of `spec` in order, and a sentence with their counts. make: in the place of
-    make_row."""
+    make_row. eos_ids: what ends a completion."""
     make = make or make_row
     raw, name = read(spec, seed)
-    controls, rows = marks(tokenizer)[0], []
+    marks, rows = marks_of(tokenizer, eos_ids), []
     silent = os.environ.get("RANK", "0") != "0"
     for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
             raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
         try:
-            row = make(index, columns, name, tokenizer, controls, args)
+            row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {one_line(error)}") from error
@@ -121,16 +123,20 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         f"{len(raw) - len(rows)} empty")
 
 
-def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
+def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
              args: DataArgs, flag: str = "--prompt_template", parts=None) -> Row | None:
-    """A row as the model sees it. None: it asks nothing. controls: what begins a finished chat, see
-    `marks`. flag: which one gave args.prompt_template. parts: see messages.templated."""
+    """A row as the model sees it. None: it asks nothing. flag: which one gave args.prompt_template.
+    parts: see messages.templated."""
+    columns = columns | {name: struct(name, columns[name]) for name in STRUCTS if name in columns}
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
-    markers = ("<|im_start|>", *controls)
+    options = options_of(columns, messages, tokenizer)
+    markers = ("<|im_start|>", *marks.begins)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer), parts)
+    if not finished:
+        marks.check([messages, options])
+    text = render(messages, tokenizer, finished, options, parts)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -177,14 +183,15 @@ def parts_of(spec: str) -> tuple[str, str, str]:
     return spec[:end], *re.fullmatch(":?([^@]*)@?(.*)", spec[end:], re.DOTALL).groups()
 
 
-# Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date, and "1" as 1 where
-# other rows have numbers. It names no line, and refuses a .parquet that is empty or has maps.
+# Not by `datasets`, alone or in a folder: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a
+# date, and "1" as 1 where other rows have numbers. It names no line, and refuses a .parquet that is
+# empty or has maps.
 
 def read_file(path: str) -> list[dict]:
     """The rows of one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
-        return from_arrow(pyarrow.parquet.read_table(path))
+        return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table takes URIs
     parse = read_csv if path.endswith(".csv") else read_json
     return parse(Path(path).read_bytes().decode("utf-8-sig"))
 
@@ -243,13 +250,26 @@ def read_csv(text: str) -> list[dict]:
 def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     """A folder, or a name. A folder is read anew: files may change, and a home be read-only."""
     import datasets
-    here, files = os.path.isdir(path), None
-    if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
-        path, files = "arrow", f"{path}/*.arrow"
-    with tempfile.TemporaryDirectory() as cache:
-        found = datasets.load_dataset(path, config, data_files=files, split=split or "train",
-                                      cache_dir=cache if here else None)
+    if not os.path.isdir(path):
+        found = datasets.load_dataset(path, config, split=split or "train")
         return from_arrow(found.with_format("arrow")[:])
+    with tempfile.TemporaryDirectory() as cache:
+        if re.search(r"[*?[]|::", os.path.abspath(path)):  # `datasets` would read it as a pattern
+            path = shutil.copytree(os.path.abspath(path), f"{cache}/rows", copy_function=os.symlink)
+        saved = os.path.isfile(f"{path}/state.json")  # by Dataset.save_to_disk, else not taken
+        made = datasets.load_dataset_builder(
+            *(("arrow",) if saved else (path, config)), cache_dir=cache,
+            data_files=f"{path}/*.arrow" if saved else None)
+        files = made.config.data_files
+        if not all(file.endswith(FILES) for of_split in files.values() for file in of_split):
+            made.download_and_prepare()
+            found = made.as_dataset(split or "train")
+            return from_arrow(found.with_format("arrow")[:])
+        rows = {name: [row for file in of_split for row in read_file(file)]
+                for name, of_split in files.items()}
+        lengths = {name: len(found) for name, found in rows.items()}
+        parts = datasets.ReadInstruction.from_spec(split or "train").to_absolute(lengths)
+        return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
 
 
 def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
@@ -283,6 +303,14 @@ def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") 
     if system is not None and messages[0]["role"] != "system":
         messages = [*chat_of("system", system, "system"), *messages]
     return messages
+
+
+def struct(column: str, value):
+    """A text that begins as an object does is its JSON, as in a .csv. SettingsError: it is not."""
+    found = from_json(value) if str(value).startswith("{") else value
+    if isinstance(found, str) and found.startswith("{"):
+        raise SettingsError(f"{column} must be an object or its JSON text, not {value!r:.300}.")
+    return found
 
 
 def answer_of(columns: dict):
@@ -357,7 +385,7 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
     ids = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
     ids = ids if isinstance(ids, list) else [ids]
-    ends = tokenizer.convert_tokens_to_ids(marks(tokenizer)[1])
+    ends = tokenizer.convert_tokens_to_ids(marks_of(tokenizer).end)
     return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
 
 
@@ -367,11 +395,27 @@ def texts_of(ids: list[int], tokenizer) -> list[str]:
     return [known[i].content for i in ids if i in known]
 
 
+class Marks(NamedTuple):
+    """Control tokens of a tokenizer and its chat template."""
+    begins: list[str]  # what begins a chat or a message
+    end: list[str]  # what ends the assistant's, if anything does
+    silent: list[str]  # all that begin, end or pad: no words
+
+    def check(self, said) -> None:
+        """SettingsError: what a row or a reply says (messages, schemas) holds one of `silent`."""
+        text = json.dumps(said, ensure_ascii=False, default=str)
+        found = next((mark for mark in self.silent if mark in text), None)
+        if found:
+            raise SettingsError(f"its words hold {found}, which begins, ends or pads a text of this"
+                                " model. Would work: without it. The chat template and sft.py write"
+                                " such tokens where they belong.")
+
+
 def reader(tokenizer, eos_ids: list[int]):
     """A function, ids → the text for a reward or a reply: without what ends, begins or pads.
     Other control tokens, such as <think>, are the model's words."""
-    texts = {*marks(tokenizer)[0], *texts_of(eos_ids, tokenizer), tokenizer.pad_token}
-    silent = {i for i, t in tokenizer.added_tokens_decoder.items() if t.content in texts}
+    texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
+    silent = {i for i, t in known.items() if t.content in texts}
 
     def read(ids) -> str:
         ids = [int(i) for i in ids]
@@ -382,12 +426,13 @@ def reader(tokenizer, eos_ids: list[int]):
     return read
 
 
-def marks(tokenizer) -> tuple[list[str], list[str]]:
-    """Control tokens that begin a chat or a message; the one, if any, that ends the assistant's:
-    the chat template writes it there, or it begins the next message (GLM)."""
-    known = [t.content for t in tokenizer.added_tokens_decoder.values()
-             if t.content and (t.special or re.fullmatch(r"[<\[].+[>\]]", t.content))]
-    token = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)"
+def marks_of(tokenizer, eos_ids=()) -> Marks:
+    """The end is what the chat template writes after the assistant's words, or what begins the next
+    message (GLM). eos_ids: what else ends a completion."""
+    known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
+    controls = [t.content for t in known
+                if t.special or re.fullmatch(r"[<\[].+[>\]]", t.content)]
+    token = "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)"
 
     def written(*roles: str) -> list[list[str]]:
         """What comes first before, between and after messages: tokens, with a role among them."""
@@ -403,4 +448,7 @@ def marks(tokenizer) -> tuple[list[str], list[str]]:
     again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
     header = [t for t in header if t not in closing][:1]  # <think> may follow
     begins = [t for t in before + system + again + header if t not in closing]
-    return [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
+    begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
+    silent = {*begins, *end, *texts_of(eos_ids, tokenizer), tokenizer.eos_token,
+              tokenizer.pad_token}
+    return Marks(begins, end, [t.content for t in known if t.content in silent])

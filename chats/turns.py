@@ -8,19 +8,20 @@ Ids are only appended: what was sampled is never decoded and encoded again. See 
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 
-from data import Prompt, Row, ids_after, marks, reader, texts_of
+from data import Prompt, Row, ids_after, marks_of, reader, texts_of
 from errors import Count, SettingsError
 from rewards import Answer, Pool, check_rows, report
 from rollout import Request
 from scoring.replies import Move
 from trainer.batch import Completion
 
-WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
+WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Bridge:
 
     def __post_init__(self):
         self.read = reader(self.tokenizer, self.eos_ids)
-        self.ends = marks(self.tokenizer)[1]
+        self.marks = marks_of(self.tokenizer, self.eos_ids)
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
         """A chat of a question and these messages. goes_on: the model's turn is next."""
@@ -77,28 +78,35 @@ class Bridge:
         "z", ChatML writes start, WORDS, and the text:
 
             <|im_start|>user\\nx<|im_end|>\\n<|im_start|>assistant\\n
-            <think>\\nt\\n</think>\\n\\nyes
+            <think>\\nt\\n</think>\\n\\nQX7
             <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n
 
-        SettingsError if it refuses the messages, or writes the model's turn in another way.
+        Where start ends with <think> (QwQ), the model's words are what follows it. SettingsError if
+        it refuses the messages, or writes the model's turn in another way.
         """
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
-        roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
-        start = self.render([], True).rstrip()
-        after, before = self.render([said(WORDS), *messages], True), start + WORDS
-        after = start + after[len(start):].lstrip()  # the model may begin with a space
-        if not after.startswith(before):
-            raise SettingsError(f"--reply: the chat template rewrites earlier turns before a "
-                                f"message of role {roles}.")
-        return after[len(before):]
+        start = self.render([], True)
+        header = self.render([said("QX7"), *messages], True).partition("QX7")[0]
+        opened = start[len(commonprefix([start, header])):]
+        words = WORDS.removeprefix(opened)
+        whole, start = self.render([said(opened + words), *messages], True), start.rstrip()
+        after = whole[len(start):].lstrip()  # the model may begin with a space
+        if not (whole.startswith(start) and after.startswith(words.lstrip())):
+            roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
+            raise SettingsError(
+                f"--reply: before a message of role {roles} the chat template rewrites the model's "
+                f"turn {opened + words!r}: it writes {whole[len(commonprefix([whole, start])):]!r}."
+                " Would work: a model whose chat template keeps earlier turns as they were said.")
+        return after[len(words.lstrip()):]
 
     def ids(self, last: int, messages: list[dict]) -> list[int]:
         """To append to a turn whose last id is `last`. Its end is not doubled."""
+        self.marks.check(messages)
         text = self.text(messages)
         found, ends = ids_after(text, self.tokenizer), texts_of([last], self.tokenizer)
         # Else a --stop string ended it, or another end.
-        if ends and ends == self.ends and text.lstrip().startswith(ends[0]):
+        if ends and ends == self.marks.end and text.lstrip().startswith(ends[0]):
             found = found[found.index(last) + 1:]
         if max(found) >= self.vocab:  # it would break the engine
             raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "

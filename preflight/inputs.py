@@ -61,7 +61,7 @@ class Inputs:
 class NoTokenizer:
     """In the place of a model's that is not here: rows are read, and have no tokens."""
     added_tokens_decoder, chat_template = {}, ""
-    bos_token = eos_token = eos_token_id = None
+    bos_token = eos_token = eos_token_id = pad_token = None
 
     def __call__(self, text, **options):
         return {"input_ids": []}
@@ -332,7 +332,8 @@ def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
     if args.supervised:
         rows, note = targets.load(spec, files.tokenizer, args, files.ends, seed=seed, make=make)
     else:
-        rows, note = data.load(spec, files.tokenizer, args.data_args, seed=seed, make=make)
+        rows, note = data.load(
+            spec, files.tokenizer, args.data_args, seed=seed, make=make, eos_ids=files.ends)
     if files.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
         raise SettingsError(
             f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "

@@ -178,9 +178,8 @@ def arguments(kind: str, items: list[Item | Move]) -> dict:
     fields = items[0]._asdict()
     row = fields.pop("row")
     if kind == "verl":
-        truth = (row.get("reward_model") or {}).get("ground_truth", fields["answer"])
         return {"data_source": None, "extra_info": None, **row, "turns": fields["turns"],
-                "solution_str": fields["completion"], "ground_truth": truth}
+                "solution_str": fields["completion"], "ground_truth": fields["answer"]}
     return row | fields
 
 

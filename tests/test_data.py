@@ -165,7 +165,7 @@ def test_a_template_that_names_no_column_is_refused_by_its_flag():
         words = f" {template!r} must name one or more columns of the row (question, answer"
         assert "row 0 (counted from 0): --prompt_template" + words in sentence(
             load_rows, QA, template=template)
-        made = data.make_row(0, QA, "", TOKENIZER, [], DataArgs())
+        made = data.make_row(0, QA, "", TOKENIZER, data.marks_of(TOKENIZER), DataArgs())
         assert "--teacher_prompt" + words in sentence(
             add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 

@@ -53,7 +53,7 @@ def plain(before=(), after=(), **tokens):
 
 
 def row_of(columns, tokenizer, **flags):
-    return make_row(0, columns, "", tokenizer, data.marks(tokenizer)[0], DataArgs(**flags))
+    return make_row(0, columns, "", tokenizer, data.marks_of(tokenizer), DataArgs(**flags))
 
 
 def tags_in(tokenizer):
@@ -82,7 +82,7 @@ def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
     assert row.prompt_ids == [bos][:len(before)] + ids
     add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
     assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
-    learned = targets.make_row(0, QA, "", tokenizer, [], sft.Args().data_args, eos_ids=[eos])
+    learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer), sft.Args().data_args, eos_ids=[eos])
     assert learned.prompt_ids == row.prompt_ids
     assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
                               [True] * 3)
@@ -116,7 +116,7 @@ def test_a_base_model_ends_where_its_chat_template_ends_a_turn(tmp_path, name):
     (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
     ends = data.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({0, end})
-    row = targets.make_row(0, {"messages": CHAT}, "", tokenizer, [], sft.Args().data_args,
+    row = targets.make_row(0, {"messages": CHAT}, "", tokenizer, data.marks_of(tokenizer), sft.Args().data_args,
                            eos_ids=ends)
     last = [i for i, (now, then) in enumerate(zip(
         row.target[1], [*row.target[1][1:], False], strict=True)) if now and not then]
@@ -220,7 +220,7 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
         row = row_of({"prompt": prompt}, tokenizer)
         assert not row.finished and prompt in row.prompt != prompt
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
-    assert "<think>" not in data.marks(tokenizer)[0]
+    assert "<think>" not in data.marks_of(tokenizer).begins
     row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
     add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
     assert row.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
