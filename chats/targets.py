@@ -159,8 +159,8 @@ def check(text: str, before: str, whole: str, message: dict, last: dict | None) 
         raise SettingsError(
             f"the chat template rewrites {old:.80} before {said!r:.80}: {text[at:][:60]!r} becomes "
             f"{before[at:][:60]!r}. {ONE_EACH}")
-    kept = without_space(whole).rpartition(without_space(said))
-    if said.strip() and len(kept[0] + kept[1]) <= len(without_space(same)):
+    words = without_space(said)
+    if words not in without_space(whole)[max(0, 1 + len(without_space(same)) - len(words)):]:
         raise SettingsError(
             f"the chat template leaves out words of {said!r:.80}: it writes "
             f"{whole[len(same):][:60]!r}. Would work: a prompt that is the template's own text "

@@ -6,7 +6,6 @@ tokens and truncated.
 import ast
 import functools
 import logging
-import math
 import re
 
 from scoring.numbers import number_of, plain
@@ -14,7 +13,7 @@ from scoring.numbers import number_of, plain
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:paid",
+    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:environment",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
     "format": "scoring.verifiers:format_tags", "format_boxed": "scoring.verifiers:format_boxed",
     "short": "scoring.verifiers:short",
@@ -59,13 +58,6 @@ def last_answer(text: str) -> str | None:
 def environment(turns) -> float | None:
     """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
     return turns[-1].get("reward")
-
-
-def paid(turns) -> float | None:
-    """What all turns of a --reply were paid. None: its environment cannot score the episode."""
-    if "reward" in turns[-1]:  # of reward(), by whose growth turns are paid: no rounding
-        return turns[-1]["reward"]
-    return math.fsum(turn.get("paid", 0.0) for turn in turns)
 
 
 def math_reward(completion, answer, **row):
