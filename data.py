@@ -163,7 +163,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         raise SettingsError(f"{spec} is no file on this machine, or does not end in "
                             f"{', '.join(FILES)}.")
     try:
-        rows = read_file(name) if is_file else read_datasets(name, config or None, split)
+        rows = read_file(name) if is_file else read_datasets(
+            name, config or None, split or "train")
     except Exception as error:
         reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
@@ -212,21 +213,12 @@ def from_arrow(table) -> list[dict]:
             for row in table.to_pylist()]
 
 
-def keys_once(pairs: list[tuple]) -> dict:
-    """A dict of the pairs. ValueError: a key is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"one of {', '.join(found)} is there twice")
-    return found
-
-
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another."""
     rows, space = [], re.compile(r"\s*")
-    decoder = json.JSONDecoder(object_pairs_hook=keys_once)
     at = space.match(text).end()
     while at < len(text):
-        found, at = decoder.raw_decode(text, at)  # an error names line and column
+        found, at = json.JSONDecoder().raw_decode(text, at)  # an error names line and column
         rows += found if isinstance(found, list) else [found]
         at = space.match(text, at).end()
     for i, row in enumerate(rows):
@@ -239,7 +231,6 @@ def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
     reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
-    keys_once([(name, None) for name in reader.fieldnames or ()])
     for row in reader:
         if len(row) != len(reader.fieldnames) or None in row.values():
             raise ValueError(f"line {reader.line_num} does not fit the first line")
@@ -251,24 +242,21 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     """A folder, or a name. A folder is read anew: files may change, and a home be read-only."""
     import datasets
     if not os.path.isdir(path):
-        found = datasets.load_dataset(path, config, split=split or "train")
-        return from_arrow(found.with_format("arrow")[:])
+        return from_arrow(datasets.load_dataset(path, config, split=split).with_format("arrow")[:])
     with tempfile.TemporaryDirectory() as cache:
         if re.search(r"[*?[]|::", os.path.abspath(path)):  # `datasets` would read it as a pattern
             path = shutil.copytree(os.path.abspath(path), f"{cache}/rows", copy_function=os.symlink)
-        saved = os.path.isfile(f"{path}/state.json")  # by Dataset.save_to_disk, else not taken
-        made = datasets.load_dataset_builder(
-            *(("arrow",) if saved else (path, config)), cache_dir=cache,
-            data_files=f"{path}/*.arrow" if saved else None)
-        files = made.config.data_files
-        if not all(file.endswith(FILES) for of_split in files.values() for file in of_split):
+        options = {"path": path, "name": config}
+        if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
+            options = {"path": "arrow", "data_files": f"{path}/*.arrow"}
+        made = datasets.load_dataset_builder(**options, cache_dir=cache)
+        files = made.config.data_files  # of each split
+        if not all(file.endswith(FILES) for file in sum(files.values(), [])):
             made.download_and_prepare()
-            found = made.as_dataset(split or "train")
-            return from_arrow(found.with_format("arrow")[:])
-        rows = {name: [row for file in of_split for row in read_file(file)]
-                for name, of_split in files.items()}
-        lengths = {name: len(found) for name, found in rows.items()}
-        parts = datasets.ReadInstruction.from_spec(split or "train").to_absolute(lengths)
+            return from_arrow(made.as_dataset(split).with_format("arrow")[:])
+        rows = {name: sum(map(read_file, paths), []) for name, paths in files.items()}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(
+            {name: len(found) for name, found in rows.items()})
         return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
 
 

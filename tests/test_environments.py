@@ -123,7 +123,7 @@ def test_every_rank_has_the_same_episodes(spec, tmp_path):
     (CLASS.replace("    def reward", "    @property\n    def reward"), "turns",
      "reply, reward and close of the class Dice must be methods"),
     (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward"),
-    ("def reply(row, turns): pass", "turns", "--reward turns needs a class with reward")])
+    (CLASS.replace("def reward", "def value"), "turns", "--reward turns needs a class with")])
 def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
     (tmp_path / "dice.py").write_text(code)
     args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/dice.py:Dice"), reward=(reward,),

@@ -336,13 +336,6 @@ def test_thoughts_need_a_place(tmp_path):
             asked, chat, tmp_path, tokenizer=deaf)
 
 
-def test_keys_that_are_there_twice(tmp_path):
-    for name, text in ("a.jsonl", '{"prompt": "a", "prompt": "b"}'), ("a.csv", "q,q\n1,2\n"):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(SettingsError, match="is there twice"):
-            data.read(str(tmp_path / name))
-
-
 # ---- paths
 
 @pytest.mark.parametrize("name", ["me@lab.org", "a:b", "a b", "with:c@d", "@", "x@train"])

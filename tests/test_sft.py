@@ -111,6 +111,11 @@ def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tm
     one, two = (tokenizer(m["content"], add_special_tokens=False)["input_ids"]
                 for m in (CHAT[1], CHAT[3]))
     assert said == one + [user] + two + [end]
+    given = [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:4], CHAT[4], CHAT[5] | {"weight": 0}]
+    for chat in given, [*CHAT[:2], *given[:2], *CHAT[2:4]]:  # the end of a given turn is given
+        (row,), _ = load(tmp_path, [{"messages": chat}], tokenizer, [user, end])
+        said = [i for i, here in zip(*row.target, strict=True) if here]
+        assert said == (one + [user]) * (len(chat) // 2 - 2 - (chat is given)) + two + [end]
     with pytest.raises(SettingsError, match="which is no end of a turn"):
         load(tmp_path, [{"messages": CHAT[:4]}], tokenizer, [end])
 
