@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from errors import Count, SettingsError
-from scoring.messages import chat_of, from_json, not_null, options_of, templated
+from scoring.messages import chat_of, from_json, not_null, options_of, render, struct
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -95,7 +95,7 @@ class Stream:
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
     """The prompts of `spec` in order, and a sentence with their counts. make: in the place of
-    make_row. eos_ids: what ends a completion."""
+    make_row."""
     make = make or make_row
     raw, name = read(spec, seed)
     marks, rows = marks_of(tokenizer, eos_ids), []
@@ -127,12 +127,11 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
              args: DataArgs, flag: str = "--prompt_template", parts=None) -> Row | None:
     """A row as the model sees it. None: it asks nothing. flag: which one gave args.prompt_template.
     parts: see messages.templated."""
-    columns = columns | {name: struct(name, columns[name]) for name in STRUCTS if name in columns}
+    columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
-    options = options_of(columns, messages, tokenizer)
-    markers = ("<|im_start|>", *marks.begins)
+    options, markers = options_of(columns, messages, tokenizer), ("<|im_start|>", *marks.begins)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
     if not finished:
         marks.check([messages, options])
@@ -184,9 +183,7 @@ def parts_of(spec: str) -> tuple[str, str, str]:
     return spec[:end], *re.fullmatch(":?([^@]*)@?(.*)", spec[end:], re.DOTALL).groups()
 
 
-# Not by `datasets`, alone or in a folder: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a
-# date, and "1" as 1 where other rows have numbers. It names no line, and refuses a .parquet that is
-# empty or has maps.
+# Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date. It names no line.
 
 def read_file(path: str) -> list[dict]:
     """The rows of one of FILES."""
@@ -215,12 +212,10 @@ def from_arrow(table) -> list[dict]:
 
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another."""
-    rows, space = [], re.compile(r"\s*")
-    at = space.match(text).end()
-    while at < len(text):
-        found, at = json.JSONDecoder().raw_decode(text, at)  # an error names line and column
+    rows, at, space, decoder = [], 0, re.compile(r"\s*"), json.JSONDecoder()
+    while (at := space.match(text, at).end()) < len(text):
+        found, at = decoder.raw_decode(text, at)  # an error names line and column
         rows += found if isinstance(found, list) else [found]
-        at = space.match(text, at).end()
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"row {i} (counted from 0) is not a JSON object")
@@ -246,10 +241,9 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     with tempfile.TemporaryDirectory() as cache:
         if re.search(r"[*?[]|::", os.path.abspath(path)):  # `datasets` would read it as a pattern
             path = shutil.copytree(os.path.abspath(path), f"{cache}/rows", copy_function=os.symlink)
-        options = {"path": path, "name": config}
-        if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
-            options = {"path": "arrow", "data_files": f"{path}/*.arrow"}
-        made = datasets.load_dataset_builder(**options, cache_dir=cache)
+        saved = f"{path}/*.arrow" if os.path.isfile(f"{path}/state.json") else None
+        made = datasets.load_dataset_builder(  # `datasets` alone takes no folder of save_to_disk
+            "arrow" if saved else path, config, data_files=saved, cache_dir=cache)
         files = made.config.data_files  # of each split
         if not all(file.endswith(FILES) for file in sum(files.values(), [])):
             made.download_and_prepare()
@@ -293,14 +287,6 @@ def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") 
     return messages
 
 
-def struct(column: str, value):
-    """A text that begins as an object does is its JSON, as in a .csv. SettingsError: it is not."""
-    found = from_json(value) if str(value).startswith("{") else value
-    if isinstance(found, str) and found.startswith("{"):
-        raise SettingsError(f"{column} must be an object or its JSON text, not {value!r:.300}.")
-    return found
-
-
 def answer_of(columns: dict):
     """The right answer of a row, or None."""
     there = not_null(columns)
@@ -323,26 +309,6 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
     there = {"": None} | not_null(columns)  # an empty cell is an empty text
     return re.sub(
         pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
-
-
-def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts=None) -> str:
-    """The text that the model sees. SettingsError: the chat template cannot write it."""
-    if finished:
-        if len(messages) > 1 or options:
-            raise SettingsError("a finished chat text takes no --system, no tools and no other "
-                                "messages.")
-        return messages[0]["content"]
-    if tokenizer.chat_template is None:
-        return "\n\n".join(m["content"] for m in messages)
-    goes_on = messages[-1]["role"] == "assistant"
-    text = templated(messages, tokenizer, options, parts, add_generation_prompt=not goes_on,
-                     continue_final_message=goes_on)
-    for m in messages if text else ():
-        said = m["content"].strip()  # Llama writes what a tool says as JSON
-        if (m["role"] not in ("user", "assistant") and said not in text
-                and json.dumps(said, ensure_ascii=False) not in text):
-            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
-    return text
 
 
 # ---- what begins and what ends ----
@@ -385,18 +351,17 @@ def texts_of(ids: list[int], tokenizer) -> list[str]:
 
 class Marks(NamedTuple):
     """Control tokens of a tokenizer and its chat template."""
-    begins: list[str]  # what begins a chat or a message
-    end: list[str]  # what ends the assistant's, if anything does
+    begins: list[str]  # of a chat or a message
+    end: list[str]  # the one, if any, that ends the assistant's
     silent: list[str]  # all that begin, end or pad: no words
 
     def check(self, said) -> None:
         """SettingsError: what a row or a reply says (messages, schemas) holds one of `silent`."""
         text = json.dumps(said, ensure_ascii=False, default=str)
-        found = next((mark for mark in self.silent if mark in text), None)
-        if found:
-            raise SettingsError(f"its words hold {found}, which begins, ends or pads a text of this"
-                                " model. Would work: without it. The chat template and sft.py write"
-                                " such tokens where they belong.")
+        for mark in self.silent:
+            if mark in text:
+                raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
+                                    "this model. Would work: without it.")
 
 
 def reader(tokenizer, eos_ids: list[int]):
@@ -415,8 +380,7 @@ def reader(tokenizer, eos_ids: list[int]):
 
 
 def marks_of(tokenizer, eos_ids=()) -> Marks:
-    """The end is what the chat template writes after the assistant's words, or what begins the next
-    message (GLM). eos_ids: what else ends a completion."""
+    """The end: what the chat template writes there, or what begins the next message (GLM)."""
     known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
     controls = [t.content for t in known
                 if t.special or re.fullmatch(r"[<\[].+[>\]]", t.content)]

@@ -34,6 +34,15 @@ def from_json(value):
         return value
 
 
+def struct(column: str, value):
+    """A text that begins as an object does is its JSON, as in a .csv."""
+    if not str(value).startswith("{"):
+        return value
+    if isinstance(from_json(value), str):
+        raise SettingsError(f"{column} must be an object or its JSON text, not {value!r:.300}.")
+    return from_json(value)
+
+
 def chat_of(column: str, value, role: str | None, image: str | None = None) -> list[dict]:
     """The messages of a column: OpenAI's or ShareGPT's, a list or its JSON text. Each content
     becomes a text; a weight stays where it is 0.
@@ -106,6 +115,26 @@ def templated(messages: list[dict], tokenizer, options: dict, parts=None, **more
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
     except (TemplateError, TypeError) as error:
         raise SettingsError(f"the chat template: {error}") from error
+
+
+def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts=None) -> str:
+    """The text that the model sees. SettingsError: the chat template cannot write it."""
+    if finished:
+        if len(messages) > 1 or options:
+            raise SettingsError("a finished chat text takes no --system, no tools and no other "
+                                "messages.")
+        return messages[0]["content"]
+    if tokenizer.chat_template is None:
+        return "\n\n".join(m["content"] for m in messages)
+    goes_on = messages[-1]["role"] == "assistant"
+    text = templated(messages, tokenizer, options, parts, add_generation_prompt=not goes_on,
+                     continue_final_message=goes_on)
+    for m in messages if text else ():
+        said = m["content"].strip()  # Llama writes what a tool says as JSON
+        if (m["role"] not in ("user", "assistant") and said not in text
+                and json.dumps(said, ensure_ascii=False) not in text):
+            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
+    return text
 
 
 def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:

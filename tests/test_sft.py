@@ -185,9 +185,9 @@ def test_a_turn_may_begin_with_what_the_template_writes(tmp_path, traits):
             chat[1] = chat[1] | {"content": "<think>\n" + words}
             assert one_word(words) in learned({"messages": chat[:2]})
     opens, drops, _, ends = traits
-    assert seen == {cause for cause, there in {
-        "begins a turn": opens, "leaves out": drops, "is no end": not (opens and drops or ends)}.items()
-        if there}
+    expected = {"begins a turn": opens, "leaves out": drops,
+                "is no end": not (opens and drops or ends)}
+    assert seen == {cause for cause, there in expected.items() if there}
 
 
 def test_prompt_and_answer_are_a_chat_of_two_messages(tmp_path):
