@@ -46,8 +46,6 @@ class DataArgs:
         for name in "max_image_tokens", "min_image_tokens":
             if getattr(self, name) and plan.shape and not plan.shape.tower:
                 yield f"--{name} must be 0: --model sees no pictures."
-        if self.prompt_template == "":
-            yield "--prompt_template must not be empty: give {question}, or leave it out."
 
 
 @dataclass
@@ -225,11 +223,12 @@ def read_json(text: str) -> list[dict]:
 def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
-    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
-    for row in reader:
-        if len(row) != len(reader.fieldnames) or None in row.values():
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names, rows = next(reader, []), []
+    for cells in filter(None, reader):
+        if len(cells) != len(names):
             raise ValueError(f"line {reader.line_num} does not fit the first line")
-        rows.append({name: cell or None for name, cell in row.items()})
+        rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
     return rows
 
 

@@ -156,24 +156,21 @@ def check(text: str, before: str, whole: str, message: dict, last: dict | None) 
     said, same = message["content"], commonprefix([before, whole])
     if not before.startswith(text):
         at, old = len(commonprefix([before, text])), repr(last["content"]) if last else "the prompt"
-        raise SettingsError(
-            f"the chat template rewrites {old:.80} before {said!r:.80}: {text[at:][:60]!r} becomes "
-            f"{before[at:][:60]!r}. {ONE_EACH}")
+        raise SettingsError(f"the chat template rewrites {old:.80} before {said!r:.80}: "
+                            f"{text[at:]!r:.60} becomes {before[at:]!r:.60}. {ONE_EACH}")
     words = without_space(said)
     if words not in without_space(whole)[max(0, 1 + len(without_space(same)) - len(words)):]:
         raise SettingsError(
-            f"the chat template leaves out words of {said!r:.80}: it writes "
-            f"{whole[len(same):][:60]!r}. Would work: a prompt that is the template's own text "
-            f"up to {before[-30:]!r}, and a completion that is a text.")
-    opened = before[len(same):]
-    if opened:
+            f"the chat template leaves out words of {said!r:.80}: {whole[len(same):]!r:.60}. Would "
+            f"work: a prompt that is its own text up to {before[-30:]!r}, with a completion.")
+    if opened := before[len(same):]:
         raise SettingsError(
             f"the chat template begins a turn with {opened!r:.80} where the model is asked, and "
             f"{said!r:.80} does not. Would work: {opened + said!r:.80}.")
 
 
 def without_space(text: str) -> str:
-    """White space is where templates differ: they trim words and put lines between them."""
+    """Templates trim words, and put lines between them."""
     return "".join(text.split())
 
 

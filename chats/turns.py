@@ -74,15 +74,10 @@ class Bridge:
                                 f"{roles} ({error}).") from None
 
     def text(self, messages: list[dict]) -> str:
-        """What the template writes from the model's words to its next ones. Where the user answers
-        "z", ChatML writes start, WORDS, and the text:
-
-            <|im_start|>user\\nx<|im_end|>\\n<|im_start|>assistant\\n
-            <think>\\nt\\n</think>\\n\\nQX7
-            <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n
-
-        Where start ends with <think> (QwQ), the model's words are what follows it. SettingsError if
-        it refuses the messages, or writes the model's turn in another way.
+        """What the template writes from the model's words to its next ones: in ChatML
+        <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n. Where it opens a
+        turn with <think> (QwQ), the model's words are what follows. SettingsError if it refuses the
+        messages, or writes the model's turn in another way.
         """
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])

@@ -26,7 +26,7 @@ from preflight import inputs
 from preflight.plan import changed
 from rewards import Score
 from scoring.verifiers import format_tags
-from test_sft import CHAT, SAID, TEMPLATES, load, template, tokenizer_of
+from test_sft import SAID, TEMPLATES, load, template, tokenizer_of
 from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -61,36 +61,7 @@ def tags_in(tokenizer):
     return tokenizer
 
 
-def base_of(name: str):
-    """The tokenizer of a base model with a chat template: its eos_token is another."""
-    controls, end, text = TEMPLATES[name]
-    made = tokenizer_of(controls, text)
-    made.eos_token = tiny.END_OF_TEXT
-    return made, made.convert_tokens_to_ids(end)
-
-
 # ---- a tokenizer that appends EOS
-
-@pytest.mark.parametrize("before", [[], ["<s>"]])
-def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
-    """Each completion was one token, and sft.py learned an answer behind an EOS."""
-    tokenizer = plain(before, ["</s>"])
-    bos, eos = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
-    ids = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
-    assert tokenizer("Sort 31")["input_ids"] == [bos][:len(before)] + ids + [eos]
-    row = row_of(QA, tokenizer)
-    assert row.prompt_ids == [bos][:len(before)] + ids
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
-    assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
-    learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer),
-                               sft.Args().data_args, eos_ids=[eos])
-    assert learned.prompt_ids == row.prompt_ids
-    assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
-                              [True] * 3)
-    bridge = turns.Bridge(tokenizer, [eos], 999, None)
-    assert bridge.ids(eos, [{"role": "user", "content": "z"}]) == tokenizer(
-        "\n\nz\n\n", add_special_tokens=False)["input_ids"]
-
 
 def test_samples_show_the_prompt_that_the_model_saw():
     tokenizer = plain(["<s>"])
@@ -108,30 +79,6 @@ def test_a_template_that_ends_a_prompt_in_eos_is_refused():
 
 
 # ---- the chat template's end of a turn
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_base_model_ends_where_its_chat_template_ends_a_turn(tmp_path, name):
-    """Qwen2.5 base: <|im_end|> is in the template, <|endoftext|> is its eos_token. Completions ran
-    on to --max_tokens, and sft.py refused two turns."""
-    tokenizer, end = base_of(name)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
-    ends = data.eos_ids(str(tmp_path), tokenizer)
-    assert ends == sorted({0, end})
-    row = targets.make_row(0, {"messages": CHAT}, "", tokenizer, data.marks_of(tokenizer),
-                           sft.Args().data_args, eos_ids=ends)
-    last = [i for i, (now, then) in enumerate(zip(
-        row.target[1], [*row.target[1][1:], False], strict=True)) if now and not then]
-    assert [row.target[0][i] for i in last] == [end] * 3
-
-
-def test_the_next_speaker_ends_a_turn_that_the_template_does_not_end(tmp_path):
-    """GLM's."""
-    tokenizer = tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
-        f"<|{{{{ m['role'] }}}}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n"))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert data.eos_ids(str(tmp_path), tokenizer) == sorted(
-        tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"]))
-
 
 @pytest.mark.parametrize("files, expected", [
     ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, [7, 9]),
