@@ -63,6 +63,27 @@ def tags_in(tokenizer):
 
 # ---- a tokenizer that appends EOS
 
+@pytest.mark.parametrize("before", [[], ["<s>"]])
+def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
+    """Each completion was one token, and sft.py learned an answer behind an EOS."""
+    tokenizer = plain(before, ["</s>"])
+    bos, eos = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    ids = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
+    assert tokenizer("Sort 31")["input_ids"] == [bos][:len(before)] + ids + [eos]
+    row = row_of(QA, tokenizer)
+    assert row.prompt_ids == [bos][:len(before)] + ids
+    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
+    assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
+    learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer),
+                               sft.Args().data_args, eos_ids=[eos])
+    assert learned.prompt_ids == row.prompt_ids
+    assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
+                              [True] * 3)
+    bridge = turns.Bridge(tokenizer, [eos], 999, None)
+    assert bridge.ids(eos, [{"role": "user", "content": "z"}]) == tokenizer(
+        "\n\nz\n\n", add_special_tokens=False)["input_ids"]
+
+
 def test_samples_show_the_prompt_that_the_model_saw():
     tokenizer = plain(["<s>"])
     sample = Sample(data.Prompt(0, row_of(QA, tokenizer)), Completion(
