@@ -150,8 +150,7 @@ def test_an_episode_of_the_lake_is_the_librarys():
     gymnasium = pytest.importorskip("gymnasium")
     grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
     row = {"map": grid, "slippery": True}
-    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply",
-                      homes=True)) as pool:
+    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply")) as pool:
         pool.wait()
         for seed in range(20):
             env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0
