@@ -140,7 +140,7 @@ case "${1:-}" in
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.9")" --steps 100 \
            --model runs/doors-base/model --data runs/doors/train.jsonl \
            --eval_data runs/doors/test.jsonl --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
-           --reply examples/doors.py:reply --reward turns \
+           --reply examples/doors.py:Doors --reward turns \
            --advantage variants/turn_credit.py:turn_credit "$@" ;;
   vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
          model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}

@@ -14,7 +14,7 @@ from scoring.numbers import number_of, plain
 
 # The names of --reward, and their places: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:paid",
+    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:environment",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
     "short": "scoring.verifiers:short",
     "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",
@@ -83,13 +83,6 @@ def last_answer(text: str) -> str | None:
 def environment(turns) -> float | None:
     """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
     return turns[-1].get("reward")
-
-
-def paid(turns) -> float | None:
-    """What all turns of a --reply were paid. None: its environment cannot score the episode."""
-    if "reward" in turns[-1]:  # of reward(), by whose growth turns are paid: no rounding
-        return turns[-1]["reward"]
-    return math.fsum(turn.get("paid", 0.0) for turn in turns)
 
 
 @any_answer

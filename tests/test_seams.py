@@ -234,7 +234,8 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
     path.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (2, 3, 4)))
 
     class Letters:
-        added_tokens_decoder, chat_template, bos_token, eos_token_id = {}, None, None, None
+        added_tokens_decoder, chat_template = {}, None
+        bos_token = eos_token = eos_token_id = pad_token = None
 
         def __call__(self, text, **options):
             return {"input_ids": [1] * len(text)}
