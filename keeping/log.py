@@ -38,10 +38,9 @@ BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 
 # ---- files ----
 
-def choose_folder(args) -> Path:
+def choose_folder(args, now: datetime) -> Path:
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
-    default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
-    folder = Path("runs", args.name or time.strftime(default))
+    folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
     done = finished_steps(folder)
@@ -51,11 +50,11 @@ def choose_folder(args) -> Path:
     return folder
 
 
-def began(folder: Path | None) -> str:
+def began(folder: Path | None, now: datetime) -> str:
     """When the run in `folder` began for the first time: chat templates may write the date."""
     path = Path(folder or "", "args.json")
     kept = read(path).get("began") if folder and path.exists() else None
-    return kept or datetime.now().isoformat(" ", "seconds")
+    return kept or now.isoformat(" ", "seconds")
 
 
 def finished_steps(folder: Path) -> int:

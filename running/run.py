@@ -27,10 +27,10 @@ from trainer import lora, model
 
 def set_up(args) -> "Run":
     """Everything that a loop needs, in five phases. Weights load in the last."""
-    # 1. Join the other ranks. Rank 0's clock names the folder, and dates the prompts.
+    # 1. Join the other ranks. The time at which they did names the folder, and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
-    folder = mistakes.attempt(log.choose_folder, args)
-    folder, began = world.gather([(folder, mistakes.attempt(log.began, folder))])[0]
+    folder = mistakes.attempt(log.choose_folder, args, world.began)
+    began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
     # 2. Check flags and files. Machines have their own command lines and disks: compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)
@@ -52,8 +52,9 @@ def set_up(args) -> "Run":
         "script": args.script, "ranks": world.size, "versions": versions, "began": began,
         "changes": settings.get("changes", [])})
     if not args.eval_args.eval_only:
+        world.again = again(world, folder.name)
         after = "a kill" if plan.save_every(args) else "SIGTERM"
-        run_log.say(f"{folder}: after {after} this goes on: {again(world, folder.name)}")
+        run_log.say(f"{folder}: after {after} this goes on: {world.again}")
     run_log.say(inputs.plan.text(short=True))
     for note in inputs.notes:
         run_log.say(f"  {note}")
