@@ -298,16 +298,17 @@ def run(main, *args):
 
 def say_why(error: BaseException, report):
     """Prints why this rank ends, and tells torchrun. A mistake in the settings has no traceback."""
-    rank, place = os.environ.get("RANK", "0"), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     if "Timed out waiting" in str(error) and World.joined:  # gloo does not name the rank
         late = ", ".join(map(str, World.joined.late())) or "(all have come since)"
         error.add_note(f"waited {World.joined.timeout:g} s (--timeout) for rank {late}")
     elif td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2 + place / 5)  # of ranks that all have the same mistake one prints it
+        time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
+    said = f"[rank {rank}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):
-        print(f"error: {error}", file=sys.stderr)
-        error = error.with_traceback(None)
-    else:
-        print(f"[rank {rank}] failed:\n{traceback.format_exc()}", file=sys.stderr)
+        said, error = f"error: {error}", error.with_traceback(None)
+    elif "by peer" in str(error):
+        said = f"[rank {rank}] ends because another rank ended ({str(error).splitlines()[0]})"
+    print(said, file=sys.stderr)
     report.record_exception(error)
