@@ -55,6 +55,8 @@ def set_up(args) -> "Run":
         after = "a kill" if plan.save_every(args) else "SIGTERM"
         run_log.say(f"{folder}: after {after} this goes on: {world.again}")
     run_log.say(inputs.plan.text(short=True))
+    rewarded = f", reward {' + '.join(args.reward)}" if args.needs_reward else ""
+    run_log.say(f"  model {args.model}{rewarded}, peak learning rate {args.lr:g}")
     for note in inputs.notes:
         run_log.say(f"  {note}")
     if saved:
