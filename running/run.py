@@ -81,15 +81,16 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 def again(world: dist.World, name: str) -> str:
     """The command that goes on with this run. run.sh says how it was started."""
-    folder = os.path.relpath(os.path.dirname(sys.executable))
-    start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
-    words = [*(start if world.size > 1 else [f"{folder}/python"]), *sys.argv]
-    named = any(word.partition("=")[0] == "--name" for word in words)
-    machines = ""
-    if world.size > 1 and not os.environ.get("STARTED_AS"):
-        machines = " (with your other flags of torchrun, on each machine)"
-    return (os.environ.get("STARTED_AS") or shlex.join(words)) + (
-        "" if named else f" --name {shlex.quote(name)}") + machines
+    folder, started = os.path.relpath(os.path.dirname(sys.executable)), os.environ.get("STARTED_AS")
+    start = [f"{folder}/python"]
+    if world.size > 1:
+        start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
+    command = started or shlex.join([*start, *sys.argv])
+    if not any(word.partition("=")[0] == "--name" for word in sys.argv):
+        command += f" --name {shlex.quote(name)}"
+    if world.size > 1 and not started:
+        command += " (with your other flags of torchrun)"
+    return command
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,

@@ -151,10 +151,10 @@ def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, f
     (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
     (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
      "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.' "
-     "(with your other flags of torchrun, on each machine)"),
+     "(with your other flags of torchrun)"),
     (None, ["ppo.py", "--name=a-b"], 4, 2,
      "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b "
-     "(with your other flags of torchrun, on each machine)")])
+     "(with your other flags of torchrun)")])
 def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
     monkeypatch.setattr(run.sys, "argv", argv)
     monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
