@@ -128,22 +128,43 @@ def test_a_step_is_recorded(tmp_path, monkeypatch, step, shown):
 
 # ---- checkpoints and the end
 
-def test_a_checkpoint_keeps_as_many_as_keep_says(tmp_path, monkeypatch):
-    saved = []
+@pytest.mark.parametrize("now, coef", [(0.1, 0.07), (0.3, 0.3)])
+def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch, now, coef):
+    """A new --kl_reward_coef is taken, and an adapted one goes on."""
+    saved, loaded = [], []
     monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all))
-    made(tmp_path, "--keep", "3", "--save_every", "7").save(5)
-    folder, _, _, state, keep = saved[0]
-    assert folder == tmp_path / "checkpoints" and keep == 3
-    assert state["step"] == 5
+    monkeypatch.setattr(run.checkpoint, "load", lambda *all: loaded.append(all))
+
+    def ppo(kl_reward_coef: float) -> run.Run:
+        it = made(tmp_path, "--keep", "3", carry=MagicMock(), kl_coef=kl_reward_coef, settings={
+            "kl_reward_coef": kl_reward_coef}, stream=SimpleNamespace(position=0))
+        it.args.critic_args, it.args.kl_target, it.inputs.rows = True, 0.1, ["a row"]
+        it.carry.state.return_value = ["a group"]
+        return it
+
+    it, again = ppo(0.1), ppo(now)
+    it.kl_coef, it.log.bad_steps, it.stream.position = 0.07, 2, 7
+    it.save(5)
+    (folder, _, _, state, keep), = saved
+    assert (folder, state["step"], keep) == (tmp_path / "checkpoints", 5, 3)
+    found = SimpleNamespace(state=json.loads(json.dumps(state)))
+    again.restore(found)
+    assert loaded == [(found, again.world, again.trained)]
+    assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (coef, 2, 7)
+    again.carry.restore.assert_called_once_with(["a group"], ["a row"])
 
 
 @pytest.mark.parametrize("steps, flags, after", [
-    (35, "", [4, 8, 12, 16, 20, 24, 28, 32, 35]), (3, "", [1, 2, 3]), (400, "--keep 1", None),
-    (35, "--save_every 0", []), (35, "--eval_only", []), (7, "--save_every 3", [3, 6, 7])])
+    (35, "", [4, 8, 12, 16, 20, 24, 28, 32, 35]), (3, "", [1, 2, 3]), (35, "--save_every 0", []),
+    (35, "--eval_only", []), (7, "--save_every 3", [3, 6, 7])])
 def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, flags, after):
     it = made(tmp_path, "--steps", str(steps), *flags.split())
-    found = [step for step in range(1, steps + 1) if step in it.saves]
-    assert found == ([*range(40, 401, 40)] if after is None else after)
+    assert [step for step in range(1, steps + 1) if step in it.saves] == after
+
+
+@pytest.mark.parametrize("every, evaluations", [("0", [0]), ("2", [0, 2])])
+def test_the_end_is_evaluated_once(tmp_path, every, evaluations):
+    assert [*made(tmp_path, "--eval_every", every).evaluations] == evaluations  # of 4 steps
 
 
 @pytest.mark.parametrize("started, argv, size, local, command", [
@@ -160,19 +181,6 @@ def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, l
     monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
     monkeypatch.setenv("STARTED_AS", started or "")
     assert run.again(SimpleNamespace(size=size, local_size=local), "a-b") == command
-
-
-def test_what_is_in_flight_is_saved_and_comes_back(tmp_path, monkeypatch):
-    saved, carry = [], MagicMock()
-    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]))
-    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
-    carry.state.return_value = ["a group"]
-    it = made(tmp_path, carry=carry)
-    it.inputs.rows = ["a row"]
-    it.save(5)
-    assert saved[0]["flight"] == ["a group"]
-    it.restore(SimpleNamespace(state=saved[0]))
-    carry.restore.assert_called_once_with(["a group"], ["a row"])
 
 
 def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
@@ -192,13 +200,13 @@ def test_an_evaluation_alone_leaves_a_run_as_it_is(tmp_path, monkeypatch):
     assert it.finish() == 0 and not it.log.finish.called
 
 
-@pytest.mark.parametrize("missed", [False, True])
-def test_the_status_of_a_run_is_its_grade(tmp_path, monkeypatch, missed):
-    order = []
+@pytest.mark.parametrize("rank, missed", [(0, False), (0, True), (1, True)])
+def test_the_status_of_every_rank_is_the_grade_of_rank_0(tmp_path, monkeypatch, rank, missed):
+    order, world = [], SimpleNamespace(rank=rank, any_rank=lambda flag: flag or rank > 0)
     monkeypatch.setattr(run.Run, "evaluate", lambda it, step: order.append(step))
     monkeypatch.setattr(run.Run, "export", lambda it: order.append("export"))
     monkeypatch.setattr(run.summary, "grade", lambda *all: missed)
-    it = made(tmp_path, "--no-report")
+    it = made(tmp_path, "--no-report", world=world)
     it.log.finish = lambda steps: order.append(f"done {steps}")
     assert it.finish() == int(missed) and order == [4, "export", "done 4"]
 
@@ -251,17 +259,6 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
         told = json.loads(file.read_text())["message"]
         assert told["message"].endswith(str(ending))
         assert ("Traceback" in told["extraInfo"]["py_callstack"]) == is_bug
-
-
-@pytest.mark.parametrize("now, coef", [(0.1, 0.07), (0.3, 0.3)])
-def test_a_new_kl_reward_coef_is_taken_and_an_adapted_one_goes_on(tmp_path, monkeypatch, now, coef):
-    monkeypatch.setattr(run.checkpoint, "load", lambda *all: None)
-    state = {"position": 3, "bad_steps": 0, "kl_coef": 0.07,
-             "settings": {"kl_reward_coef": 0.1}}
-    it = made(tmp_path, kl_coef=now, settings={"kl_reward_coef": now},
-              args=SimpleNamespace(critic_args=True, kl_target=0.1))
-    it.restore(SimpleNamespace(state=state))
-    assert it.kl_coef == coef
 
 
 def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
