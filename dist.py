@@ -27,7 +27,7 @@ KEYS = 4  # a micro-batch gathers at most so many keys for each token of its bud
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # one rank; 0: any free port
-ONE_OF_SEVERAL = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}  # if not
+NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}  # or not set
 
 
 # ---- splitting: pure functions of sizes ----
@@ -214,7 +214,7 @@ def place():
     """Makes this process a rank, unless torchrun or a scheduler did: then it is the only one.
     SettingsError: it is one of several that would not know of each other."""
     if "WORLD_SIZE" not in os.environ:
-        others = [f"{name}={os.environ[name]}" for name, one in ONE_OF_SEVERAL.items()
+        others = [f"{name}={os.environ[name]}" for name, one in NO_COPY.items()
                   if os.environ.get(name, one) != one]
         if others:
             raise SettingsError(
@@ -308,7 +308,7 @@ def say_why(error: BaseException, report):
     said = f"[rank {rank}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):
         said, error = f"error: {error}", error.with_traceback(None)
-    elif "by peer" in str(error):
-        said = f"[rank {rank}] ends because another rank ended ({str(error).splitlines()[0]})"
+    elif "/gloo/" in str(error) and "by peer" in str(error):
+        said = f"[rank {rank}] ends because another rank ended ({error})"
     print(said, file=sys.stderr)
     report.record_exception(error)

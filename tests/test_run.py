@@ -233,11 +233,16 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
 
 # ---- how a process ends: dist.run
 
+PEER = RuntimeError("[/a/gloo/transport/tcp/pair.cc:5] Read error: Connection reset by peer")
+
+
 @pytest.mark.parametrize("ending, status, words", [
     (75, 75, ""), (KeyboardInterrupt(), 130, "interrupted. This goes on: ./run.sh --name x\n"),
     (SettingsError("a sentence"), 2, "error: a sentence\n"),
     (NotWritten("a sentence"), 1, "error: a sentence\n"),
-    (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback")])
+    (ValueError("a bug"), 1, "[rank 0] failed:\nTraceback"),
+    (ConnectionResetError("Connection reset by peer"), 1, "[rank 0] failed:\nTraceback"),
+    (PEER, 1, f"[rank 0] ends because another rank ended ({PEER})\n")])
 def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words):
     """What torchrun shows of a failure is in its error file."""
     def leave(status):
@@ -258,7 +263,8 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
     if file.exists():
         told = json.loads(file.read_text())["message"]
         assert told["message"].endswith(str(ending))
-        assert ("Traceback" in told["extraInfo"]["py_callstack"]) == is_bug
+        traced = "Traceback" in told["extraInfo"]["py_callstack"]
+        assert traced != isinstance(ending, SettingsError)
 
 
 def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
