@@ -27,7 +27,7 @@ from trainer import lora, model
 
 def set_up(args) -> "Run":
     """Everything that a loop needs, in five phases. Weights load in the last."""
-    # 1. Join the other ranks. The time at which they did names the folder, and dates the prompts.
+    # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
     began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
@@ -55,8 +55,8 @@ def set_up(args) -> "Run":
         after = "a kill" if plan.save_every(args) else "SIGTERM"
         run_log.say(f"{folder}: after {after} this goes on: {world.again}")
     run_log.say(inputs.plan.text(short=True))
-    rewarded = f", reward {' + '.join(args.reward)}" if args.needs_reward else ""
-    run_log.say(f"  model {args.model}{rewarded}, peak learning rate {args.lr:g}")
+    run_log.say(f"  model {args.model}, reward {' + '.join(args.reward) or 'none'}, peak learning "
+                f"rate {args.lr:g}")
     for note in inputs.notes:
         run_log.say(f"  {note}")
     if saved:
@@ -89,7 +89,7 @@ def again(world: dist.World, name: str) -> str:
     if not any(word.partition("=")[0] == "--name" for word in sys.argv):
         command += f" --name {shlex.quote(name)}"
     if world.size > 1 and not started:
-        command += " (with your other flags of torchrun)"
+        command += " (with your flags of torchrun)"
     return command
 
 
@@ -263,8 +263,8 @@ class Run:
 
     def stopped(self, step: int) -> int:
         """After SIGTERM, with a checkpoint → exit status."""
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; the same command "
-                     f"with --name {self.log.folder.name} goes on from here")
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
+                     f"{self.world.again}")
         self.close()
         return dist.SAVED
 
@@ -276,11 +276,11 @@ class Run:
         if training and self.stop.agreed():
             self.save(self.end)
             return self.stopped(self.end)
-        if training and self.args.run_args.export:
-            self.export()
-        if training and self.world.rank == 0:
-            missed = summary.grade(self.log, self.args.run_args)
         if training:
+            if self.args.run_args.export:
+                self.export()
+            if self.world.rank == 0:
+                missed = summary.grade(self.log, self.args.run_args)
             self.log.finish(self.args.steps)
         if self.args.run_args.report and self.world.rank == 0:
             summary.write_report(self.log)

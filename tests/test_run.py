@@ -35,7 +35,7 @@ def args(*flags: str):
 def made(folder: Path, *flags: str, **more) -> run.Run:
     """A run without models. Its log says into `said`."""
     it = object.__new__(run.Run)
-    world = SimpleNamespace(rank=0, any_rank=bool)
+    world = SimpleNamespace(rank=0, any_rank=bool, again="./run.sh --name x")
     stop = SimpleNamespace(agreed=lambda: False)
     vars(it).update(
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, settings={},
@@ -172,10 +172,10 @@ def test_the_end_is_evaluated_once(tmp_path, every, evaluations):
     (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
     (None, ["grpo.py", "--name", "a-b", "--system", "Be kind."], 4, 4,
      "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.' "
-     "(with your other flags of torchrun)"),
+     "(with your flags of torchrun)"),
     (None, ["ppo.py", "--name=a-b"], 4, 2,
      "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b "
-     "(with your other flags of torchrun)")])
+     "(with your flags of torchrun)")])
 def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
     monkeypatch.setattr(run.sys, "argv", argv)
     monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
@@ -189,7 +189,7 @@ def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run.Run, "evaluate", lambda it, step: None)
     it = made(tmp_path, stop=SimpleNamespace(agreed=lambda: True))
     assert it.finish() == 75 and saved == [4] and not it.log.finish.called
-    assert "ended after 4 of 4 steps; the same command with --name" in it.said[-1]
+    assert "ended after 4 of 4 steps. This goes on: ./run.sh --name x" in it.said[-1]
 
 
 def test_an_evaluation_alone_leaves_a_run_as_it_is(tmp_path, monkeypatch):
