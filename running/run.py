@@ -297,7 +297,7 @@ class Run:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 
     def close(self):
-        """Ends workers, engine and process group. A collective."""
+        """Ends workers and engine. A collective."""
         self.log.close()
         self.scorer.close()
         if self.episodes:
