@@ -55,14 +55,11 @@ def set_up(args) -> "Run":
         after = "a kill" if plan.save_every(args) else "SIGTERM"
         run_log.say(f"{folder}: after {after} this goes on: {world.again}")
     run_log.say(inputs.plan.text(short=True))
-    run_log.say(f"  model {args.model}, reward {' + '.join(args.reward) or 'none'}, peak learning "
-                f"rate {args.lr:g}")
-    for note in inputs.notes:
+    about = [f"model {args.model}, reward {' + '.join(args.reward) or 'none'}, peak learning rate "
+             f"{args.lr:g}"]
+    resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
+    for note in about + inputs.notes + resumed:
         run_log.say(f"  {note}")
-    if saved:
-        run_log.say(f"  resumed from {saved.path}")
-        for text in saved.changed:
-            run_log.say(f"  {text}")
     # 5. Build the models, the engine, the reward workers.
     with run_log.time("loading"):
         return build(args, world, inputs, run_log, settings, saved)
