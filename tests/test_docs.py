@@ -42,7 +42,7 @@ CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
-          "rdzv_id", "shutdown-timeout",  # torchrun's
+          "rdzv_id", "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
           "kills", "show"}
