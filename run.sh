@@ -45,7 +45,7 @@ setup() {
     echo "error: no Python 3.11, 3.12 or 3.13 with venv is on the PATH. Install one." >&2
     exit 2
   fi
-  echo "setting up .venv with $python: a few minutes, about 4 GB (only the first time)"
+  echo "setting up .venv with $python: a few minutes, about 4 GB (once)"
   "$python" -m venv .venv
   local pip=".venv/bin/pip --disable-pip-version-check -qq"
   # Python compiles a file when it is first imported. To compile all of them takes two minutes.
@@ -98,7 +98,7 @@ grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if th
   esac
 }
 
-held_out() {  # ROWS: the job's own, if the command line brings no data
+held_out() {  # ROWS, if the command line brings no data
   case " $flags " in *" --data "* | *" --data="*) ;; *) echo "--eval_data $1" ;; esac
 }
 
