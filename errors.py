@@ -14,10 +14,6 @@ class SettingsError(Exception):
     status = 2
 
 
-class PeerEnded(RuntimeError):
-    """Another rank ended, and says why."""
-
-
 @contextmanager
 def as_sentence(start: str):
     """What a library raises inside becomes a SettingsError: `start`, and what it said."""

@@ -143,6 +143,9 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     ("vision", "", "grpo.py --model runs/squares-sft/model --lr 5e-4", True),
     ("vision:qwen2_5_vl", "", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
     ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
+    *[(f"{job} --data{sep}mine.jsonl".strip(), "", f"--data{sep}mine.jsonl", False)
+      for job in ("", "sft", "kk", "vision") for sep in " ="],
+    ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """A copy of run.sh, whose torchrun prints its command, on a machine without a GPU."""
@@ -166,6 +169,8 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
                           capture_output=True)
     words = f"--local_addr 127.0.0.1 --nproc_per_node {ranks or 2} {words}"
     assert done.stdout.endswith(" kept kept\n")
+    held_out = "--eval_data" in line or " --data" not in f" {line}"  # of one's own data
+    assert done.stdout.count("--eval_data") == held_out
     given = iter(done.stdout.split())
     assert all(word in given for word in words.split())  # in this order
     assert ("--target_reward" in done.stdout, "--target_eval" in done.stdout) == (graded, graded)
