@@ -252,9 +252,6 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     found, vocab = [], config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if args.needs_engine and "llama_4_scaling_beta" in rope:  # Ministral 3: vLLM leaves it out,
-        room = rope["original_max_position_embeddings"]  # and it scales nothing below this
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "

@@ -1,4 +1,4 @@
-"""pictures/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py: what is seen is what transformers' processor
+"""pictures/qwen2_vl.py: what is seen is what transformers' processor
 and model see, in trainer and engine. Their processor needs torchvision, here too."""
 import json
 import math
@@ -181,31 +181,6 @@ def test_without_torchvision_a_sentence_says_what_to_install(kind, error, monkey
     with pytest.raises(SettingsError, match=f"pictures of a {kind} need torchvision, and its "
                        "import fails .*torchvision.*Would work: pip install torchvision==0.28.0"):
         inputs.load_eyes("x", "nowhere", config)
-
-
-@pytest.mark.parametrize("changes, words", [
-    (dict(text_config__rope_parameters={"rope_type": "default"}), "no mrope_section"),
-    (dict(text_config__rope_parameters=squares.ROPE | dict(
-        rope_type="linear", factor=2.0, mrope_interleaved=True)), "rope_type linear"),
-    (dict(tie_word_embeddings=True), "two values of tie_word_embeddings"),
-    (dict(vision_config__rope_parameters={"rope_type": "axial", "rope_theta": 500.0}),
-     "a rope_theta of its tower")])
-def test_what_the_engine_would_compute_otherwise_is_refused(folder, changes, words):
-    assert config_of(folder).model_type
-    with pytest.raises(SettingsError, match=f"has {words}, which is not supported"):
-        config_of(folder, **changes)
-
-
-def test_what_the_engine_leaves_out_of_one_family(folder):
-    kind = config_of(folder).model_type
-    changes = {"qwen2_vl": [("vision_config__hidden_act", "silu", "hidden_act silu")],
-               "qwen2_5_vl": [("text_config__use_sliding_window", True, "use_sliding_window")],
-               "qwen3_vl": [("text_config__rope_parameters", squares.ROPE, "no mrope_interleaved"),
-                            ("text_config__attention_bias", True, "attention_bias"),
-                            ("rms_norm_eps", 1e-5, "a rms_norm_eps of its tower")]}[kind]
-    for name, value, words in changes:
-        with pytest.raises(SettingsError, match=f"has {words}"):
-            config_of(folder, **{name: value})
 
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):

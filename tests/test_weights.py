@@ -14,9 +14,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Qwen2Config
 
+import data
 from errors import SettingsError
+from examples import tiny
+from keeping.checkpoint import export_model
+from preflight import inputs
 from ranks import results
 from trainer import model, model_files
 
@@ -146,6 +150,77 @@ def test_a_family_of_shards_without_an_index_must_be_whole_and_alone(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(SettingsError, match="has no model-00002-of-00003.safetensors. Would work"):
         model_files.weight_files(str(tmp_path))
+
+
+# ---- small files ----
+
+BROKEN = {"empty": lambda text: b"", "list": lambda text: b"[]", "null": lambda text: b"null",
+          "text": lambda text: b'"some text"', "page": lambda text: b"<html>404</html>",
+          "cut": lambda text: text[:len(text) // 2], "bytes": lambda text: b"\xff\xfe" + text,
+          "comma": lambda text: text.rstrip()[:-1] + b",}"}
+
+
+def whole(folder: Path) -> None:
+    """A model with every small file that transformers writes for a causal language model."""
+    write_config(folder, "qwen2")
+    save(folder, tensors("qwen2", 0), 2)
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=[2]).save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text(tokenizer.chat_template)
+    (folder / "preprocessor_config.json").write_text('{"size": 3}')
+
+
+def refusal(folder: Path) -> str:
+    """The sentence of a run. "": it may begin."""
+    try:
+        lm = model.skeleton(str(folder))
+        model_files.names_in_files(lm, str(folder))
+        tokenizer = inputs.load_tokenizer("x", str(folder))
+        data.eos_ids(str(folder), tokenizer)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_small_file_that_is_broken_is_named(tmp_path, how):
+    """An empty generation_config.json was a JSONDecodeError, [] an AttributeError, and a page of a
+    server in the place of a template was each prompt."""
+    whole(tmp_path)
+    assert refusal(tmp_path) == ""
+    small = [path for path in tmp_path.rglob("*.j*") if path.is_file()]
+    assert len(small) == 8
+    for path in small:
+        text = path.read_bytes()
+        path.write_bytes(BROKEN[how](text))
+        assert path.name in refusal(tmp_path), path
+        path.write_bytes(text)
+
+
+@pytest.mark.parametrize("ends", ['"2"', '"</s>"', '[2, "x"]', '{"a": 1}', "true", "2.0", "[[2]]"])
+def test_an_end_that_is_no_number_of_a_token_is_named(tmp_path, ends):
+    whole(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    assert "generation_config.json: eos_token_id must be the number" in refusal(tmp_path)
+
+
+def exported(world, folder: str) -> None:
+    args = model.ModelArgs()
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
+                          model.OptimizerArgs())
+    export_model(policy, folder, f"{folder}-out")
+
+
+def test_an_export_has_every_small_file_of_its_model(tmp_path):
+    """What is not weights: a trainer reads it, and so does whoever serves the export."""
+    whole(tmp_path / "model")
+    results(1, exported, str(tmp_path / "model"))
+    there = {str(path.relative_to(tmp_path / "model")): path for path in (
+        tmp_path / "model").rglob("*") if path.is_file() and "safetensors" not in path.name}
+    for name, path in there.items():
+        assert (tmp_path / "model-out" / name).read_bytes() == path.read_bytes(), name
 
 
 # ---- a repository on the hub ----
