@@ -1,5 +1,5 @@
-"""pictures/qwen2_vl.py: what is seen is what transformers' processor
-and model see, in trainer and engine. Their processor needs torchvision, here too."""
+"""pictures/qwen2_vl.py: what is seen is what transformers' processor and model see, in trainer and
+engine. Their processor needs torchvision, here too."""
 import json
 import math
 import os
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import data
 import grpo
+from data import Row
 from errors import SettingsError
 from examples import squares
 from forked import PYTHON
@@ -28,6 +30,7 @@ from keeping.checkpoint import export_model
 from learning import difference
 from pictures import rows as pictured
 from pictures import seeing
+from pictures.rows import Pictures
 from preflight import inputs, memory, plan
 from preflight.shape import shape_from
 from ranks import results
@@ -36,7 +39,7 @@ from running import worst_case
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
 from trainer import lora, model, model_files
-from trainer.batch import Batch
+from trainer.batch import Batch, Micro
 
 ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
@@ -198,6 +201,20 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
 
 
 # ---- the trainer ----
+
+def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
+    """Not at the number of its prompt's tokens: a picture of 2 x 3 tokens takes three steps. In
+    transformers' own order; no torchvision is needed."""
+    grid = np.concatenate([np.array([[0, 1]] * 3), 2 + np.indices((1, 2, 3)).reshape(3, -1),
+                           np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
+    seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
+    rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
+    samples = [worst_case.sample(row.prompt_ids, np.arange(n), row.pictures)
+               for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
+    found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
+    line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
+    assert found.squeeze(1).tolist() == [[*axis, 0, 1, 2, 3, *line] for axis in grid.tolist()]
+
 
 def test_the_update_is_the_formula_on_any_ranks_and_budgets(folder):
     samples, kind = fabricate(folder, "split"), "split"
