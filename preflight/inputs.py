@@ -101,7 +101,6 @@ def read_files(args, ranks: int, local_size: int | None = None,
     if args.teacher:
         teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)
-        notes += model_files.unread(teacher, "teacher") if teacher else []
     if files.lm and sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, teacher)
 
@@ -158,7 +157,6 @@ def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
         return ModelFiles(planned_shape(args.model))
     lm = model.skeleton(folder)
     model_files.names_in_files(lm, folder)
-    notes += model_files.unread(folder)
     tokenizer = load_tokenizer(args.model, folder)
     tokenizer.chat_template = dated(tokenizer.chat_template, began)
     found = ModelFiles(shape_from(lm), tokenizer, folder, lm)

@@ -64,8 +64,8 @@ def prompts_of(run) -> list[Prompt]:
     """Those of the first rows, pictures first, and one that is so long that the tokens after it
     are the last ones that this run may have: what depends on the length (windows, scaled
     frequencies) shows there alone."""
-    rows = sorted(run.inputs.rows + run.inputs.eval_rows, key=lambda row: not row.pictures)
-    rows = rows[:ROWS]
+    rows = run.inputs.rows + run.inputs.eval_rows
+    rows = sorted(rows, key=lambda row: not row.pictures)[:ROWS]
     hidden = {row.pictures.eyes.token for row in rows if row.pictures}
     words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
              if i not in hidden]
@@ -85,9 +85,8 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
             done = run.engine.generate(requests, run.args.temperature)
         engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
     else:
-        ids = np.array(prompts[-1].row.prompt_ids, np.int32)
-        ids = np.resize(ids, len(prompts) * room).reshape(-1, room)
-        done = [Completion(row, np.zeros(room, np.float32), False) for row in ids]
+        words = np.resize(prompts[-1].row.prompt_ids, (len(prompts), room)).astype(np.int32)
+        done = [Completion(ids, np.zeros(room, np.float32), False) for ids in words]
         engine = None
     score = Score(0.0, {}, None)
     return [Sample(p, c, "", score) for p, c in zip(prompts, done, strict=True)], engine

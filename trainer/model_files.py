@@ -17,9 +17,8 @@ from trainer import experts, lora
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
-STATES = {"qwen3_5_text": "linear_attention"}  # those that packing.put_in_rows changes
+STATES = ("qwen3_5_text",)  # packing.put_in_rows changes their layers
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-VARIANT = re.compile(r"model\.\w+\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
 
@@ -96,8 +95,8 @@ def check_small_files(folder: str, flag: str):
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
     """The files that are the model, as in transformers: an index names them, or it is
-    model.safetensors. Else shards without an index, else a variant (model.fp16.safetensors).
-    SettingsError: none, or two models. listed: the names in a repository, if not all are here."""
+    model.safetensors; else shards without an index. SettingsError: none, or two models. listed:
+    the names in a repository, if not all are here."""
     names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
     index, single = "model.safetensors.index.json", "model.safetensors"
     counts = sorted({match[1] for name in names if (match := SHARD.fullmatch(name))})
@@ -107,8 +106,6 @@ def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
         files = shards_of(Path(folder, index))
     elif counts and single not in names:
         files = [f"model-{i:05}-of-{n}.safetensors" for n in counts for i in range(1, int(n) + 1)]
-    elif single not in names:
-        files = sorted(filter(VARIANT.fullmatch, names)) or files
     if pickled and not {index, single} & names:
         why = (f"{pickled[0]} and no safetensors that count (they can be converted: "
                "https://huggingface.co/spaces/safetensors/convert)")
@@ -129,15 +126,6 @@ def shards_of(index: Path) -> list[str]:
         return sorted({min(files), *map(str, files)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SettingsError(f"{index} has no weight_map of tensors to files ({error}).") from None
-
-
-def unread(folder: str, flag: str = "model") -> list[str]:
-    """A line for the run, if its model is a variant or has other weights beside it."""
-    read = [path.name for path in weight_files(folder)]
-    others = sorted({path.name for path in Path(folder).glob("*.safetensors")} - {*read})
-    if not others and not VARIANT.fullmatch(read[0]):
-        return []
-    return [f"--{flag} {folder}: weights of {read[0]}, not of {', '.join(others) or 'others'}"]
 
 
 def tensors(lm):
