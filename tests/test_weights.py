@@ -118,7 +118,7 @@ def test_the_index_decides_and_older_shards_or_a_variant_beside_it_are_not_mixed
     ("other head", "has lm_head.weight, which differs from model.embed_tokens.weight, .* false"),
     ("twice", "model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both have "),
     ("index names an absent file", "has no model-00009-of-00009.safetensors. Would work: "),
-    ("index is broken", f"{INDEX} has no weight_map of tensors to files "),
+    ("index has no map", f"{INDEX} has no weight_map of tensors to files "),
     ("cut", "-of-00002.safetensors is no whole safetensors file"),
     ("adapter", "has an adapter_config.json, which is not supported")])
 def test_a_sentence_names_the_file_and_the_tensor(tmp_path, flaw, said):
