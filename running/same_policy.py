@@ -13,7 +13,7 @@ from rollout import Request, hash_seed
 from trainer.batch import Batch, Completion, Micro, Sample
 
 ROWS, TOKENS = 8, 64  # prompts that are compared, and the tokens after each
-ROUNDINGS = 1.5
+ROUNDINGS, LEAST = 2, 0.005  # the limit in bfloat16: so many roundings, or so many nats
 CAUSES = {
     "engine": "the engine did not take all weights, has an old prefix cache, samples otherwise, or "
               "lacks what this config.json asks for",
@@ -45,11 +45,12 @@ def compare_policies(run):
 
 def judge(run, gaps: dict[str, float], rounding: float):
     """gaps, rounding: the largest of all ranks, in nats a token. rounding is 0 but in bfloat16,
-    where the gaps of right programs were .3 to 1.1 times that (bench/RESULTS.md)."""
+    where gaps of right programs are about that (bench/RESULTS.md)."""
     limit, what = run.max_gap, f"--max_gap {run.max_gap:g}"
-    if 0 < ROUNDINGS * rounding < limit and not run.args.run_args.max_gap:
-        limit = ROUNDINGS * rounding
-        what = f"{limit:.2g}, {ROUNDINGS} times what bfloat16 rounds here (or give --max_gap)"
+    measured = max(LEAST, ROUNDINGS * rounding)
+    if run.dtype == torch.bfloat16 and measured < limit and not run.args.run_args.max_gap:
+        limit = measured
+        what = f"{limit:.2g}: {ROUNDINGS} roundings of bfloat16, measured (or give --max_gap)"
     for who, gap in gaps.items():
         if gap > limit:
             raise SettingsError(
