@@ -27,7 +27,7 @@ from keeping.log import Log
 from preflight import inputs, memory, plan
 from preflight.plan import Plan, changed
 from preflight.shape import shape_of
-from rewards import Answer, Score
+from rewards import Answer
 from rollout import Engine, Request, hash_seed
 from running import evaluate, run, same_policy
 from scoring import waiting, worker
