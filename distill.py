@@ -23,7 +23,6 @@ from rewards import score_samples
 from running.args import CommonArgs, parse
 from running.loss_flags import ClipArgs
 from running.run import set_up
-from running.same_policy import compare_policies
 from trainer.batch import Batch, Meter, Micro, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 
@@ -81,8 +80,6 @@ def train(args: Args) -> int:
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 score_samples(run, samples, args.group)  # without --reward: texts alone
-            if not run.compared:  # transformers, trainer and engine: one policy?
-                run.compared = compare_policies(run, samples)
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)
             metrics = sample_metrics(samples, run.log.times["time/rollout"]) | learn(
                 args, run.world, run.policy, samples, lr=lr, reference=run.reference,

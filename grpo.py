@@ -32,7 +32,6 @@ from rewards import score_samples
 from running import loss_flags
 from running.args import CommonArgs, parse
 from running.run import Run, set_up
-from running.same_policy import compare_policies
 from trainer.batch import Batch, Meter, Sample, sample_metrics
 from trainer.model import Policy, learning_rate
 
@@ -112,8 +111,6 @@ def train(args: Args) -> int:
                 kept, refused = samples, {}
                 if args.dynamic_sampling:  # adds to the samples, and trains on some
                     kept, refused = refill(run, args, samples)
-            if not run.compared:  # transformers, trainer and engine: one policy?
-                run.compared = compare_policies(run, samples)
 
             # 3. Learn.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)

@@ -27,7 +27,6 @@ from rewards import score_samples
 from running.args import CommonArgs, parse
 from running.loss_flags import LossArgs
 from running.run import set_up
-from running.same_policy import compare_policies
 from trainer.batch import Batch, Meter, Sample, sample_metrics
 from trainer.model import Critic, Policy, learning_rate
 
@@ -106,8 +105,6 @@ def train(args: Args) -> int:
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
                 score_samples(run, samples, args.group)
-            if not run.compared:  # transformers, trainer and engine: one policy?
-                run.compared = compare_policies(run, samples)
 
             # 3. Learn. In the first --critic_warmup_steps the policy waits: its rate is 0.
             lr = learning_rate(step, args.steps, args.lr, args.optimizer_args)

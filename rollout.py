@@ -52,15 +52,11 @@ class EngineArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        wholes, shape = [(plan.ranks, "ranks")], plan.shape
+        wholes = [(plan.ranks, "ranks")]
         if plan.local_size:
-            wholes.append((plan.local_size, "ranks of a machine"))
-        if shape:
-            vocab = 64 * -(-shape.vocab // 64)  # vLLM pads it
-            wholes += [(shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP"),
-                       (vocab, "tokens of the vocabulary")]
-            if self.tp % shape.kv_heads:  # vLLM copies the heads where --tp is a multiple of them
-                wholes.append((shape.kv_heads, "key-value heads"))
+            wholes = [(plan.local_size, "ranks of a machine")]
+        if plan.shape:
+            wholes.append((plan.shape.heads, "attention heads"))
         if words := " and ".join(f"{n:,} {word}" for n, word in wholes if n % self.tp):
             works = max(k for k in range(1, self.tp + 1) if not any(n % k for n, _ in wholes))
             yield f"--tp must divide the {words} (got {self.tp}). Would work: --tp {works}."
@@ -294,14 +290,9 @@ def engine_limits(args, card) -> tuple[int, int]:
     """(prompt tokens in one pass of the engine, completions at once): by default vLLM's own choice
     for a card (get_batch_defaults in its arg_utils.py)."""
     tokens, seqs = 8192, 256
-    if card and card >= 70 * 2**30 and not is_a100():
+    if card and card >= 70 * 2**30:  # of an A100 it is less
         tokens, seqs = 16384, 1024
     return tokens, args.max_num_seqs or seqs
-
-
-def is_a100() -> bool:
-    """Whether this machine's GPU is one. Of a GPU that is not here only the size is known."""
-    return torch.cuda.is_available() and "a100" in torch.cuda.get_device_name().lower()
 
 
 def put_adapter(llm, config: dict, adapter: Iterator, sync: int):

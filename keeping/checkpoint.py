@@ -243,9 +243,11 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
     if policy.world.rank:
         return
     with whole_folder(folder) as unfinished:
-        for path in Path(source).iterdir():
-            if f"*{path.suffix}" in FILES and ".index." not in path.name:
-                shutil.copy(path, unfinished)
+        for path in (path for pattern in FILES for path in Path(source).glob(pattern)):
+            if ".index." not in path.name:
+                there = unfinished / path.relative_to(source)
+                there.parent.mkdir(exist_ok=True)
+                shutil.copy(path, there)
         save_torch_state_dict(weights, unfinished)
         write_ends(unfinished, ends)
 

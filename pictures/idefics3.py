@@ -9,7 +9,7 @@ from errors import SettingsError
 from pictures.eyes import opened
 
 # In transformers: the whole, and its parts.
-CLASS, TEXT = "Idefics3ForConditionalGeneration", "text_model"
+TEXT = "text_model"
 TOWER = ["vision_model", "connector"]
 
 
@@ -60,12 +60,6 @@ class Eyes:
         """Of the pictures of a prompt, as float32: (tiles, 3, tile, tile)."""
         images = [opened(source) for source in sources]
         return (self.images([images], size=self.size, return_tensors="pt")["pixel_values"][0],)
-
-
-def unserved(config):
-    """Yields (what, whether this model has it): what vLLM does not compute alike."""
-    kind = config.get_text_config().model_type
-    yield f"a text model of type {kind}", kind != "llama"
 
 
 def nothing(config) -> tuple:

@@ -1,5 +1,9 @@
 """qwen2_vl.py: Qwen2-VL. A picture keeps its shape: it becomes a grid of tokens, each a square of
 patches. A position has three numbers: time, row, column.     https://arxiv.org/abs/2409.12191
+
+Qwen2.5-VL: most layers of its tower attend in windows.       https://arxiv.org/abs/2502.13923
+Qwen3-VL: the first layers of the text model also get features of inner layers of the tower
+(deepstack).                                                  https://arxiv.org/abs/2511.21631
 """
 import numpy as np
 import torch
@@ -7,7 +11,7 @@ import torch
 from errors import SettingsError
 from pictures.eyes import opened
 
-CLASS, TEXT, TOWER = "Qwen2VLForConditionalGeneration", "language_model", ["visual"]
+TEXT, TOWER = "language_model", ["visual"]
 INSTALL = ("pip install torchvision==0.28.0; beside a CPU build of torch, with --index-url "
            "https://download.pytorch.org/whl/cpu")
 
@@ -72,25 +76,6 @@ class Eyes:
         patches: (n, 3)."""
         found = self.images([*map(opened, sources)], size=self.size, return_tensors="pt")
         return found["pixel_values"], found["image_grid_thw"]
-
-
-def unserved_text(config):
-    """Of all Qwen-VL."""
-    text, tower = config.get_text_config(), config.vision_config
-    rope, theta = text.rope_parameters, (tower.rope_parameters or {}).get("rope_theta", 10000)
-    yield "use_sliding_window", getattr(text, "use_sliding_window", False)
-    yield "no mrope_section", "mrope_section" not in rope
-    yield f"rope_type {rope.get('rope_type')}", rope.get("rope_type", "default") != "default"
-    yield "a rope_theta of its tower", theta != 10000
-    yield "a rms_norm_eps of its tower", getattr(config, "rms_norm_eps", 1e-6) != 1e-6
-
-
-def unserved(config):
-    """See idefics3."""
-    yield from unserved_text(config)
-    tower = config.vision_config
-    yield f"hidden_act {tower.hidden_act} in its tower", tower.hidden_act != "quick_gelu"
-    yield "another spatial_merge_size than 2", tower.spatial_merge_size != 2
 
 
 def nothing(config) -> tuple:

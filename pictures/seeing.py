@@ -9,28 +9,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from pictures import idefics3, qwen2_5_vl, qwen2_vl, qwen3_vl
+from pictures import idefics3, qwen2_vl
 
-FAMILIES = {"idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl,
-            "qwen3_vl": qwen3_vl}
-CLASSES = {kind: family.CLASS for kind, family in FAMILIES.items()}
-WHY_NOT = dict.fromkeys(("gemma3", "paligemma"),
-                        ": on a CPU vLLM's attention drops its pictures' mask")
+CLASSES = {kind: f"{name}ForConditionalGeneration" for kind, name in {
+    "idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL"}.items()}  # of transformers
+FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in CLASSES}
 NEVER = -100.0  # is added to the image token's logit: no policy samples it. vLLM's lowest
 
 
 def sees(config) -> bool:
     """Whether the model of this config sees pictures."""
     return config.model_type in FAMILIES
-
-
-def unserved(config):
-    """Yields (what, whether this model has it): what vLLM does not compute alike."""
-    if sees(config):
-        text, tied = config.get_text_config(), config.tie_word_embeddings
-        other = getattr(text, "tie_word_embeddings", tied)
-        yield "two values of tie_word_embeddings", tied != other
-        yield from FAMILIES[config.model_type].unserved(config)
 
 
 def text_of(lm):

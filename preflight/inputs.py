@@ -23,7 +23,7 @@ from pictures.seeing import FAMILIES, sees
 from preflight.memory import GIB, Memory, Shape, shape_from
 from preflight.plan import Plan, problems
 from rollout import HELD
-from trainer import model, model_files
+from trainer import experts, model, model_files
 
 
 @dataclass
@@ -234,17 +234,24 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
-    """Sentences for positions and ids that the model does not have."""
+    """Sentences for what the model or its engine cannot take."""
     found, vocab = [], config.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if args.needs_engine and "llama_4_scaling_beta" in rope:  # Ministral 3: vLLM leaves it out,
-        room = rope["original_max_position_embeddings"]  # and it scales nothing below this
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
+    on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
+    adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
+    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
+        found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
+                     "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
+    if on_cpu and args.expert_args.replay_routing:
+        found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
+    if on_cpu and adapts and config.model_type in experts.NAMES:
+        found.append("--lora_sync adapter needs a GPU for a model with experts. Would work: "
+                     "--lora_sync merged.")
     for row in rows:
         learned = row.target[0] if row.target else []
         largest = max(row.prompt_ids + learned, default=None)

@@ -20,6 +20,7 @@ from preflight.inputs import Inputs, is_tiny, read_inputs
 from rollout import Engine
 from running.args import CommonArgs
 from running.evaluate import held_out_metrics, sampled_metrics
+from running.same_policy import compare_policies
 from running.worst_case import try_worst_case
 from trainer import lora, model
 
@@ -113,6 +114,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
         run.stop = dist.Stop(world)  # until here SIGTERM ends the process
     if saved:
         run.restore(saved)
+    compare_policies(run)
     return run
 
 
@@ -178,7 +180,6 @@ class Run:
     stop: dist.Stop | None = None  # --eval_only has none
     start: int = 0  # steps done
     kl_coef: float = 0.0  # ppo.py may adapt it
-    compared: bool = False  # the policies: same_policy.py
 
     @property
     def end(self) -> int:

@@ -1,4 +1,4 @@
-"""Random models of every family in model_files.FAMILIES, and how far engine and trainer are from
+"""Random models of many families, and how far engine and trainer are from
 transformers. `python tests/families.py` prints the table of bench/RESULTS.md (half an hour),
 `python tests/families.py X` the lines of a name or a model_type, supported or not."""
 import json
@@ -18,17 +18,20 @@ import torch
 
 import data
 import dist
+from errors import SettingsError
 from forked import PYTHON
 from keeping.checkpoint import export_model
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
+from running.same_policy import compare_policies
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
-from trainer.model_files import FAMILIES, STATES
+from trainer.model_files import STATES
 
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
 WINDOWS = ["sliding_attention", "full_attention"]
 # Name: (model_type, what differs from SIZES, what is special)
 CASES = {
@@ -103,17 +106,63 @@ CASES = {
     "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
                  "such as Pythia; attention beside the MLP"),
 }
+# Options of config.json, beside those of a family's first case above: (kind, options).
+# All three programs compute these alike.
+EQUAL = [
+    ("qwen2", dict(layer_types=WINDOWS[:1] * 2, use_sliding_window=True, sliding_window=64)),
+    ("qwen3_moe", dict(mlp_only_layers=[0])), ("qwen3_moe", dict(decoder_sparse_step=2)),
+    ("qwen3_moe", dict(use_sliding_window=True, sliding_window=32)),
+    ("mellum", dict(mlp_layer_types=["dense", "sparse"])),
+    ("gemma4_text", dict(rope_parameters=dict.fromkeys(WINDOWS, PLAIN_ROPE)))]
+# These they do not: one of them leaves an option out, or ends in an error. A model of such a kind,
+# or with such an option, may not run.
+UNEQUAL = [
+    *((kind, dict(sliding_window=32)) for kind in (
+        "llama", "granite", "ernie4_5", "olmo2", "olmoe", "glm4", "hunyuan_v1_dense", "phi",
+        "arcee", "cohere", "gpt_neox", "seed_oss")),
+    *((kind, dict(attention_bias=True)) for kind in (
+        "gemma", "qwen3", "qwen3_moe", "exaone4", "ministral3", "olmoe")),
+    *((kind, dict(rope_parameters=PLAIN_ROPE | dict(partial_rotary_factor=0.5))) for kind in (
+        "llama", "qwen2", "ernie4_5")),
+    *((kind, dict(hidden_act="relu")) for kind in ("llama", "mistral", "phi3", "qwen2")),
+    *((kind, dict(hidden_activation="silu")) for kind in ("gemma2", "gemma4_text")),
+    *((kind, dict(is_causal=False)) for kind in ("llama", "qwen2", "olmo2")),
+    *((kind, dict(tie_word_embeddings=False)) for kind in ("cohere", "gemma2")),
+    *(("llama", {name: 0.5}) for name in ("qkv_bias", "bias", "logit_scale", "logits_scaling")),
+    ("gemma", dict(final_logit_softcapping=0.5)), ("gemma", dict(hidden_act="silu")),
+    ("olmo2", dict(attn_logit_softcapping=0.5)), ("cohere", dict(hidden_act="gelu")),
+    ("cohere", dict(rms_norm_eps=0.5)), ("mixtral", dict(hidden_act="gelu")),
+    ("gemma4_text", dict(use_bidirectional_attention="all")),
+    ("gemma3_text", dict(use_bidirectional_attention=True)),
+    ("granite", dict(layer_types=WINDOWS[1:] * 2)),
+    ("exaone4", dict(layer_types=WINDOWS[1:] * 2)), ("qwen2", dict(layer_types=WINDOWS[:1] * 2)),
+    ("qwen2", dict(dual_chunk_attention_config=dict(chunk_size=64))),
+    ("ernie4_5", dict(use_bias=True)), ("olmoe", dict(norm_topk_prob=True)),
+    ("granitemoehybrid", dict(layer_types=["mamba", "full_attention"])),
+    ("ministral3", dict(rope_parameters=ROPE | dict(  # it shows from 128 tokens on
+        original_max_position_embeddings=128, llama_4_scaling_beta=0.1))),
+    ("cohere2", dict(sliding_window=32, layer_types=WINDOWS)), ("apertus", {}),
+    ("hyperclovax", dict(logits_scaling=3.0)),
+    ("lfm2", dict(layer_types=["conv", "full_attention"]))]
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1,
              bos_token_id=None, eos_token_id=2, pad_token_id=0)
 
 
-def make(name: str, folder: str) -> None:
-    """A random model of a case, no weight at its usual start, with tiny.py's tokenizer."""
+def options_of(kind: str) -> dict:
+    """Those of the first case of a kind."""
+    return next((more for other, more, _ in CASES.values() if other == kind), {})
+
+
+def make(name: str, folder: str, more: dict | None = None) -> None:
+    """A random model of a case, or of a kind with options. No weight is at its usual start. With
+    tiny.py's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from examples import tiny
-    kind, more, _ = CASES[name]
+    kind = name
+    if more is None:
+        kind, more, _ = CASES[name]
     config = AutoConfig.for_model(kind, **SIZES | {"vocab_size": tiny.VOCAB} | more)
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config)
@@ -136,11 +185,23 @@ def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
                         weights, model.OptimizerArgs())
 
 
-def engine_of(folder: str, world, policy, tp: int = 1, **more) -> Engine:
+def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, **more) -> Engine:
     log = SimpleNamespace(time=lambda name: nullcontext(), count=False)
-    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=torch.float32,
+    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
                   max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
                   trained=[policy], tokenizer=None, log=log, **more)
+
+
+def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):
+    """What same_policy.compare_policies needs of a run. said: its lines."""
+    log = SimpleNamespace(say=(said if said is not None else []).append)
+    return SimpleNamespace(
+        world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,
+        max_gap=0.15 if dtype == torch.bfloat16 else 1e-3,
+        inputs=SimpleNamespace(rows=[prompt.row for prompt in prompts], eval_rows=[],
+                               plan=SimpleNamespace(longest=256)),
+        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24, teacher=None,
+                             run_args=SimpleNamespace(max_gap=None)))
 
 
 def two_steps(world, folder: str, engine: bool, **options) -> list[tuple[Batch, torch.Tensor]]:
@@ -259,10 +320,33 @@ def with_engine(name: str) -> tuple[float, float]:
         return trainer, 0.0 if CASES[name][0] in STATES else engine
 
 
+def compared(kind: str, options: dict, dtype: str = "float32") -> str:
+    """What a run says of such a model before its first step, or with what it ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        make(kind, folder, options_of(kind) | options)
+        done = subprocess.run([PYTHON, __file__, "--compare", folder, dtype], cwd=ROOT, text=True,
+                              capture_output=True, timeout=900,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return done.stdout.strip() or re.findall("^.*Error: .*$", done.stderr, re.M)[-1]
+
+
+def compare(folder: str, dtype: str, engine: bool = True, world=None) -> str:
+    """The comparison of a run, on this rank."""
+    world, weights = world or dist.join(120), model.ModelArgs(dtype=dtype)
+    policy, said, draw = trainer_of(folder, world, weights), [], np.random.default_rng(0)
+    prompts = [data.Prompt(i, data.Row(i, "", draw.integers(3, 320, 60 + 10 * i).tolist(), None, {},
+                                       "")) for i in range(8)]
+    vllm = engine_of(folder, world, policy, dtype=getattr(torch, dtype)) if engine else None
+    run = run_of(world, policy, vllm, prompts, getattr(torch, dtype), said)
+    try:
+        compare_policies(run)
+    except SettingsError as error:
+        said.append(str(error))
+    return said[0]
+
+
 def worker(folder: str, out: str) -> None:
     kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
-    if kind not in FAMILIES:
-        FAMILIES.append(kind)  # it is on trial
     world = dist.join(120)
     found = two_steps(world, folder, engine=kind not in STATES)
     if world.rank == 0:
@@ -306,6 +390,9 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if "--compare" in sys.argv:
+        print(compare(*sys.argv[2:]), flush=True)
+        os._exit(0)
     if "RANK" in os.environ:
         dist.run(worker, *sys.argv[1:])
     main(sys.argv[1:])

@@ -19,7 +19,6 @@ from chats.carry import Carry, CarryArgs
 from data import Row, Stream
 from preflight import plan
 from rollout import Request, hash_seed
-from running.same_policy import sampled_in
 from trainer.batch import Completion
 
 END = 99
@@ -214,13 +213,6 @@ def test_what_does_not_go_with_it_is_one_sentence():
     found = plan.problems(planned("--carry", "1", "--stop", "x"), 1)
     for words in ("--carry needs --engine_correction", "--stop needs whole completions"):
         assert any(one.startswith(words) for one in found), found
-
-
-def test_the_engine_is_compared_where_it_has_the_policy_of_now():
-    c = Completion(np.arange(4), np.zeros(4, np.float32), False, steps=np.array([2, 2, 3, 3]))
-    assert sampled_in(3, c).tolist() == [False, False, True, True]
-    assert not sampled_in(4, c).any()
-    assert sampled_in(9, Completion(np.arange(3), np.zeros(3, np.float32), False)).all()
 
 
 # ---- what is exact, and what is biased: every outcome of the shipped Carry is enumerated.

@@ -19,11 +19,9 @@ from trainer import model
 def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1):
     """What the shipped `train` gives to `learn` in each step, the run, and the status. There is no
     engine. stop: the step of a SIGTERM."""
-    run, given = MagicMock(start=start, end=steps, evaluations=(1, 2), saves={2}, carry=None,
-                           compared=False), []
+    run, given = MagicMock(start=start, end=steps, evaluations=(1, 2), saves={2}, carry=None), []
     run.engine.metrics = {}
     run.log.times, run.kl_coef = {"time/rollout": 1.0}, getattr(args, "kl_reward_coef", 0.0)
-    run.compare.side_effect = [False, True]  # the first step had no token of its own to compare
     run.engine.sample.side_effect = [hostile(args.group, seed) for seed in range(20)]
     run.stop.agreed.side_effect = lambda: run.world.step == stop
 
@@ -31,8 +29,7 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
         given.append(options | {"models": models, "samples": samples})
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
-    for name, fake in dict(set_up=lambda args: run, learn=learn, compare_policies=run.compare,
-                           score_samples=run.score).items():
+    for name, fake in dict(set_up=lambda args: run, learn=learn, score_samples=run.score).items():
         monkeypatch.setattr(script, name, fake, raising=False)  # sft.py has not all of them
     status = script.train(args)
     return given, run, status
@@ -62,7 +59,6 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
     assert run.engine.sample.call_args_list == [call(run.stream.next(), 3, 0.9)] * 3
     rollouts = [options["samples"] for options in given]
     assert run.score.call_args_list == [call(run, samples, 3) for samples in rollouts]
-    assert run.compare.call_args_list == [call(run, samples) for samples in rollouts[:2]]
     assert run.record.call_args_list == [
         call(step, samples) for step, samples in enumerate(rollouts, 1)]
 

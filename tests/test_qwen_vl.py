@@ -1,5 +1,5 @@
-"""pictures/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py: what is seen is what transformers' processor
-and model see, in trainer and engine. Their processor needs torchvision, here too."""
+"""pictures/qwen2_vl.py: what is seen is what transformers' processor and model see, in trainer and
+engine. Their processor needs torchvision, here too."""
 import json
 import math
 import os
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import data
 import grpo
+from data import Row
 from errors import SettingsError
 from examples import squares
 from forked import PYTHON
@@ -28,6 +30,7 @@ from keeping.checkpoint import export_model
 from learning import difference
 from pictures import rows as pictured
 from pictures import seeing
+from pictures.rows import Pictures
 from preflight import inputs, memory, plan
 from preflight.memory import shape_from
 from ranks import results
@@ -36,7 +39,7 @@ from running import worst_case
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
 from trainer import lora, model, model_files
-from trainer.batch import Batch
+from trainer.batch import Batch, Micro
 
 ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
@@ -183,31 +186,6 @@ def test_without_torchvision_a_sentence_says_what_to_install(kind, error, monkey
         inputs.load_eyes("x", "nowhere", config)
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(text_config__rope_parameters={"rope_type": "default"}), "no mrope_section"),
-    (dict(text_config__rope_parameters=squares.ROPE | dict(
-        rope_type="linear", factor=2.0, mrope_interleaved=True)), "rope_type linear"),
-    (dict(tie_word_embeddings=True), "two values of tie_word_embeddings"),
-    (dict(vision_config__rope_parameters={"rope_type": "axial", "rope_theta": 500.0}),
-     "a rope_theta of its tower")])
-def test_what_the_engine_would_compute_otherwise_is_refused(folder, changes, words):
-    assert config_of(folder).model_type
-    with pytest.raises(SettingsError, match=f"has {words}, which is not supported"):
-        config_of(folder, **changes)
-
-
-def test_what_the_engine_leaves_out_of_one_family(folder):
-    kind = config_of(folder).model_type
-    changes = {"qwen2_vl": [("vision_config__hidden_act", "silu", "hidden_act silu")],
-               "qwen2_5_vl": [("text_config__use_sliding_window", True, "use_sliding_window")],
-               "qwen3_vl": [("text_config__rope_parameters", squares.ROPE, "no mrope_interleaved"),
-                            ("text_config__attention_bias", True, "attention_bias"),
-                            ("rms_norm_eps", 1e-5, "a rms_norm_eps of its tower")]}[kind]
-    for name, value, words in changes:
-        with pytest.raises(SettingsError, match=f"has {words}"):
-            config_of(folder, **{name: value})
-
-
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
     lm = model.skeleton(str(folder / "split"))
     shape, moments = shape_from(lm), []
@@ -223,6 +201,20 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
 
 
 # ---- the trainer ----
+
+def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
+    """Not at the number of its prompt's tokens: a picture of 2 x 3 tokens takes three steps. In
+    transformers' own order; no torchvision is needed."""
+    grid = np.concatenate([np.array([[0, 1]] * 3), 2 + np.indices((1, 2, 3)).reshape(3, -1),
+                           np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
+    seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
+    rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
+    samples = [worst_case.sample(row.prompt_ids, np.arange(n), row.pictures)
+               for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
+    found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
+    line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
+    assert found.squeeze(1).tolist() == [[*axis, 0, 1, 2, 3, *line] for axis in grid.tolist()]
+
 
 def test_the_update_is_the_formula_on_any_ranks_and_budgets(folder):
     samples, kind = fabricate(folder, "split"), "split"

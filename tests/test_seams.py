@@ -2,6 +2,7 @@
 would be legal. Stubs stand for what a test does not look at."""
 import asyncio
 import json
+import re
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -25,7 +26,7 @@ from examples import tiny
 from keeping.log import Log
 from preflight import inputs, memory, plan
 from preflight.plan import Plan, changed
-from rewards import Answer, Score
+from rewards import Answer
 from rollout import Engine, Request, hash_seed
 from running import run, same_policy
 from scoring import waiting, worker
@@ -312,10 +313,13 @@ def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build_models", lambda *given: ("policy", None, None, None))
     monkeypatch.setattr(run, "build_engine", lambda it: f"engine of {it.policy}")
     monkeypatch.setattr(run.Run, "restore", lambda it, saved: kept.append(saved))
+    monkeypatch.setattr(run, "compare_policies", lambda it: kept.append(it.engine))
     for saved, start in (None, 0), (SimpleNamespace(state={"step": 4}), 4):
         made = run.build(it.args, it.world, it.inputs, it.log, {}, saved)
         assert (made.engine, made.stop, made.start) == ("engine of policy", "stop", start)
-        assert made.trained == {"policy": "policy"} and kept == ([saved] if saved else [])
+        assert made.trained == {"policy": "policy"}
+        assert kept == [saved, made.engine][not saved:]  # it is compared as the checkpoint has it
+        kept.clear()
 
 
 def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
@@ -328,36 +332,42 @@ def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
     assert asked == [False]
 
 
-def test_a_gap_of_another_rank_ends_this_one_too(monkeypatch):
-    world, half = world_of(), torch.full((6,), -0.5)
-    world.max = lambda gaps: gaps + torch.tensor([0.0, 1.0])
-    its = SimpleNamespace(world=world, max_gap=0.1, args=args(), policy=SimpleNamespace(
-        logprobs=lambda micro, temperature: (half, None)))
-    monkeypatch.setattr(same_policy, "plain_logprobs", lambda run, sample: half[:3].double())
-    sample = Sample(Prompt(0, Row(0, "", [1, 2], "", {}, "")), completion(), "", Score(0, {}, None))
-    sample.completion.logprobs[:] = -0.5
-    with pytest.raises(errors.SettingsError, match="engine and trainer differ"):
-        same_policy.compare_policies(its, [sample])
+def test_a_missed_grade_is_the_status_of_every_rank(tmp_path, monkeypatch):
+    it = run_of(tmp_path, args(export=False, report=False), eval_rows=[])
+    it.world.rank, it.log.writing = 1, False
+    it.stop, it.engine = SimpleNamespace(agreed=lambda: False), None
+    it.world.any_rank = lambda flag: True  # rank 0 missed it
+    monkeypatch.setattr(run.Run, "close", lambda it: None)
+    assert it.finish() == 1
 
 
-@pytest.mark.parametrize("others, whole", [(0.0, True), (1.0, False)])
-def test_an_engine_is_compared_in_a_step_that_has_tokens_of_its_own(monkeypatch, others, whole):
-    """Not in a resumed step that trains on what older policies sampled. others: 1 if another rank
-    has no token."""
-    world, half = world_of(), torch.full((6,), -0.5)
-    world.max = lambda numbers: numbers.clamp(min=others) if numbers.dim() == 0 else numbers
-    its = SimpleNamespace(world=world, max_gap=0.1, args=args(), policy=SimpleNamespace(
-        logprobs=lambda micro, temperature: (half, None)))
-    monkeypatch.setattr(same_policy, "plain_logprobs", lambda run, sample: half[:3].double())
-    sample = Sample(Prompt(0, Row(0, "", [1, 2], "", {}, "")), completion(), "", Score(0, {}, None))
-    sample.completion.logprobs[:], sample.completion.steps = -3.0, np.array([3, 3, 3])
-    world.step = 4
-    assert not same_policy.compare_policies(its, [sample])
-    world.step = 3
-    with pytest.raises(errors.SettingsError, match="engine and trainer differ before an update by"):
-        same_policy.compare_policies(its, [sample])
-    sample.completion.logprobs[:] = -0.5
-    assert same_policy.compare_policies(its, [sample]) == whole
+def compared(gaps: dict, rounding: float = 0.0, max_gap: float | None = None) -> str:
+    """The sentence of a run, or of its end."""
+    said, bfloat16 = [], rounding > 0
+    lm = SimpleNamespace(config=SimpleNamespace(model_type="kind"))
+    try:
+        same_policy.judge(SimpleNamespace(
+            dtype=torch.bfloat16 if bfloat16 else torch.float32,
+            max_gap=max_gap or (0.15 if bfloat16 else 1e-3), log=SimpleNamespace(say=said.append),
+            policy=SimpleNamespace(module=SimpleNamespace(lm=lm)),
+            args=SimpleNamespace(run_args=SimpleNamespace(max_gap=max_gap))), gaps, rounding)
+    except errors.SettingsError as error:
+        said.append(str(error))
+    return said[0]
+
+
+def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
+    pair, other = "engine and trainer", "trainer and transformers"
+    assert "compared this kind before" in compared({other: 9e-4, pair: 9e-4})
+    assert f"{pair} differ " in compared({other: 1e-6, pair: 2e-3})
+    assert "compared this kind" in compared({other: 1e-3, pair: 0.011}, rounding=0.0075)
+    assert "compared this kind" in compared({pair: 0.004}, rounding=1e-4)  # of few uncertain tokens
+    for gaps in {other: 1e-3, pair: 0.02}, {other: 0.02, pair: 1e-3}, {pair: float("inf")}:
+        assert re.match(rf"{max(gaps, key=gaps.get)} differ .* than 0.015: 2 roundings of bfloat16",
+                        compared(gaps, rounding=0.0075))
+    assert "compared this kind" in compared({pair: 0.02}, rounding=0.0075, max_gap=0.03)
+    assert "more than --max_gap 0.01" in compared({pair: 0.014}, rounding=0.0075, max_gap=0.01)
+    assert "more than --max_gap 0.15" in compared({pair: 0.2}, rounding=3.0)
 
 
 # ---- preflight/, chats/, trainer/

@@ -177,12 +177,10 @@ def test_a_limit_scales_every_picture_down(folder):
 
 # ---- settings ----
 
-@pytest.mark.parametrize("kind, words", [
-    ("internvl", ""), ("llava", ""), ("qwen3_vl_moe", ""),
-    ("gemma3", "vLLM's attention drops its p"), ("paligemma", "vLLM's attention drops its pict")])
-def test_other_models_that_see_are_refused_with_the_reason(tmp_path, kind, words):
+@pytest.mark.parametrize("kind", ("internvl", "llava", "qwen3_vl_moe", "gemma3", "paligemma"))
+def test_other_models_that_see_are_refused(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(SettingsError, match=f"has model_type {kind}, which is not supp.*{words}"):
+    with pytest.raises(SettingsError, match=f"has model_type {kind}, which is not supported"):
         model.config_of(str(tmp_path))
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Qwen2Config
 
+import data
 from errors import SettingsError
+from examples import tiny
+from keeping.checkpoint import export_model
+from preflight import inputs
 from ranks import results
 from trainer import model, model_files
 
@@ -63,8 +68,8 @@ def save(folder: Path, found: dict, count: int = 0, v: str = "", index: bool = T
     return files
 
 
-def theirs(folder: Path, **options) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).state_dict()
+def theirs(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
 def same(one: dict, other: dict) -> bool:
@@ -108,24 +113,12 @@ def test_the_index_decides_and_older_shards_or_a_variant_beside_it_are_not_mixed
     assert torch.equal(theirs(folders[-1])["model.norm.weight"], old["model.norm.weight"])
 
 
-def test_a_run_says_what_lies_beside_its_weights(tmp_path):
-    write_config(tmp_path, "qwen2")
-    save(tmp_path, tensors("qwen2", 0), v=".fp16")
-    where = f"--model {tmp_path}: weights of model"
-    assert model_files.unread(str(tmp_path)) == [f"{where}.fp16.safetensors, not of others"]
-    save(tmp_path, tensors("qwen2", 1))
-    others = "model.fp16.safetensors"
-    assert model_files.unread(str(tmp_path)) == [f"{where}.safetensors, not of {others}"]
-    (tmp_path / "model.fp16.safetensors").unlink()
-    assert not model_files.unread(str(tmp_path))
-
-
 @pytest.mark.parametrize("flaw, said", [
     ("another layer", rf"model-0000\d-of-00002.safetensors has {re.escape('model.layers.2.mlp')}"),
     ("other head", "has lm_head.weight, which differs from model.embed_tokens.weight, .* false"),
     ("twice", "model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both have "),
     ("index names an absent file", "has no model-00009-of-00009.safetensors. Would work: "),
-    ("index is broken", f"{INDEX} has no weight_map of tensors to files "),
+    ("index has no map", f"{INDEX} has no weight_map of tensors to files "),
     ("cut", "-of-00002.safetensors is no whole safetensors file"),
     ("adapter", "has an adapter_config.json, which is not supported")])
 def test_a_sentence_names_the_file_and_the_tensor(tmp_path, flaw, said):
@@ -146,6 +139,77 @@ def test_a_family_of_shards_without_an_index_must_be_whole_and_alone(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(SettingsError, match="has no model-00002-of-00003.safetensors. Would work"):
         model_files.weight_files(str(tmp_path))
+
+
+# ---- small files ----
+
+BROKEN = {"empty": lambda text: b"", "list": lambda text: b"[]", "null": lambda text: b"null",
+          "text": lambda text: b'"some text"', "page": lambda text: b"<html>404</html>",
+          "cut": lambda text: text[:len(text) // 2], "bytes": lambda text: b"\xff\xfe" + text,
+          "comma": lambda text: text.rstrip()[:-1] + b",}"}
+
+
+def whole(folder: Path) -> None:
+    """A model with every small file that transformers writes for a causal language model."""
+    write_config(folder, "qwen2")
+    save(folder, tensors("qwen2", 0), 2)
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=[2]).save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text(tokenizer.chat_template)
+    (folder / "preprocessor_config.json").write_text('{"size": 3}')
+
+
+def refusal(folder: Path) -> str:
+    """The sentence of a run. "": it may begin."""
+    try:
+        lm = model.skeleton(str(folder))
+        model_files.names_in_files(lm, str(folder))
+        tokenizer = inputs.load_tokenizer("x", str(folder))
+        data.eos_ids(str(folder), tokenizer)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_small_file_that_is_broken_is_named(tmp_path, how):
+    """An empty generation_config.json was a JSONDecodeError, [] an AttributeError, and a page of a
+    server in the place of a template was each prompt."""
+    whole(tmp_path)
+    assert refusal(tmp_path) == ""
+    small = [path for path in tmp_path.rglob("*.j*") if path.is_file()]
+    assert len(small) == 8
+    for path in small:
+        text = path.read_bytes()
+        path.write_bytes(BROKEN[how](text))
+        assert path.name in refusal(tmp_path), path
+        path.write_bytes(text)
+
+
+@pytest.mark.parametrize("ends", ['"2"', '"</s>"', '[2, "x"]', '{"a": 1}', "true", "2.0", "[[2]]"])
+def test_an_end_that_is_no_number_of_a_token_is_named(tmp_path, ends):
+    whole(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    assert "generation_config.json: eos_token_id must be the number" in refusal(tmp_path)
+
+
+def exported(world, folder: str) -> None:
+    args = model.ModelArgs()
+    policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
+                          model.OptimizerArgs())
+    export_model(policy, folder, f"{folder}-out")
+
+
+def test_an_export_has_every_small_file_of_its_model(tmp_path):
+    """What is not weights: a trainer reads it, and so does whoever serves the export."""
+    whole(tmp_path / "model")
+    results(1, exported, str(tmp_path / "model"))
+    there = {str(path.relative_to(tmp_path / "model")): path for path in (
+        tmp_path / "model").rglob("*") if path.is_file() and "safetensors" not in path.name}
+    for name, path in there.items():
+        assert (tmp_path / "model-out" / name).read_bytes() == path.read_bytes(), name
 
 
 # ---- a repository on the hub ----
@@ -345,7 +409,7 @@ def make(folder: Path, seed: int) -> dict:
             del new[embedding]
     if kind == "gpt2" and rng.random() < 0.5:  # on the hub its names have no prefix
         new = {name.removeprefix("transformer."): p for name, p in new.items()}
-    count, v = rng.choice([0, 2, 3]), rng.choice(["", "", "", ".fp16"])
+    count, v = rng.choice([0, 2, 3]), rng.choice(["", "", "", ".fp16"])  # a variant is refused
     index = rng.random() < 0.8
     files = save(folder, new, count, v, index)
     other = beside(folder, old, rng, count)
@@ -362,24 +426,22 @@ def make(folder: Path, seed: int) -> dict:
             "count": count, "index": index, "beside": other, "seed": seed}
 
 
-def by_transformers(folder: Path, made: dict) -> dict[str, torch.Tensor]:
-    """transformers wants an index of all shards, and to be told a variant."""
-    try:
+def by_transformers(folder: Path) -> dict[str, torch.Tensor]:
+    """transformers wants an index of all shards."""
+    with suppress(OSError):
         return theirs(folder)
-    except OSError:
-        pass
     where = {name: path.name for path in folder.glob("model-*-of-*.safetensors")
              for name in load_file(path)}
     if where:
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    return theirs(folder, variant=None if where else made["v"][1:])
+    return theirs(folder)
 
 
 def check(folder: Path, made: dict, found: dict | str) -> str:
     """found: what a run loads, or its sentence."""
     what = {name: value for name, value in made.items() if name != "new"}
     if isinstance(found, dict):
-        assert same(found, by_transformers(folder, made)), what
+        assert same(found, by_transformers(folder)), what
         return "loaded"
     names = {path.name for path in folder.iterdir()} | {*made["new"], HEAD}
     assert any(name in found for name in names) or re.search(

@@ -37,12 +37,12 @@ def engine_of(folder: str, world, policy, rows, tp: int = 1, **more) -> Engine:
 def gap_to_transformers(world, policy, samples) -> float:
     """The largest one of the trainer's log-probs, each row alone. Not of image tokens: that of one
     is about -100, which float32 rounds."""
-    run = SimpleNamespace(policy=policy, world=world, args=SimpleNamespace(temperature=HEAT))
     batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
     ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
-    gaps = [((same_policy.plain_logprobs(run, sample) - own).abs() * (own > -50)).max()
-            for sample, own in zip(batch.samples, batch.split(ours), strict=True)]
-    return float(max(gaps))
+    plain = [same_policy.plain_logprobs(policy, sample, HEAT, world.device)
+             for sample in batch.samples]
+    return float(max(((theirs - own).abs() * (own > -50)).max()
+                     for theirs, own in zip(plain, batch.split(ours), strict=True)))
 
 
 def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:

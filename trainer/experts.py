@@ -63,14 +63,6 @@ class ExpertArgs:
 
 # ---- in a model ----
 
-def unserved(config):
-    """Yields (what, whether this model has it): what neither this file nor vLLM computes."""
-    if config.model_type in NAMES:
-        dense = "dense" in (getattr(config, "mlp_layer_types", None) or ())
-        yield ("dense layers among its mixtures",
-               dense or getattr(config, "decoder_sparse_step", 1) > 1)
-
-
 def blocks(lm) -> list[nn.Module]:
     """The mixtures, by layer. []: a dense model."""
     if lm.config.model_type not in NAMES:

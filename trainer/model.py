@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dist import World
-from errors import SettingsError
+from errors import SettingsError, as_sentence
 from pictures import seeing
 from trainer import experts, lora, packing
 from trainer.batch import Micro
@@ -82,10 +82,11 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     AttentionInterface.register("packed", packing.attention)
     config = config_of(folder, flag)
     kind = AutoModelForImageTextToText if seeing.sees(config) else AutoModelForCausalLM
-    with torch.device("meta"):
+    unfit = f"--{flag} {folder} has model_type {config.model_type}, which is not supported"
+    with as_sentence(unfit), torch.device("meta"):
         lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa",
                               experts_implementation=experts_in(dtype))
-    seeing.text_of(lm).set_attn_implementation("packed")
+        seeing.text_of(lm).set_attn_implementation("packed")
     if config.model_type in STATES:
         packing.put_in_rows(lm)
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
@@ -203,6 +204,8 @@ class LogprobModel(nn.Module):
         """transformers' own forward of one row, at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
+        if self.routing is not None:
+            self.routing.routes = None  # the routers choose
         if self.sees:
             inputs, base = seeing.embedded(self.lm, **inputs), seeing.text_of(self.lm)
             logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])

@@ -15,37 +15,10 @@ from errors import SettingsError, as_sentence
 from pictures import seeing
 from trainer import experts, lora
 
-FILES = ("*.json", "*.txt", "*.jinja", "*.model")
-# tests/families.py compares each with the engine and transformers.
-FAMILIES = """arcee cohere cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4 gpt2
-    gpt_neox granite granitemoehybrid hunyuan_v1_dense jais2 llama mellum ministral3 mistral mixtral
-    olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_5_text qwen3_moe seed_oss smollm3
-    vaultgemma""".split()
-UNSERVED = {  # {family: {what vLLM leaves out, some of it in silence: the value that it has then}}
-    "cohere": {"attention_bias": False, "tie_word_embeddings": True, "rms_norm_eps": None},
-    "ernie4_5": {"use_bias": False},
-    "exaone4": {"attention_bias": False, "mlp_bias": False},
-    "gemma": {"attention_bias": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
-    "gemma2": {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
-    "gemma3_text": {"use_bidirectional_attention": False},
-    "gemma4_text": {"enable_moe_block": False, "attn_logit_softcapping": None,
-                    "hidden_activation": "gelu_pytorch_tanh"},
-    "gpt2": {"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
-             "add_cross_attention": False, "scale_attn_weights": True},
-    "granite": {"layer_types": None}, "granitemoehybrid": {"num_local_experts": 0},
-    "ministral3": {"attention_bias": False},
-    "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "attention_bias": False},
-    "qwen2": {"use_sliding_window": False, "dual_chunk_attention_config": None},
-    "qwen3": {"use_sliding_window": False, "attention_bias": False},
-    "qwen3_moe": {"use_sliding_window": False, "attention_bias": False, "mlp_only_layers": []}}
-# Keys that vLLM reads in every family, and transformers only in those whose config class has them.
-STRAY = """attn_logit_softcapping bias final_logit_softcapping logit_scale logits_scaling qkv_bias
-    sliding_window""".split()
-PARTIAL = "glm glm4 gpt_neox phi phi3 qwen3_5_text".split()  # rotate a part of each head
-ATTENTION = "full_attention", "sliding_attention"  # layers of other types have a state
-STATES = {"qwen3_5_text": "linear_attention"}  # those that packing.put_in_rows changes
+FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
+OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
+STATES = ("qwen3_5_text",)  # packing.put_in_rows changes their layers
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-VARIANT = re.compile(r"model\.\w+\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
 
@@ -81,70 +54,51 @@ def fetch(model: str, weights: bool) -> str:
 
 
 def config_of(folder: str, flag: str = "model"):
-    """SettingsError where trainer and engine could not compute the model alike."""
+    """SettingsError where it is no language model that transformers loads from files. What else it
+    asks for is compared when it runs (running/same_policy.py)."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    check_small_files(folder, flag)
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
     kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
     rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
-    known = CLASSES | seeing.CLASSES
+    known = {name: it for name, it in CLASSES.items() if it.endswith(("CausalLM", "HeadModel"))}
+    known |= seeing.CLASSES
     for what, wrong in (
-            (f"model_type {kind}", kind not in (*FAMILIES, *seeing.CLASSES)),
+            (f"model_type {kind}", kind not in known),
             (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
             ("quantized weights", hasattr(config, "quantization_config")),
             ("transformers_weights", getattr(config, "transformers_weights", None)),
             ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
-            (f"rotary type {rope and rope[0]}", rope),  # it would depend on the longest row
-            *((name, not has(config, name, value))
-              for name, value in UNSERVED.get(kind, {}).items()),
-            *((f"layers of type {layer}", layer not in (*ATTENTION, STATES.get(kind)))
-              for layer in getattr(config, "layer_types", None) or ()),
-            *stray(text),
-            *experts.unserved(config), *seeing.unserved(config)):
+            (f"rotary type {rope and rope[0]}", rope)):  # it would depend on the longest row
         if wrong:
-            why, tries = seeing.WHY_NOT.get(kind, ""), ""
-            if "CausalLM" in CLASSES.get(kind, "") and kind not in FAMILIES:
-                tries = (f" `python tests/families.py {kind}` tries {kind} in a minute, and "
-                         "CONTRIBUTING.md (A family of models) says how it is added.")
             raise SettingsError(
-                f"--{flag} {folder} has {what}, which is not supported{why}. Would work: a plain "
-                f"causal language model of type {', '.join(FAMILIES)}.{tries}")
+                f"--{flag} {folder} has {what}, which is not supported. Would work: a causal "
+                f"language model of transformers, or a model of type {', '.join(seeing.CLASSES)}.")
     return config
 
 
-def has(config, name: str, allowed) -> bool:
-    """Has a config this value, or one of a tuple? What is absent is allowed; 0 and [] are None."""
-    values = allowed if isinstance(allowed, tuple) else (allowed,)
-    found = getattr(config, name, values[0])
-    return (found or None) in [value or None for value in values]
-
-
-def stray(config):
-    """Yields (what, whether this model has it): what vLLM computes by a key of config.json, and
-    transformers does not, or the reverse."""
-    kind, usual, window = config.model_type, type(config), getattr(config, "sliding_window", None)
-    for name in STRAY:
-        yield name, getattr(config, name, None) and not hasattr(usual, name)
-    yield "is_causal false", not getattr(config, "is_causal", True)
-    act = getattr(config, "hidden_act", None)
-    yield f"hidden_act {act}", getattr(usual, "hidden_act", None) == "silu" != act
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    yield "sliding layers without a window", slides and not window
-    yield "a window without sliding layers", kind == "exaone4" and window and not slides
-    rope = getattr(config, "rope_parameters", None) or {}
-    for layer, one in {"": rope}.items() if "rope_type" in rope else rope.items():
-        scaled, part = one["rope_type"] == "proportional", one.get("partial_rotary_factor")
-        wrong = part not in (None, 1.0) and not scaled and kind not in PARTIAL
-        yield f"partial_rotary_factor {part}", wrong
-        yield (f"rope_type {one['rope_type']} in {layer}", kind == "gemma4_text"
-               and scaled != (layer == "full_attention"))
+def check_small_files(folder: str, flag: str):
+    """SettingsError names one that is empty, cut or of another type."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+    for path in [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]:
+        if OBJECTS.search(path.name):
+            with as_sentence(f"--{flag} {folder}: {path.name} must be a JSON object"):
+                found = json.loads(path.read_text())
+                if not isinstance(found, dict):
+                    raise ValueError(f"it is {str(found)[:40]}")
+        if path.suffix == ".jinja":
+            with as_sentence(f"--{flag} {folder}: {path.name} must be a chat template"):
+                render_jinja_template([], chat_template=path.read_text())  # it compiles it
+                if "messages" not in path.read_text():
+                    raise ValueError("it does not use `messages`")
 
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
     """The files that are the model, as in transformers: an index names them, or it is
-    model.safetensors. Else shards without an index, else a variant (model.fp16.safetensors).
-    SettingsError: none, or two models. listed: the names in a repository, if not all are here."""
+    model.safetensors; else shards without an index. SettingsError: none, or two models. listed:
+    the names in a repository, if not all are here."""
     names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
     index, single = "model.safetensors.index.json", "model.safetensors"
     counts = sorted({match[1] for name in names if (match := SHARD.fullmatch(name))})
@@ -154,8 +108,6 @@ def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
         files = shards_of(Path(folder, index))
     elif counts and single not in names:
         files = [f"model-{i:05}-of-{n}.safetensors" for n in counts for i in range(1, int(n) + 1)]
-    elif single not in names:
-        files = sorted(filter(VARIANT.fullmatch, names)) or files
     if pickled and not {index, single} & names:
         why = (f"{pickled[0]} and no safetensors that count (they can be converted: "
                "https://huggingface.co/spaces/safetensors/convert)")
@@ -176,15 +128,6 @@ def shards_of(index: Path) -> list[str]:
         return sorted({min(files), *map(str, files)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SettingsError(f"{index} has no weight_map of tensors to files ({error}).") from None
-
-
-def unread(folder: str, flag: str = "model") -> list[str]:
-    """A line for the run, if its model is a variant or has other weights beside it."""
-    read = [path.name for path in weight_files(folder)]
-    others = sorted({path.name for path in Path(folder).glob("*.safetensors")} - {*read})
-    if not others and not VARIANT.fullmatch(read[0]):
-        return []
-    return [f"--{flag} {folder}: weights of {read[0]}, not of {', '.join(others) or 'others'}"]
 
 
 def tensors(lm):
