@@ -24,6 +24,7 @@ from keeping import checkpoint
 from preflight import memory, plan
 from preflight.shape import shape_of
 from results import environments, roads
+from tracked import tracked
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
@@ -32,11 +33,10 @@ import run_notebook  # noqa: E402
 
 PAGES = [ROOT / name for name in (
     "README.md", "CONTRIBUTING.md", "AGENTS.md", "exercises/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*/*.md"))
+PAGES += sorted(path for path in tracked() if path.match("docs/*/*.md"))
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text in TEXT.items()}
-FILES = [path for top in ROOT.iterdir() if top.name not in {".venv", ".venv-trl", ".git", "runs"}
-         for path in (top, *top.rglob("*"))]
+FILES = tracked()
 SOURCES = [path for path in FILES if path.suffix in {".py", ".sh", ".html"}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
@@ -388,6 +388,7 @@ def test_every_dependency_says_why_and_every_promise_has_its_tests():
 
 
 def test_the_pages_are_few_and_short():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md")]
+    pages = [path for path in FILES if path.suffix == ".md" and (
+        path.parent == ROOT or path.is_relative_to(ROOT / "docs"))]
     assert len(pages) <= 15 and sum(page.stat().st_size for page in pages) <= 150_000
     assert len(TEXT["README.md"].splitlines()) <= 115
