@@ -240,8 +240,11 @@ def test_the_forks_of_the_readme_print_what_it_says(tmp_path):
 def test_a_task_of_your_own_is_checked_by_the_plan_that_the_page_gives(tmp_path):
     row, = re.findall(r"echo '(.*?)' > rows.jsonl", TEXT["docs/use/start.md"])
     code = re.search("```python\n(.*?)```", TEXT["docs/use/start.md"], re.S)[1]
+    code = re.sub("^   ", "", code, flags=re.M)
+    exec(code, names := {})
+    assert names["named"]("It is RED.", "red") == 1.0
     (tmp_path / "rows.jsonl").write_text(row)
-    (tmp_path / "mine.py").write_text(re.sub("^   ", "", code, flags=re.M))
+    (tmp_path / "mine.py").write_text(code)
     command, = re.findall(r"^   python grpo.py (--plan .*)$", TEXT["docs/use/start.md"], re.M)
     for name in "rows.jsonl", "mine.py":
         command = command.replace(name, str(tmp_path / name))
@@ -256,12 +259,6 @@ def check_loss(function) -> None:
     loss, metrics = function(*args, n_rows=2, engine_logprobs=old, **bounds)
     theirs, expected = losses.clip_loss(*args, **bounds)
     assert loss.shape == theirs.shape and loss.requires_grad and metrics.keys() == expected.keys()
-
-
-def test_the_example_of_a_reward_runs():
-    code = re.search("```python\n(.*?)```", TEXT["docs/use/start.md"], re.S)[1]
-    exec(re.sub("^   ", "", code, flags=re.M), names := {})
-    assert names["named"]("It is RED.", "red") == 1.0
 
 
 def test_every_recipe_passes_the_checks():
