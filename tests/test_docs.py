@@ -351,7 +351,8 @@ def test_measurements_have_their_commands_and_every_named_command_is_there():
 
 def test_durations_are_those_of_the_results():
     jobs = {"./run.sh": "sort-grpo", "./run.sh ppo": "sort-ppo", "./run.sh kk": "kk",
-            "./run.sh game": "game", "./run.sh real": "instructions"}
+            "./run.sh game": "game", "./run.sh doors": "doors", "./run.sh vision": "vision",
+            "./run.sh real": "instructions"}
     table = {row[0].strip("`"): row[2] for row in rows("docs/use/start.md", "The jobs")}
     for command, folder in jobs.items():
         seeds = json.loads((ROOT / f"results/{folder}.json").read_text())["seeds"]
