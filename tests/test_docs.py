@@ -24,6 +24,7 @@ from keeping import checkpoint
 from preflight import memory, plan
 from preflight.shape import shape_of
 from results import environments, roads
+from results.table import task_reward
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
@@ -353,12 +354,29 @@ def test_durations_are_those_of_the_results():
     jobs = {"./run.sh": "sort-grpo", "./run.sh ppo": "sort-ppo", "./run.sh kk": "kk",
             "./run.sh game": "game", "./run.sh doors": "doors", "./run.sh vision": "vision",
             "./run.sh real": "instructions"}
-    table = {row[0].strip("`"): row[2] for row in rows("docs/use/start.md", "The jobs")}
+    table = {row[0].strip("`"): row for row in rows("docs/use/start.md", "The jobs")}
     for command, folder in jobs.items():
-        seeds = json.loads((ROOT / f"results/{folder}.json").read_text())["seeds"]
-        mean = sum(seed["seconds"] for seed in seeds.values()) / len(seeds)
-        assert table[command] == f"{mean:.0f}", command
+        job = json.loads((ROOT / f"results/{folder}.json").read_text())
+        mean = sum(seed["seconds"] for seed in job["seeds"].values()) / len(job["seeds"])
+        assert table[command][2] == f"{mean:.0f}", command
+        steps = [seed["steps"] for seed in job["seeds"].values()]
+        for name, before, after in re.findall(r"(\w+) ([\d.]+) → ([\d.]+)", table[command][3]):
+            key = {"reward": task_reward(job), "entropy": "policy/entropy",
+                   "length": "rollout/length_mean"}[name]
+            for said, part in ((before, slice(3)), (after, slice(-10, None))):
+                found = sum(sum(one[key][part]) / len(one[key][part]) for one in steps) / len(steps)
+                assert said == f"{found:.{len(said.partition('.')[2])}f}", (command, name)
     assert f"in {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
+
+
+def test_the_defaults_of_the_script_and_of_run_sh_are_those_of_the_page():
+    args, job = plan.flags(grpo.Args()), " ".join((ROOT / "run.sh").read_text().split())
+    table = {row[0].strip("`-"): row[1:] for row in rows("docs/use/start.md", "The jobs")
+             if len(row) == 3 and row[0].startswith("`--")}
+    for flag, (script, shell) in table.items():
+        assert script == str(args[flag] or "none" if flag == "eval_data" else args[flag])
+        assert f"--{flag} {shell.strip('`')}" in job
+    assert len(table) == 5
 
 
 def test_the_metrics_of_the_code_are_the_documented_ones():
