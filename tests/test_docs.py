@@ -46,7 +46,8 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "rdzv_id", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
-          "kills", "show"}
+          "kills", "show",
+          "num_generations", "tasks", "model_args"}  # TRL's, lm-eval's
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
 
@@ -142,7 +143,7 @@ RUN = {"runs/NAME": "x", "MODEL": "tiny", "SMALL": "tiny", "LARGE": "tiny:skille
        "near.py:near": "exact", "free.py:free": "clip", "twice.py:right": "exact",
        "twice.py:reply": "examples/again.py:reply"}
 ELSEWHERE = ("git ", "source ", "vllm ", "unset ", "echo ", "cat ", "AutoModel")  # no program here
-REFUSED = ("--batch 0", "--help")  # they end at once
+REFUSED = ("--batch 0", "--help", "--num_generations")  # they end at once
 
 
 def commands(page: str) -> list[str]:
