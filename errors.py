@@ -77,13 +77,15 @@ Number = Annotated[float, Range(-INF)]
 
 
 def ranges(flags) -> dict[str, Range]:
-    """{flag: its range} of a dataclass of flags. A number without a range is at least 0."""
-    hints = get_type_hints(type(flags), include_extras=True)
-    found = {}
-    for field in fields(flags):
-        hint = hints[field.name]
-        more = [x for part in (hint, *get_args(hint)) for x in getattr(part, "__metadata__", ())]
-        found[field.name] = next((x for x in more if isinstance(x, Range)), Range())
+    """{flag: its range} of a dataclass of flags. A number without a range is at least 0. A class
+    that gives another default keeps the range of the class above."""
+    found = {field.name: Range() for field in fields(flags)}
+    for kind in reversed(type(flags).__mro__):
+        hints = get_type_hints(kind, include_extras=True)
+        for name in found.keys() & hints.keys():
+            for part in (hints[name], *get_args(hints[name])):
+                ours = [x for x in getattr(part, "__metadata__", ()) if isinstance(x, Range)]
+                found[name] = ours[0] if ours else found[name]
     return found
 
 
@@ -99,13 +101,12 @@ def outside(flags) -> dict[str, str]:
 
 
 def needed(flags, values: dict[str, object]) -> list[str]:
-    """A sentence for each flag of a dataclass that does nothing without another one, which is off.
-    NEEDS of its class, or of one above, is {flag: the other}. values: of all flags."""
-    needs = {}
-    for kind in type(flags).__mro__:
-        needs |= getattr(kind, "NEEDS", {})
-    return [f"--{name} needs --{needs[name]}." for name in not_default(flags)
-            if name in needs and values[needs[name]] in (None, 0, "none")]
+    """A sentence for each flag of a dataclass that does nothing, because the flag that its class
+    names as `switch` is off. values: of all flags."""
+    switch = getattr(flags, "switch", None)
+    if switch is None or values[switch]:
+        return []
+    return [f"--{name} needs --{switch}." for name in not_default(flags) if name != switch]
 
 
 def not_default(flags) -> list[str]:

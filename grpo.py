@@ -61,9 +61,6 @@ class Args(loss_flags.LossArgs, CommonArgs):
     """DAPO: train only on groups whose rewards differ. More prompts replace the others."""
     refills: int = 3
     """The most extra rollouts of one step with --dynamic_sampling."""
-    NEEDS: ClassVar[dict[str, str]] = {
-        "refills": "dynamic_sampling", "kl_estimator": "kl_loss_coef"}
-
     carry_args: CarryArgs = field(default_factory=CarryArgs)
 
     script: ClassVar[str] = "grpo.py"

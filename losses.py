@@ -51,14 +51,19 @@ def overlong_penalty(lengths, max_tokens, buffer):
 # Dividing by std reweights prompts by difficulty. An unscored completion is in no mean or std. The
 # advantage is 0 for it, and in a group with fewer than two scored or with equal rewards.
 
+def equal(x, y):
+    """Are rewards equal but for rounding? Numbers or tensors. .1 + .2 is not .3: a sum is wrong by
+    about 1e-16 of its largest part, which may be far larger than the sum; so 1e-9."""
+    return abs(x - y) <= 1e-9 * (1 + abs(x) + abs(y))
+
+
 def _groups(rewards, group, scored):
-    """R (P, G), 0 where unscored; scored (P, G); whether a prompt's rewards are equal (P, 1): also
-    True where none is scored."""
+    """R (P, G), 0 where unscored; scored (P, G); are a prompt's rewards equal? (P, 1), True where
+    none is scored."""
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
-    # Not std == 0: rounding gives equal rewards a tiny std.
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
     lowest = torch.where(S, R, torch.inf).amin(1, keepdim=True)
-    return torch.where(S, R, 0), S, highest <= lowest
+    return torch.where(S, R, 0), S, equal(highest, lowest)
 
 
 def keep_groups(rewards, group, scored):
@@ -143,10 +148,10 @@ def rewards_to_go(rewards, lengths):
 
 def whiten(values, among):
     """(x - mean) / sqrt(var + 1e-8) of the values `among` (bool) in the global batch, ddof 1; 0
-    elsewhere, and exactly 0 for equal values."""
+    elsewhere, and exactly 0 for `equal` values."""
     x = values.double()[among]
     white = torch.zeros_like(x)
-    if len(x) and x.max() > x.min():
+    if len(x) and not equal(x.max(), x.min()):
         white = (x - x.mean()) / (x.var(correction=1) + 1e-8).sqrt()
     return torch.zeros_like(values, dtype=torch.float64).masked_scatter(among, white)
 
@@ -272,9 +277,10 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
 
-    OpenAI's target of 6 is per sequence, verl's 0.1 per token.
+    n / horizon counts as at most 1, so that it stays positive. OpenAI's target of 6 is per
+    sequence, verl's 0.1 per token.
     """
-    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 
 
 # ---- correction of the engine

@@ -3,8 +3,9 @@
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
 
-A Pool has the processes: it gives them calls, and what they answer is an Answer for each item.
-`score_of` makes a Score of it. chats/turns.py has a pool too, for --reply, and reads messages.
+An Item is a completion with its row. A call is what a reward function gets at once: one item, or
+all of a prompt. A Pool has worker processes, which answer calls: an Answer for each item, of which
+`score_of` makes a Score. chats/turns.py has a Pool too, for --reply, and reads messages.
 """
 import contextlib
 import json
@@ -23,17 +24,16 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from errors import Range, SettingsError
+from errors import Range, SettingsError, as_sentence
+from scoring import waiting
 from scoring.replies import Move
-from scoring.signatures import Item, Part
-from scoring.verifiers import REWARDS
-from scoring.worker import PAUSE, TOGETHER
+from scoring.signatures import Item, Part, names_twice
+from scoring.verifiers import REWARDS, answers_of
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # in a row end the run; fewer: an accident
-NONE_APPLIES = "every reward returned None: none is for this row"
+FAILED_CALLS = 8  # so many in a row end the run; fewer are an accident
 
 
 @dataclass
@@ -50,9 +50,9 @@ class RewardArgs:
 @dataclass
 class Score:
     """What a completion got."""
-    total: float | None  # sum of weight * part; None if a part has no number
-    parts: dict[str, float | None]
-    error: str | None  # None if a reward of ours returned None
+    total: float | None  # the sum of weight * part; None: it has no reward
+    parts: dict[str, float | None]  # what each reward returned; None: no number
+    error: str | None  # why it has no reward; None: it has one
     retries: int = 0  # of `async def` rewards
 
 
@@ -62,6 +62,8 @@ class Answer(NamedTuple):
     error: str | None  # None: nothing failed
     retries: int = 0  # of its call, with the first item
 
+
+# ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
     """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
@@ -79,7 +81,7 @@ def score_samples(run, samples: list, group: int) -> None:
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
             sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
-    report_scores(run.scorer, run.log, [score for _, score in scored], len(calls))
+    report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
 
 
 def item_of(sample, text) -> Item:
@@ -98,32 +100,28 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
 
 
 def score_of(parts: list[Part], answer: Answer) -> Score:
-    """The weighted sum of the values that apply."""
-    found = {part.name: None if value != value else value  # NaN: TRL's "not applicable"
-             for part, value in zip(parts, answer.values, strict=True)}
-    known = [part.weight * found[part.name] for part in parts if found[part.name] is not None]
+    """The weighted sum of the values. A value that is NaN is TRL's None: this reward does not apply
+    to the row, and the others count. A value that is None leaves the completion without a score."""
+    known = {part: value for part, value in zip(parts, answer.values, strict=True)
+             if value is not None and not math.isnan(value)}
+    found = {part.name: known.get(part) for part in parts}
     if None in answer.values:
-        return Score(None, found, answer.error, answer.retries)
-    total, error = (sum(known), None) if known else (None, NONE_APPLIES)
-    return Score(total, found, error, answer.retries)
+        silent = parts[answer.values.index(None)]
+        error = answer.error or f"{silent.name} returned None"
+        return Score(None, found, error, answer.retries)
+    if not known:
+        return Score(None, found, "every reward returned None", answer.retries)
+    total = sum(part.weight * value for part, value in known.items())
+    return Score(total, found, None, answer.retries)
 
 
-def report_scores(pool, log, scores: list[Score], calls: int) -> None:
-    """As `report`. Where nothing failed, a reward returned None."""
-    answered, errors = any(s.total is not None for s in scores), [s.error for s in scores]
-    if not answered and not any(errors):
-        found = any(value is not None for score in scores for value in score.parts.values())
-        errors = [f"{'a' if found else 'every'} reward returned None"] * len(scores)
-    report(pool, log, errors, answered, calls)
+def report(pool, log, errors: list[str | None], calls: int) -> None:
+    """Prints the first failure of a run. SettingsError if FAILED_CALLS in a row have no answer.
 
-
-def report(pool, log, errors: list[str | None], answered: bool, calls: int) -> None:
-    """Prints a run's first failure. SettingsError after FAILED_CALLS in a row without an answer.
-
-    errors: of each completion. answered: has one of them an answer? calls: how many were made.
+    errors: of each completion, on all ranks; None: it has an answer. calls: how many were made.
     """
-    pool.unanswered = 0 if answered else pool.unanswered + calls
     failure = next(filter(None, errors), None)
+    pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
                             f"of --{pool.kind}:\n{failure}")
@@ -133,8 +131,10 @@ def report(pool, log, errors: list[str | None], answered: bool, calls: int) -> N
         pool.warned = True
 
 
+# ---- the flags and the rows ----
+
 def parse(specs: list[str], kind: str = "reward") -> list[Part]:
-    """The words of --reward (or of --reply). One SettingsError has all mistakes."""
+    """The words of --reward (or of --reply) → parts. One SettingsError has all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
@@ -144,15 +144,13 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
         weight = math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
+        taken = [part.name for part in parts] + (["mean", "std", "turns"] if path else [])
         if kind != "reward" and (number or not path):
             mistakes.append(f"--{kind} {spec}: it must be FILE.py:FUNCTION; it has no weight.")
-        elif path and not os.path.isfile(path):
-            mistakes.append(f"--{kind} {spec}: no such file, here or in {ROOT}.")
-        elif not path and name not in REWARDS:
-            mistakes.append(f"--{kind} {spec}: no such reward.")
-        if name in [part.name for part in parts]:
-            mistakes.append(f"--{kind} {spec}: the name {name} is given twice.")
-        if kind == "reward" and (name in ("mean", "std") or (path and name == "turns")):
+        elif not (os.path.isfile(path) if path else name in REWARDS):
+            what = f"file, here or in {ROOT}" if path else "reward"
+            mistakes.append(f"--{kind} {spec}: no such {what}.")
+        if kind == "reward" and name in taken:
             mistakes.append(f"--{kind} {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
             mistakes.append(f"--{kind} {spec}: its weight must be a finite number.")
@@ -164,6 +162,9 @@ def parse(specs: list[str], kind: str = "reward") -> list[Part]:
                         f"Names: {', '.join(REWARDS)}")
     if mistakes:
         raise SettingsError("\n".join(mistakes))
+    if names := names_twice(parts):
+        raise SettingsError(f"--{kind}: two of its folders have {', '.join(names)}, and an import "
+                            "takes one of them. Would work: all in one folder, or other names.")
     return parts
 
 
@@ -176,15 +177,18 @@ def check(specs: list[str]) -> list:
 
 
 def check_rows(needs: list, rows: list, kind: str = "reward"):
-    """SettingsError if a row lacks what a reward needs."""
+    """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
-        lack = [row for row in rows if column not in row.columns]
-        if column == "answer":
-            lack = [row for row in rows if row.answer in (None, "")]
-        if lack:
-            raise SettingsError(f"--{kind} {name} needs {column!r}; {len(lack)} of {len(rows)} "
-                                f"rows have none (first: row {lack[0].index} of {lack[0].source}).")
+        for row in rows:
+            where = f"--{kind} {name} needs {column!r}: row {row.index} of {row.source}"
+            if column == "answer":
+                with as_sentence(where):
+                    answers_of(row.answer)
+            elif column not in row.columns:
+                raise SettingsError(f"{where} has none.")
 
+
+# ---- the processes ----
 
 class Worker:
     """A process that leads a session: all that its rewards fork is killed with it."""
@@ -192,9 +196,9 @@ class Worker:
     def __init__(self, kind: str, parts: list[Part], args: RewardArgs):
         self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
+        self.socket.settimeout(args.reward_timeout)  # of `send`: it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # an order of sets
+                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # sets in the same order
         start = f"from scoring import worker; worker.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -234,24 +238,26 @@ class Worker:
 
 
 class Pool:
-    """Worker processes, with one thread for each: calls → answers. kind: the flag: reward, or reply
-    (turns.py). homes: each item has its worker, which keeps the environment.
+    """Worker processes, and a thread for each, which gives it calls and waits for its answers.
+
+    kind: the flag, reward or reply. Of a reply each worker keeps its own environments (turns.py).
     """
 
-    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward",
-                 homes: bool = False):
+    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.kind, self.args = kind, args
         self.parts = parse(specs, kind) if specs else []
-        self.tried = threading.Event()  # was a worker started, or refused?
-        self.groups = False  # does a reward take all completions of a prompt in one call?
+        self.tried = threading.Event()  # a worker was started, or refused
+        self.refused = ""  # why no worker starts
+        # What a worker says when it has loaded the functions:
+        self.groups = False  # does one take all completions of a prompt in one call?
         self.together = False  # is one `async def`? Then a worker gets many calls at once
-        self.needs = None  # [(reward, column that it needs), …], once a worker has loaded them
         self.methods = []  # of a --reply CLASS
-        self.refused = ""  # why a worker did not start
+        self.needs = None  # [(reward, column that it needs), …]
         self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        shared = queue.Queue()  # lists of calls, which are slices of a batch; None ends a thread
-        self.inboxes = [queue.Queue() if homes else shared
+        # A thread takes lists of calls from its inbox. A call is a slice of the batch. None: end.
+        shared = queue.Queue()
+        self.inboxes = [queue.Queue() if kind == "reply" else shared
                         for _ in range(args.reward_workers if self.parts else 0)]
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
@@ -268,10 +274,10 @@ class Pool:
 
     def ask(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Answer]:
         """An answer for each item. `size` items in a row are one call. homes: a number for each
-        item; items of the same number have the same worker."""
+        item; the same worker gets all items of a number, and keeps their environment."""
         self.items, self.answers, self.refused = items, [None] * len(items), ""
         calls = [slice(start, start + size) for start in range(0, len(items), size)]
-        share = TOGETHER if self.together else 1
+        share = waiting.TOGETHER if self.together else 1
         for i in range(0, len(calls), share):
             home = homes[i] if homes else 0
             self.inboxes[home % len(self.inboxes)].put(calls[i:i + share])
@@ -287,7 +293,7 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. It starts its workers itself: PDEATHSIG is tied to a *thread*."""
+        """A thread. It starts its workers itself: a worker ends with the thread that started it."""
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()
@@ -304,36 +310,38 @@ class Pool:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError: none does in this batch."""
-        if not self.refused:
-            worker = None
-            try:
-                worker = Worker(self.kind, self.parts, self.args)
-                loaded = worker.receive(START_SECONDS)
-                if isinstance(loaded, str):
-                    raise OSError(loaded)
-                self.groups, self.together, self.methods, self.needs = loaded
-                return worker
-            except Exception as error:
-                if worker:
-                    worker.kill()
-                self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, "
-                                f"{MEMORY_GB} GB): {error}")
-        raise OSError(self.refused)
+        """A worker that has loaded the rewards. OSError if it cannot; then no other one is tried
+        before the next batch."""
+        if self.refused:
+            raise OSError(self.refused)
+        worker = None
+        try:
+            worker = Worker(self.kind, self.parts, self.args)
+            loaded = worker.receive(START_SECONDS)
+            if isinstance(loaded, str):
+                raise OSError(loaded)
+        except Exception as error:
+            if worker:
+                worker.kill()
+            self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, {MEMORY_GB} "
+                            f"GB): {error}")
+            raise OSError(self.refused) from None
+        self.groups, self.together, self.methods, self.needs = loaded
+        return worker
 
     def _ask(self, worker: Worker, calls: list[slice]) -> None:
         """Gives these calls their answers. An exception if the worker has none."""
         batch = [self.items[call] for call in calls]
-        seconds, retries = self.args.reward_timeout * len(batch[0]), self.args.reward_retries
-        if self.together:  # all tries of the coroutines, after the other rewards
-            seconds = seconds * (retries + 2) + PAUSE * (2**retries - 1) + 1
+        seconds = self.args.reward_timeout * len(batch[0])
+        if self.together:
+            seconds = waiting.longest(seconds, self.args.reward_retries)
         worker.send((self.progress, batch))
         for call, found in zip(calls, worker.receive(seconds), strict=True):
             self.answers[call] = [Answer(*of_item) for of_item in found]
 
     def _fail(self, inbox: queue.Queue, calls: list[slice], worker: Worker | None,
               error: Exception) -> None:
-        """Ends the worker. A lone call has failed; of several, each is made again, alone."""
+        """Ends the worker. A lone call has failed. Several are made again, each alone."""
         if worker:
             worker.kill()
         if len(calls) > 1:

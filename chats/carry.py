@@ -34,7 +34,7 @@ class CarryArgs:
     completion."""
     carry_tokens: Count = 256
     """Tokens of a round. After each round the step looks whether its prompts have ended."""
-    NEEDS: ClassVar[dict[str, str]] = {"carry_tokens": "carry"}
+    switch: ClassVar[str] = "carry"
 
     def rules(self, plan):
         """See plan.problems."""

@@ -31,7 +31,7 @@ class TurnArgs:
     environment with a state. Not given: one turn."""
     max_turns: Count = 8
     """The model's turns in an episode, at most."""
-    NEEDS: ClassVar[dict[str, str]] = {"max_turns": "reply"}
+    switch: ClassVar[str] = "reply"
 
     def rules(self, plan):
         """See plan.problems."""
@@ -159,7 +159,7 @@ class Episodes:
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        self.workers = Pool([args.turn_args.reply], args.reward_args, "reply", homes=True)
+        self.workers = Pool([args.turn_args.reply], args.reward_args, "reply")
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
         # Does --reward count what turns are paid, and is it what reward() grows by?
@@ -235,7 +235,7 @@ class Episodes:
                 raise SettingsError("--reply pays for turns, and no --reward counts it. Would work:"
                                     " --reward turns; turns:0 only measures it.")
         errors = [reply.error for reply in replies]
-        report(self.workers, self.log, errors, None in errors, len(errors))
+        report(self.workers, self.log, errors, len(errors))
         return replies
 
     def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:

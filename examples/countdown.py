@@ -6,7 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 from scoring.numbers import SAME, number_of
-from scoring.verifiers import last_answer
+from scoring.verifiers import answers_of, last_answer
 
 SIGNS = SAME | str.maketrans("×∗·⋅÷", "****/")
 
@@ -22,10 +22,11 @@ def countdown(completion, target, nums=None, numbers=None, **row):
         value, used = arithmetic(text)
     except (ValueError, ZeroDivisionError):
         return 0.0
-    *given, target = [number_of(str(n)) for n in [*(numbers if nums is None else nums), target]]
-    if None in (*given, target):
+    given = [number_of(str(n)) for n in (numbers if nums is None else nums)]
+    targets = [number_of(str(n)) for n in answers_of(target)]
+    if None in given + targets:
         raise ValueError("countdown needs numbers in the row's `nums` and `target`")
-    return float(Counter(used) == Counter(given) and value == target)
+    return float(Counter(used) == Counter(given) and value in targets)
 
 
 def arithmetic(text: str) -> tuple[Fraction, list[int]]:

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 from scoring.numbers import FORM, plain, value
-from scoring.verifiers import last_boxed
+from scoring.verifiers import any_answer, last_boxed
 
 SCALES = {"": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
           "trillion": 10**12}
@@ -21,6 +21,7 @@ GOES_ON = re.compile(
     r"|\s*\^(?!\s*\{?\s*\\circ)|\s*(?:\\pi|\\sqrt|\\frac|π|√)|[a-cefi-kn-rt-zKMB](?![A-Za-z])|[eE][-+]?\d")
 
 
+@any_answer
 def gsm8k(completion, answer, **row):
     r"""1 if the number after the last ####, else in the last box, else the last, is right. A number
     that can be read only in part is wrong, and so is a box with several."""

@@ -4,19 +4,20 @@
 """
 import re
 
-from scoring.verifiers import format_tags, last_answer
+from examples.formats import format_tags
+from scoring.verifiers import any_answer, last_answer
 
 
+@any_answer
 def kk(completion, answer, prompt="", **row):
     """Logic-RL's rule (arxiv.org/abs/2502.14768).
 
     3: right. -0.5: wrong. -1: not readable or complete. -3: wrong tags. The answer is
-    '(1) Ava is a knight...', or a dict with this text as `solution_text_format`.
+    '(1) Ava is a knight...'.
     """
-    text = answer["solution_text_format"] if isinstance(answer, dict) else str(answer)
-    gold = dict(re.findall(r"([\w'-]+) is an? (knight|knave)", text))
+    gold = dict(re.findall(r"([\w'-]+) is an? (knight|knave)", str(answer)))
     if not gold:
-        raise ValueError(f"kk needs 'NAME is a knight' in the answer (got {text[:200]!r})")
+        raise ValueError(f"kk needs 'NAME is a knight' in the answer (got {answer!r:.200})")
     if not format_tags(completion, prompt):
         return -3.0
     said = last_answer(completion).lower()
@@ -32,4 +33,4 @@ def kk(completion, answer, prompt="", **row):
 
 def kk01(completion, answer, prompt="", **row):
     """1 if kk gives 3, else 0."""
-    return float(kk(completion, answer, prompt) == 3.0)
+    return float(kk(completion, answer, prompt=prompt) == 3.0)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import zlib
 
-from scoring.verifiers import last_answer, shut_sympy
+from scoring.verifiers import any_answer, last_answer, shut_sympy
 
 MAKE = """import pickle, random, sys, numpy, reasoning_gym
 task, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -33,6 +33,7 @@ def rows(n: int, seed: int, task: str, split: str) -> list[dict]:
     return pickle.loads(done.stdout)
 
 
+@any_answer
 def score(completion, answer, metadata, **row):
     """The library's score, 0 to 1, of the last <answer>, or of all. A worker calls shut_eval
     before."""

@@ -98,6 +98,7 @@ def read_files(args, ranks: int, local_size: int | None = None,
     needs, notes = check_flags(args, ranks, local_size), []
     files = load_model(args, notes, began)
     shape, teacher, eyes = files.shape, None, None
+    args.choose_rates(shape.params)
     if args.teacher:
         teacher, of_teacher = find_teacher(args, files)
         shape = replace(shape, teacher=of_teacher)

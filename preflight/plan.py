@@ -1,6 +1,5 @@
 """plan.py: the sizes of every part of a step, from the settings alone."""
 from dataclasses import dataclass, is_dataclass, replace
-from typing import ClassVar
 
 from dist import KEYS, assert_divisible
 from errors import Count, Positive, SettingsError, needed, outside
@@ -17,19 +16,21 @@ class PlanArgs:
     """GiB of the GPU to plan for. A run plans for the GPU it has."""
     strict: bool = False
     """The completions of every optimizer step must divide evenly over the ranks."""
-    NEEDS: ClassVar[dict[str, str]] = {"ranks": "plan", "gpu_gb": "plan"}
 
     def rules(self, plan):
         """See plan.problems."""
+        if not self.plan and (self.ranks, self.gpu_gb) != (1, 80.0):
+            yield "--ranks and --gpu_gb need --plan."
         if not self.strict:
             return
         if getattr(plan.args, "dynamic_sampling", False):
             yield ("--strict cannot hold with --dynamic_sampling, where any number of groups may "
                    "stay: give one of them.")
         for prompts in plan.batches:
+            batch = "--batch" if prompts == plan.args.batch else "a batch of these rows"
             try:
                 assert_divisible(prompts * plan.args.group, plan.ranks * plan.args.minibatches,
-                                 "--batch x --group", "ranks x --minibatches")
+                                 f"{batch} x --group", "ranks x --minibatches")
             except SettingsError as error:
                 yield f"--strict: {error}"
 
@@ -162,6 +163,7 @@ class Plan:
                  f"{a.group:,} completions = {n:,} completions and {steps} a step"]
         if prompts < a.batch:
             lines[0] += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
+        lines.append(f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}")
         if self.n_rows:
             lines.append(f"  data       {count(self.n_rows, 'prompt')}, "
                          f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
@@ -213,8 +215,9 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
     # Those of several flags see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
+    values = flags(usable)
     for group in (usable, *filter(is_dataclass, vars(usable).values())):
-        found += needed(group, flags(usable))
+        found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)
     return found

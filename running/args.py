@@ -13,7 +13,6 @@ import dist
 from chats.turns import TurnArgs
 from data import DataArgs
 from errors import Count, Mistakes, Number, Positive, Range
-from preflight.inputs import is_tiny
 from preflight.plan import PlanArgs
 from rewards import RewardArgs
 from rollout import EngineArgs
@@ -87,7 +86,8 @@ class CommonArgs:
     steps: Count = 60
     """Rollouts, each followed by its update."""
     lr: Positive | None = None
-    """Peak learning rate. Not given: 1e-6, or 3e-4 for the tiny model; LoRA: ten times as much."""
+    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6;
+    LoRA: ten times as much. The plan prints it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Of the data's order and of every completion's own random stream."""
     name: str | None = None
@@ -126,20 +126,28 @@ class CommonArgs:
     teacher_prompt: ClassVar[None] = None
     divergence: ClassVar[str] = "none"
     entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
-    usual_lr: ClassVar[float] = 1e-6  # of a model that is not tiny
+    usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
+
+    def choose_rates(self, parameters: int) -> None:
+        """Sets --lr and --critic_lr where they are not given. parameters: of the model."""
+        lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
+        if self.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
+            lr, critic_lr = 10 * lr, 10 * critic_lr
+        self.lr = self.lr or lr
+        if self.critic_args:
+            self.critic_args.critic_lr = self.critic_args.critic_lr or critic_lr
 
     def rules(self, plan):
         """See plan.problems."""
         for name in ("model", "data", "eval_data"):
             if getattr(self, name) == "":
                 yield f"--{name} must not be empty."
-        # --name becomes a folder. The folders runs/tiny-… hold the tiny models.
-        own = re.fullmatch(
-            r"(?!tiny-(sort|kk|guess|skilled|experts|sharpen)-)\w[\w .,=+@-]*", str(self.name))
-        if not own or len(self.name or "") > 200 or len(str(self.name).encode()) > 200:
+        name = "my-run" if self.name is None else self.name
+        # It becomes a folder. The folders runs/tiny-… hold the tiny models.
+        if not re.fullmatch(r"(?!tiny-)\w[\w .,=+@-]*", name) or len(name.encode()) > 200:
             yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
-                   f"begin with a letter or digit, and not be a tiny model's (got "
-                   f"{str(self.name)[:60]!r}). Would work: --name my-run.")
+                   f"begin with a letter or digit, and not with tiny- (got {name[:60]!r}). Would "
+                   f"work: --name my-run.")
         if {"environment", "turns"} & {spec.partition(":")[0] for spec in self.reward} and (
                 not self.turn_args.reply):
             yield "--reward environment or turns needs --reply FILE.py:NAME."
@@ -195,27 +203,17 @@ def theirs(words: list[str]) -> list[str]:
 
 
 def parse(kind: type, description: str):
-    """The command line → Args, with learning rates that fit the model."""
-    said = io.StringIO()
+    """The command line → Args."""
+    said, mistakes = io.StringIO(), Mistakes()
     # A file gets each line at once. A terminal may have no é.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    mistakes = None
     try:
         with redirect_stderr(said):
-            args = tyro.cli(kind, description=TEN + description, use_underscores=True,
+            return tyro.cli(kind, description=TEN + description, use_underscores=True,
                             config=(tyro.conf.OmitArgPrefixes,))
     except BrokenPipeError:  # --help | head
         os._exit(0)
     except SystemExit as end:
-        text = "\n".join(["", *theirs(sys.argv[1:]), said.getvalue().rstrip()])
-        mistakes = Mistakes([text] if end.code else [])  # 0: --help
-    if mistakes is not None:
-        dist.run(mistakes.stop)  # prints and ends
-    lr, critic_lr = (3e-4, 1e-3) if is_tiny(args.model) else (kind.usual_lr, 1e-5)
-    if args.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
-        lr, critic_lr = 10 * lr, 10 * critic_lr
-    if args.lr is None:
-        args.lr = lr
-    if args.critic_args and args.critic_args.critic_lr is None:
-        args.critic_args.critic_lr = critic_lr
-    return args
+        if end.code:  # 0: --help
+            mistakes.append("\n".join(["", *theirs(sys.argv[1:]), said.getvalue().rstrip()]))
+    dist.run(mistakes.stop)  # prints and ends

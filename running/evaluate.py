@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+import losses
 from data import Prompt
 from errors import Count, Number
 from keeping.samples import write_samples
@@ -30,8 +31,7 @@ class EvalArgs:
     """A completion passes when its first --reward is at least this."""
     eval_only: bool = False
     """Evaluate --model on --eval_data, and end."""
-    NEEDS: ClassVar[dict[str, str]] = dict.fromkeys(
-        "eval_every eval_samples eval_temperature eval_pass eval_only".split(), "eval_data")
+    switch: ClassVar[str] = "eval_data"
 
     def rules(self, plan):
         """See plan.problems."""
@@ -92,15 +92,18 @@ def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float
     if totals:
         found["reward"] = sum(totals) / len(totals)
     if n > 1:
-        groups = [{s.score.total for s in samples[i:i + n]} for i in range(0, len(samples), n)]
-        found["groups_equal"] = np.mean([len(rewards - {None}) <= 1 for rewards in groups])
+        batch = Batch(samples)
+        equal = ~losses.keep_groups(batch.rewards, n, batch.scored)
+        found["groups_equal"] = equal.double().mean().item()
     return {prefix + name: value for name, value in found.items()}
 
 
 def passes(score: Score, least: float) -> bool:
     """Is the first reward that applies at least this?"""
     values = [value for value in score.parts.values() if value is not None]
-    return score.total is not None and values[0] >= least
+    if score.total is None:
+        return False
+    return values[0] >= least or losses.equal(values[0], least)
 
 
 def held_out_metrics(run) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 
@@ -39,8 +39,6 @@ class ClipArgs:
     """Lower bound; truncate has none."""
     correction_high: float = 2.0
     """Upper bound."""
-    NEEDS: ClassVar[dict[str, str]] = dict.fromkeys(
-        ["correction_low", "correction_high"], "engine_correction")
 
     def rules(self, plan):
         """See plan.problems."""
@@ -90,11 +88,6 @@ TAKES = {  # positional arguments, and those by name
     "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
     "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
                                    "old_logprobs engine_logprobs")}
-
-
-# Flags that a built-in function does not use.
-UNUSED = {"loss": {"cispo": ("dual_clip",), "reinforce": ("clip_low", "clip_high", "dual_clip")},
-          "advantage": dict.fromkeys(set(NAMES["advantage"]) - {"grpo"}, ("advantage_eps",))}
 
 
 class Own(NamedTuple):
@@ -154,15 +147,11 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
     for path in Path(file), ROOT / file:
         if file.endswith(".py") and path.is_file():
             return path.resolve(), name
-    wrong = f"there is no such {flag}"
     works = f"{', '.join(NAMES[flag])}, or a function of a file: --{flag} FILE.py:NAME"
-    if file.endswith(".py"):
-        wrong = f"there is no file {file}, here or in {ROOT}"
-    elif spec.endswith(".py"):
-        wrong, works = "it does not say which function", f"--{flag} {spec}:NAME"
-    elif (ROOT / "variants" / f"{spec}.py").is_file():
+    if (ROOT / "variants" / f"{spec}.py").is_file():
         works = f"--{flag} variants/{spec}.py:{spec}"
-    raise SettingsError(f"--{flag} {spec}: {wrong}. Would work: {works}.")
+    raise SettingsError(f"--{flag} {spec}: there is no such {flag}, and no such file here or in "
+                        f"{ROOT}. Would work: {works}.")
 
 
 def fits(args) -> None:
@@ -181,12 +170,14 @@ def rules(args):
                f"{updates}). For several updates: --loss clip.")
     for flag, names in NAMES.items():
         spec = getattr(args, flag)
-        yield from (f"--{name} does nothing with --{flag} {spec}. Would work: without it."
-                    for name in UNUSED[flag].get(spec, ()) if name in not_default(args))
         try:
-            refused = own(flag, spec).refuses(args)
+            one = own(flag, spec)
         except SettingsError as error:
             yield str(error)
             continue
-        if refused:
+        takes = inspect.signature(one.function).parameters
+        if flag == "loss" and "others" in takes:  # it names what it uses
+            yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
+                        for name in args.bounds if name in not_default(args) and name not in takes)
+        if refused := one.refuses(args):
             yield f"--{flag} {spec} {refused} Would work: --{flag} {names[0]}."

@@ -39,10 +39,8 @@ def messages(value) -> list[dict] | None:
 
 
 def number(value) -> float | None:
-    """A finite number (of numpy, torch, decimal, fractions; verl's "score" or EasyR1's "overall" of
-    a dict) as a float, or None. Else a TypeError."""
-    if isinstance(value, dict):
-        value = value["overall" if "overall" in value else "score"]
+    """A finite number (of numpy, torch, decimal, fractions) as a float, or None. Else a
+    TypeError."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None

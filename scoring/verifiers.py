@@ -8,16 +8,16 @@ import functools
 import logging
 import math
 import re
+from decimal import Decimal
 
 from scoring.numbers import number_of, plain
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # The names of --reward, and where a worker finds them: MODULE:FUNCTION.
 REWARDS = {
     "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:paid",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
-    "format": "scoring.verifiers:format_tags", "format_boxed": "scoring.verifiers:format_boxed",
     "short": "scoring.verifiers:short",
+    "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",
     "gsm8k": "examples.gsm8k:gsm8k", "kk": "examples.kk:kk",
     "kk01": "examples.kk:kk01", "countdown": "examples.countdown:countdown",
     "reasoning_gym": "examples.reasoning_gym_tasks:score"}
@@ -29,10 +29,35 @@ CALLS = set("Integer Float Rational Symbol factorial sqrt exp log ln Abs sin cos
             "asin acos atan sinh cosh tanh".split())
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name,
          ast.Load, ast.Call)
-
-
 # math-verify reads the first part of "36\pi \approx 113", and adds "3 4" up.
 NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
+
+
+def answers_of(answer) -> list:
+    """The right answers of a row, of which any will do: each is a text or a number. ValueError if
+    `answer` is anything but that or a list of it."""
+    if isinstance(answer, dict):  # as Logic-RL's rows have it
+        answer = answer.get("solution_text_format")
+    found = answer if isinstance(answer, list) else [answer]
+    if not found or not all(map(is_answer, found)):
+        raise ValueError("an answer is a text, a number, or a list of these, of which any is right "
+                         f"(got {str(answer)[:100]!r})")
+    return found
+
+
+def is_answer(value) -> bool:
+    """Is it a text that says something, or a finite number? True is no number."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
+
+
+def any_answer(reward):
+    """A reward that takes one answer → one that takes what a row may have. The best one counts."""
+    @functools.wraps(reward)
+    def best(completion, answer, **row):
+        return max(reward(completion, one, **row) for one in answers_of(answer))
+    return best
 
 
 def last_boxed(text: str) -> str | None:
@@ -68,6 +93,7 @@ def paid(turns) -> float | None:
     return math.fsum(turn.get("paid", 0.0) for turn in turns)
 
 
+@any_answer
 def math_reward(completion, answer, **row):
     r"""1 if math-verify finds the two answers equal, else 0.
 
@@ -124,29 +150,7 @@ def shut_sympy() -> None:
     sympy_parser.stringify_expr = arithmetic_only
 
 
-def format_tags(completion, prompt="", **row):
-    """1 if TAGS are there, each once, in this order. A <think> that ends the prompt counts."""
-    completion = with_think(completion, prompt)
-    once = all(completion.count(tag) == 1 for tag in TAGS)
-    places = [completion.find(tag) for tag in TAGS]
-    return float(once and places == sorted(places))
-
-
-def format_boxed(completion, prompt="", **row):
-    r"""1 if it is <think>.*</think>.*\boxed{.*}.*, as EasyR1 asks for; else 0."""
-    text = re.sub(r"([<>/])\s+", r"\1", with_think(completion, prompt))  # "< / think >" too
-    text = re.sub(r"(?<!\s)\s+([<>/])", r"\1", text)
-    box = text.partition("</think>")[2].partition(r"\boxed{")[2]
-    return float(text.startswith("<think>") and "}" in box)
-
-
-def with_think(completion: str, prompt: str) -> str:
-    """With the <think> that ends the prompt."""
-    if prompt.rstrip().endswith("<think>") and not completion.lstrip().startswith("<think>"):
-        return "<think>" + completion
-    return completion
-
-
+@any_answer
 def exact(completion, answer, **row):
     """1 if the completion is the answer, else 0. Of a number in the row any form is right; of the
     text "18.0", as pandas writes, also 18."""

@@ -35,7 +35,7 @@ PROMISES = {  # what the tests hold: promise: its files
     "each formula is the paper's": "losses variants reference peers sft distill",
     "exact resume from any kill": "checkpoint resume faults run",
     "refused before weights load, or it runs": """
-        plan weights memory memory_tracker newcomer dry_run gpu bench_gpu""",
+        claims plan weights memory memory_tracker newcomer dry_run gpu bench_gpu""",
     "the engine is the policy": "engine families vision lora model",
     "rewards and environments cannot hang a run": """
         rewards numbers judges environments turns tools_example""",

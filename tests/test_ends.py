@@ -20,12 +20,12 @@ from chats.teacher import add_teacher_prompts
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
+from examples.formats import format_tags
 from keeping import checkpoint
 from keeping.samples import sample_row
 from preflight import inputs
 from preflight.plan import changed
 from rewards import Score
-from scoring.verifiers import format_tags
 from test_sft import CHAT, SAID, TEMPLATES, template, tokenizer_of
 from trainer.batch import Completion, Sample
 

@@ -154,8 +154,7 @@ def test_an_episode_of_the_lake_is_the_librarys():
     gymnasium = pytest.importorskip("gymnasium")
     grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
     row = {"map": grid, "slippery": True}
-    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply",
-                      homes=True)) as pool:
+    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply")) as pool:
         pool.wait()
         for seed in range(20):
             env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0
@@ -262,7 +261,7 @@ def paid_of(c) -> list[float]:
 
 @pytest.mark.parametrize("value, expected", [
     (0.5, 0.5), (True, 1.0), (np.float32(0.25), 0.25), (np.array(2), 2.0), (torch.tensor(3), 3.0),
-    (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25), ({"score": 3}, 3.0), (None, None), (-1, -1.0)])
+    (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25), (None, None), (-1, -1.0)])
 def test_a_message_pays_what_a_reward_may_be(value, expected):
     found, = messages([{"role": "user", "content": "x", "reward": value, "other": 1}])
     assert found == {"role": "user", "content": "x", "reward": expected}

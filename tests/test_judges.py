@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from examples import countdown, gsm8k, kk, tiny
-from scoring import signatures, verifiers, worker
+from examples import countdown, formats, gsm8k, kk, tiny
+from scoring import signatures, verifiers, waiting, worker
 from test_rewards import KK, ROOT, item, own, score, totals  # noqa: F401
 
 # ---- the verifiers, by hand
@@ -46,7 +46,7 @@ def test_verifiers(function, cases):
         assert function(completion, answer) == expected, completion
         if function is kk.kk:
             assert kk.kk01(completion, answer) == (expected == 3)
-            assert verifiers.format_tags(completion) == (expected != -3)
+            assert formats.format_tags(completion) == (expected != -3)
             if expected == 3:  # the prompt may have opened the thinking
                 opened = completion.removeprefix("<think>")
                 assert kk.kk(opened, answer, prompt="...<think>\n") == 3 > kk.kk(opened, answer)
@@ -141,15 +141,16 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
             raise ConnectionError("the server is away")
         return len(tries)
 
-    monkeypatch.setattr(worker.asyncio, "sleep", sleep)
+    monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
     reward = signatures.Reward("ours", f, ["completion"], [], True)
     for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
         pauses.clear(), tries.clear()
         call = worker.Call([item(needed)], [reward])
-        asyncio.run(worker.score_waiting([reward], [call], 0.2, 3))
-        assert (call.values, pauses, call.retries) == ([[value]], waited, len(waited))
-        assert bool(call.errors[0]) == (value is None)
-    assert "the server is away" in call.errors[0]
+        waiting.score([reward], [call], 0.2, 3)
+        (values, error, retries), = call.answers()
+        assert (values, pauses, retries) == ([value], waited, len(waited))
+        assert bool(error) == (value is None)
+    assert "the server is away" in error
 
 
 # ---- examples/judge.py, examples/reward_model.py

@@ -10,9 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import grpo
 import losses
 import reference_losses
-from running import loss_flags
+from data import Prompt, Row
+from rewards import Score
+from running import evaluate, loss_flags
+from tools import score as score_tool
+from trainer.batch import Batch, Completion, Sample
 
 F64, nan = torch.float64, math.nan
 DRAWS = torch.linspace(0, 1, 21, dtype=F64)  # of the first tokens
@@ -53,8 +58,10 @@ def advantages(name: str, rewards, group, scored=None, eps=1e-6):
     scored = ~rewards.isnan() if scored is None else torch.as_tensor(scored)
     if name in loss_flags.NAMES["advantage"]:
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
+    row = torch.arange(len(rewards))  # a token of each
     return loss_flags.own("advantage", variant(name)).function(
-        rewards, group, scored=scored, eps=eps, parts={}, trained=scored)
+        rewards, group, scored=scored, eps=eps, parts={"only": (1.0, rewards)}, trained=scored,
+        row=row, turn=0 * row, turn_rewards=torch.zeros(len(row), dtype=F64))
 
 
 # ---- exact enumeration: V = 3, length 2
@@ -213,6 +220,44 @@ def test_an_advantage_is_the_formula(name, dtype):
         True, False, False, True, False, True]
     with pytest.raises(ValueError, match="advantage 'gpro'"):
         losses.group_advantages(rewards, 3, kind="gpro", eps=0.0, scored=rewards > 0)
+
+
+def decided(rewards) -> dict[str, float]:
+    """What each that asks whether rewards differ makes of groups of 3. 0: no. nan: not scored."""
+    known = rewards[~rewards.isnan()]
+    found = {name: advantages(name, rewards, 3, eps=0.0) for name in (
+        "grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo", "gdpo", "turn_credit")}
+    found["maxrl"] = advantages("maxrl", rewards * float(known.sum().sign()), 3)
+    samples = []
+    for value in rewards.tolist():
+        done = Completion(np.array([1], np.int32), np.zeros(1, np.float32), False)
+        score = Score(None if value != value else value, {"only": value}, None)
+        samples.append(Sample(Prompt(0, Row(0, "", [1], "", {}, "")), done, "", score))
+    _, logged = grpo.tokens_in_loss(grpo.Args(group=3), Batch(samples))
+    found["log"] = 1 - logged["batch/groups_equal"]
+    logged = evaluate.named("", samples, evaluate.EvalArgs(eval_samples=3))
+    found["eval"] = 1 - logged["groups_equal"]
+    found["tool"] = score_tool.do_differ(known.tolist())
+    found["whiten"] = losses.whiten(rewards, ~rewards.isnan())
+    return {name: float(torch.as_tensor(x).double().abs().max()) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rewards_that_differ_by_rounding_alone_are_equal_to_all_that_ask(seed):
+    """Parts are added up in other orders; some sums are below 0, some are 0, one is not scored."""
+    rng = np.random.default_rng(seed)
+    parts = rng.normal(size=6) * rng.choice([1, 1000])
+    parts = np.append(parts, -parts) if seed % 3 == 0 else parts
+    rewards = tensor(*[sum(rng.permutation(parts).tolist()) for _ in range(30)])
+    rewards[rng.integers(30)] = nan
+    assert len(set(rewards.tolist())) > 2
+    assert not any(decided(rewards).values())
+    rewards[rewards.isnan().logical_not().nonzero()[0]] += 1e-4
+    assert all(decided(rewards).values())
+    exact = torch.tensor([1.0, 0, 1, 0, 0, 0], dtype=F64)
+    right, noise = advantages("pass_at_k", exact, 6), tensor(*[0.1 + 0.2 - 0.3] * 6)
+    assert right.any() and close(advantages("pass_at_k", exact - noise, 6), right)
+    assert evaluate.passes(Score(1.0, {"only": 0.7 + 0.2 + 0.1}, None), 1.0)
 
 
 def test_whitening_is_the_formula_and_zero_where_all_are_equal():

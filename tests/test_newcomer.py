@@ -57,7 +57,7 @@ def mistakes(*flags: str) -> str:
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file, here or in "]),
     ("--data a.csv", ["a.csv cannot be loaded: UnicodeDecodeError: "]),
     ("--data bare.jsonl --eval_data held.jsonl --batch 1",
-     ["--reward exact needs 'answer'; 1 of 2 rows have none"]),
+     ["--reward exact needs 'answer': row 1 of "]),
     ("--eval_data junk", ["junk, row 0 (counted from 0): no prompt column in (text)"])])
 def test_a_mistake_is_one_sentence(place, flags, words):
     text = mistakes(*flags.split())

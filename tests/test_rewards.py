@@ -8,11 +8,17 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, nullcontext
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
+from pyarrow import parquet
 
 import data
 import ranks
@@ -20,6 +26,9 @@ import rewards
 from errors import SettingsError
 from examples import tiny
 from rewards import Item, Pool, RewardArgs, Score, scores_of
+from running import loss_flags
+from scoring.signatures import Part, Reward
+from scoring.verifiers import answers_of
 from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,15 +40,13 @@ def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
     return Item(prompt, completion, answer, row, tokens, truncated)
 
 
-def as_items(texts):
-    return [item(x) if isinstance(x, str) else x for x in texts]
-
-
 def score(specs, items, group=1, workers=2, timeout=10.0, retries=0):
-    """The scores of one batch in a fresh pool."""
+    """The scores of one batch in a fresh pool. items: or texts."""
+    items = [item(x) if isinstance(x, str) else x for x in items]
     with closing(Pool(specs, RewardArgs(workers, timeout, retries))) as pool:
         pool.wait()
-        return scores_of(pool, as_items(items), group if pool.groups else 1)
+        pool.progress["global_step"] = 7
+        return scores_of(pool, items, group if pool.groups else 1)
 
 
 def totals(scores):
@@ -63,6 +70,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(code, name="own.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("import asyncio, os, sys, time\n" + code)
         return name + ":f"
     return write
@@ -70,48 +78,49 @@ def own(tmp_path, monkeypatch):
 
 # ---- settings
 
+FILES = {"own.py": F + "return 1\ndef batch(sources): return 1\n"
+                   "def compute_score(data_source, solution_str, ground_truth): return 1\n",
+         "exit.py": "os._exit(7)", "says.py": "sys.exit('set KEY first')",
+         **dict.fromkeys(["math.py", "v1.2.py", "a/one.py"], F + "return 1"),
+         "a/same.py": "", "b/same.py": "", "b/two.py": "def g(completion): return 1"}
+
+
 @pytest.mark.parametrize("specs, sentence", [
     (["maths", "nope:2", "math", "math:2", "own.py:std", "gone.py:f"],
-     "(?s)maths: no such reward.*nope.*math is given twice.*reward/std is.*no such file"),
+     "(?s)maths: no such reward.*nope.*reward/math is another.*reward/std is.*no such file"),
     ([], "empty"), (["own.py:missing"], "own.py has no missing"),
-    (["own.py:batch"], r"it has \['sources'"), (["exit.py:g"], "ended with code 7"),
-    (["says.py:f"], r"GB\): set KEY first$")])
+    (["own.py:batch"], r"it has \['sources'"), (["exit.py:f"], "ended with code 7"),
+    (["own.py:compute_score"], "For a function of verl or EasyR1 see examples/adapters.py"),
+    (["says.py:f"], r"GB\): set KEY first$"),
+    (["math.py:f"], "by its name: `import math` finds .*another name for the file"),
+    (["v1.2.py:f"], "`import v1.2` finds nothing"),
+    (["a/one.py:f", "b/two.py:g"], "two of its folders have same, and an import takes one")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
-    own(F + "return 1\ndef batch(sources): return 1\n")
-    own("os._exit(7)\n", "exit.py"), own("sys.exit('set KEY first')\n", "says.py")
+    for name, code in FILES.items():
+        own(code, name)
     with pytest.raises(SettingsError, match=sentence):
         rewards.check(specs)
 
 
-def test_a_file_is_found_here_or_in_the_project(own):
+def test_the_words_of_a_reward(own):
     own(F + "return 1")
-    here, there = rewards.parse(["own.py:f", "examples/squares.py:squares"])
-    assert here.path == "own.py" and there.path == f"{rewards.ROOT}/examples/squares.py"
+    for number in "1. .5 1e-1 -0.5 +2 1E3 0 1_0 5.e+0".split():
+        for spec in f"exact:{number}", f"own.py:f:{number}":
+            assert rewards.parse([spec])[0].weight == float(number)
+    assert rewards.parse(["own.py:f", "examples/squares.py:squares"]) == [  # here or there
+        Part("f", 1, "own.py"), Part("squares", 1, f"{rewards.ROOT}/examples/squares.py")]
+    for number in "x 1,5 inf nan 1e999 - 1:2".split():
+        with pytest.raises(SettingsError, match="finite number") as error:
+            rewards.parse([f"exact:{number}"])
+        assert "no such reward" not in str(error.value)
 
 
-@pytest.mark.parametrize("number", "1. .5 1e-1 -0.5 +2 1E3 0 1_0 -1.e-10 5.e+0".split())
-def test_a_weight_is_a_number_as_python_reads_it(own, number):
-    own(F + "return 1")
-    for spec in "exact", "own.py:f":
-        part, = rewards.parse([f"{spec}:{number}"])
-        assert part.weight == float(number) and part.name == spec.rpartition(":")[2]
-
-
-@pytest.mark.parametrize("number", "x 1,5 inf nan 1e999 - 1:2".split())
-def test_a_weight_that_is_no_number_is_said(number):
-    """Of "exact:1." it said that there is no such reward."""
-    with pytest.raises(SettingsError, match="its weight must be a finite number") as error:
-        rewards.parse([f"exact:{number}"])
-    assert "no such reward" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind, spec", [("reply", "own.py:f:2"), ("reply", "gone.py:f")])
-def test_a_mistake_names_its_own_flag(own, kind, spec):
-    """`--reply nope` spoke of a reward."""
+@pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
+def test_a_mistake_names_its_own_flag(own, spec):
     own(F + "return 1")
     with pytest.raises(SettingsError) as error:
-        rewards.parse([spec], kind)
-    assert f"--{kind} {spec}" in str(error.value) and "reward" not in str(error.value)
+        rewards.parse([spec], "reply")
+    assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
 
 
 def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):
@@ -124,9 +133,61 @@ def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):
     assert found[0] == "set()" and "tor" not in found[1] and "transf" not in found[1]
 
 
+# ---- the answers of rows
+
+ANSWERS = [  # all that JSON and Arrow have
+    "12", "-7/2", 12, -3, 10**30, 12.5, 1e22, Decimal("12.50"), ["13", "12"], ["1,234"], [3, 4, 5],
+    [0.1, -2.5], [Decimal("1.5")], "", " ", None, True, [True], [], [None], ["1", ""], [["1"]],
+    {"text": ["1"]}, [{"text": "1"}], b"12", [b"12"], date(2026, 1, 2), datetime(2026, 1, 2),
+    timedelta(3), float("inf"), [float("nan")]]
+
+
+def rows_with(answer, folder):
+    """Read from each file that has a place for this answer."""
+    parquet.write_table(pa.table({"prompt": ["q"], "answer": [answer]}), folder / "rows.parquet")
+    names = ["rows.parquet"]
+    try:
+        (folder / "rows.jsonl").write_text(json.dumps({"prompt": "q", "answer": answer}))
+        names.append("rows.jsonl")
+    except TypeError:
+        pass
+    return [data.load(f"{folder}/{name}", tiny.make_tokenizer(), data.DataArgs())[0][0]
+            for name in names]
+
+
+def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
+    """Lists were compared as the text of a list, and gave 0 to all that was said."""
+    items, names = [], ["exact", "gsm8k", "math"]
+    needs = rewards.check([*names, "kk01"])
+    for answer in ANSWERS:
+        if answer == 10**30:  # more than Arrow's integers have
+            found = [data.Row(0, "q", [1], answer, {"answer": answer}, "rows")]
+        else:
+            found = rows_with(answer, tmp_path)
+        for row in found:
+            try:
+                rewards.check_rows(needs, [row])
+            except SettingsError as error:
+                assert "row 0 of" in str(error), answer
+                assert answer not in ANSWERS[:13] or answer is True, answer
+                continue
+            assert answer is not True and answer in ANSWERS[:13], answer
+            items += [item(str(said), row.answer) for said in answers_of(row.answer)]
+            items.append(item("no 99 of them", row.answer))
+    expected = [(0, 0, 0) if one.completion[:2] == "no" else (1, 1, 1) for one in items]
+    assert parts(score(names, items, timeout=60.0)) == expected
+    logic_rl = {"solution_text_format": KK, "statements": ["..."]}
+    said = f"<think></think><answer>{KK}</answer>"
+    scores = score(["kk", "countdown"], [
+        item(said, answer, nums=[1], target=9) for answer in (KK, logic_rl, ["x is a knave", KK])]
+        + [item("4 * 3", KK, nums=[3, 4], target=[7, "12"])])
+    assert parts(scores) == [(3, 0)] * 3 + [(-3, 1)]
+
+
 @pytest.mark.parametrize("spec, answer, sentence", [
-    ("exact", None, "--reward exact needs 'answer'; 1 of 2 rows have none .first: row 4 of rows"),
-    ("own.py:f", 3, "needs 'hint'"), ("own.py:h", None, None)])
+    ("exact", None, "--reward exact needs 'answer': row 4 of rows .*got 'None'"),
+    ("exact", {}, "row 4 of rows .an answer is a text, a number, or a list of"),
+    ("own.py:f", 3, "needs 'hint'"), ("own.py:h", {}, None)])
 def test_rows_that_lack_what_a_reward_needs_are_refused(own, spec, answer, sentence):
     own("def f(completions, hint): pass\ndef h(completion, answer): pass")
     rows = [data.Row(i, "q", [1], a, {}, "rows") for i, a in ((3, 5), (4, answer))]
@@ -143,184 +204,146 @@ import numpy
 def ours(completion, answer, **row):
     return len(completion) + 10 * row["level"] + 100 * row["tokens"]
 def few(turns, level): return level + len(turns)
-def verl(data_source, solution_str, ground_truth, extra_info=None):
-    right = solution_str == ground_truth and data_source == "here" and extra_info["i"] == 1
-    return {"score": float(right), "acc": 1}
-class Verl:
-    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
-        return {"score": len(solution_str)}
-waiting_verl = Verl()
 def plain_trl(prompts, completions, answer, **columns):
     return numpy.array([float(c[-1]["content"] == a) for c, a in zip(completions, answer)])
 async def trl(completions, prompts, level, **columns):
     await asyncio.sleep(0)
     assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [2, 2]
     assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
+    columns["log_extra"]("text", completions), columns["log_metric"]("mean", 1.0)
+    assert columns["trainer_state"].global_step == 7
     return [len(turns[0]["content"]) for turns in completions]
 client = []
 async def alone(completion):   # a client that lives longer than one call
     client.append(asyncio.get_running_loop())
     return client[0] is client[-1] and not client[0].is_closed()
+def score_of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "here" and extra_info["i"] == 1
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+def check(one):
+    assert one.keys() == {"response", "response_length", "ground_truth"}
+    return {"overall": float(one["response"] == one["ground_truth"]) + one["response_length"]}
+def score_of_easyr1(reward_inputs: list, format_weight=0.1):
+    return [check(one) for one in reward_inputs]
+from examples import adapters
+verl, easyr1 = adapters.verl(score_of_verl), adapters.easyr1(score_of_easyr1)
+easyr1_alone = adapters.easyr1_alone(check)
 """
 
 
-def test_rewards_of_others_unchanged(own):
+def test_rewards_of_ours_and_of_others(own):
     own(SIGNATURES)
-    row = dict(level=2, data_source="here", extra_info={"i": 1}, reward_model={"ground_truth": "b"},
+    row = dict(level=2, data_source="here", extra_info={"i": 1},
                prompt=[{"role": "user", "content": "q"}])
     items = [Item("<q>", text, "b", row, 1, False) for text in ("a", "b", "bb", "b")]
     episode = [{"role": "assistant", "content": "bb"}, *row["prompt"], row["prompt"][0]]
     items[2] = items[2]._replace(turns=episode)  # of a --reply
-    names = ["ours", "few", "verl", "waiting_verl", "plain_trl", "trl", "alone"]
+    names = ["ours", "few", "plain_trl", "trl", "alone", "verl", "easyr1", "easyr1_alone"]
     specs = [f"own.py:{name}" for name in names]
     assert rewards.check(specs) == [["few", "level"], ["trl", "level"]]
     assert parts(score(specs, items, 2, workers=1)) == [
-        (121, 3, 0, 1, 0, 1, 1), (121, 3, 1, 1, 1, 1, 1), (122, 5, 0, 2, 0, 2, 1),
-        (121, 3, 1, 1, 1, 1, 1)]
+        (121, 3, 0, 1, 1, 0, 1, 1), (121, 3, 1, 1, 1, 1, 2, 2), (122, 5, 0, 2, 1, 0, 1, 1),
+        (121, 3, 1, 1, 1, 1, 2, 2)]
 
 
-def test_a_score_is_a_weighted_sum_and_none_is_unscorable_without_a_failure(own):
+def test_a_score_is_a_weighted_sum_and_none_leaves_the_completion_without_one(own):
     own("def few(completion, level): return None if level == 7 else level")
     specs = ["exact:2", "short:0.1", "format", "own.py:few:-0.5"]
     rows = [item(" yes\n", "yes", tokens=2000, level=1), item("no", "yes", tokens=10, level=7)]
     assert score(specs, rows) == [
         Score(2 - 0.2 - 0.5, {"exact": 1.0, "short": -2.0, "format": 0.0, "few": 1.0}, None),
-        Score(None, {"exact": 0.0, "short": -0.01, "format": 0.0, "few": None}, None)]
+        Score(None, {"exact": 0.0, "short": -0.01, "format": 0.0, "few": None},
+              "few returned None")]
 
 
 def test_trls_none_is_not_applicable_and_the_others_count(own):
-    """As TRL's nansum over weights. Two tasks, each None on the other's rows: every completion was
-    unscored, and the run ended with "every reward returned None"."""
-    own("def of(a, tasks): return [float(a) if t == a else None for t in tasks]\n"
-        "def one(completions, task, **_): return [1.0 if t == 'one' else None for t in task]\n"
+    """As TRL's nansum over weights. Two tasks, each None on the other's rows."""
+    own("def one(completions, task, **_): return [1.0 if t == 'one' else None for t in task]\n"
         "def two(completions, task, **_): return [2.0 if t == 'two' else None for t in task]\n"
-        "def odd(completions, **_): return [None if c == 'none' else 'x' if c == 'text' else\n"
-        "    float(c) for c in completions]\n"
-        "def ours(completion): return None if completion == 'nan' else 1")
-    items = [item("3", task=task) for task in ("one", "two", "three", "one")]
-    one, two, three, _ = score(["own.py:one:0.5", "own.py:two:10"], items, group=2)
-    assert one == Score(0.5, {"one": 1.0, "two": None}, None)
-    assert two == Score(20.0, {"one": None, "two": 2.0}, None)
-    assert three.total is None and three.error == rewards.NONE_APPLIES
-    assert totals(score(["own.py:one", "own.py:two", "short:-1000"], items, 2)) == [2, 3, 1, 2]
-    # What is no number costs its own completion, and says why; ours: None cannot be scored.
-    texts = ["1", "none", "text", "nan", "inf", "2"]
-    scores = score(["own.py:odd", "own.py:ours"], texts, 6)
-    assert totals(scores) == [2, 1, None, None, None, 3]
-    assert [bool(s.error) for s in scores] == [False, False, True, True, True, False]
-    assert "finite number" in scores[4].error and "got 'x', a str" in scores[2].error
-    assert totals(score(["own.py:ours", "own.py:odd"], ["nan"])) == [None]
+        "def ours(completion, task): return None if task == 'none' else 0")
+    items = [item("3", task=task) for task in ("one", "two", "three", "none")]
+    found = score(["own.py:one:0.5", "own.py:two:10", "own.py:ours"], items, group=2)
+    assert totals(found) == [0.5, 20.0, 0.0, None]
+    assert parts(found) == [(1, None, 0), (None, 2, 0), (None, None, 0), (None, None, None)]
+    assert score(["own.py:one", "own.py:two"], items, 2)[2].error.startswith("every")
 
 
-def test_a_batch_says_who_returned_none():
-    said, scorer = [], SimpleNamespace(kind="reward", unanswered=0, warned=False)
-    rewards.report_scores(scorer, SimpleNamespace(say=said.append),
-                          [Score(None, {"a": None, "b": 1.0}, None)], 1)
-    assert "a reward returned None" in said[0]
+def test_what_a_function_of_trl_may_return():
+    reward, two = Reward("trl", None, None, [], False), [item("a"), item("b")]
+    for result in [(1, 2), np.array([1.0, 2.0]), torch.tensor([1, 2], dtype=torch.bfloat16),
+                   np.array([[1.0], [2.0]]), [True, np.float32(2)], iter([1, 2]),
+                   [Fraction(1), Decimal(2)], [np.bool_(True), torch.tensor(2)]]:
+        assert reward.values(result, two) == [1, 2]
+    for result, text in [([1], "1 values for 2"), (1.0, "'float' object is not iter")]:
+        with pytest.raises((TypeError, ValueError), match=text):
+            reward.values(result, two)
+    for value, text in {"x": "got 'x', a str", 1j: "complex", 10**400: "OverflowError",
+                        float("inf"): "finite number", (1, 2): "a tuple"}.items():
+        one, other = reward.values([1, value], two)
+        assert one == 1 and text in other, value
 
 
-RETURNED = """
-import decimal, fractions, numpy, torch
-def f(completions, prompts, completion_ids, trainer_state, log_extra, log_metric, kind, **columns):
-    log_extra("text", completions), log_metric("mean", 1.0)
-    assert trainer_state.global_step == 7 and kind == columns["tokens"]
-    return {0: (1, 2), 1: numpy.array([1.0, 2.0]), 2: torch.tensor([1, 2], dtype=torch.bfloat16),
-            3: numpy.array([[1.0], [2.0]]), 4: [True, numpy.float32(2)], 5: iter([1, 2]),
-            6: [fractions.Fraction(1), decimal.Decimal(2)], 7: [{"score": 1}, {"overall": 2}],
-            8: [numpy.bool_(True), torch.tensor(2)], 9: [1], 10: "12", 11: 1.0, 12: {"score": 1},
-            13: [1, {"acc": 1}], 14: [1, numpy.array([1, 2])], 15: [1, 1j], 16: [1, 10**400],
-            17: [1, True]}[kind[0]]
-"""
-
-
-def test_what_a_function_of_trl_may_take_and_return(own, monkeypatch):
-    """Its current signature; and a sentence for what is no list of as many numbers."""
-    monkeypatch.setattr(rewards, "MEMORY_GB", 16)
-    with closing(Pool([own(RETURNED)], RewardArgs(1, 60.0))) as pool:
-        pool.wait()
-        pool.progress["global_step"] = 7
-        items = [item("x", kind=kind, tokens=kind) for kind in range(18) for _ in range(2)]
-        scores = scores_of(pool, items, 2)
-    pairs = [totals(scores[i:i + 2]) for i in range(0, 36, 2)]
-    assert pairs == [[1, 2]] * 9 + [[None, None]] * 4 + [[1, None]] * 4 + [[1, 1]]
-    for kind, text in {9: "1 values for 2", 10: "got '2', a str", 11: "'float' object is not iter",
-                       12: "1 values for 2", 13: "KeyError: 'score'", 14: "ValueError",
-                       15: "complex", 16: "OverflowError"}.items():
-        assert text in scores[2 * kind + 1].error, (kind, scores[2 * kind + 1].error)
-
-
-EASYR1 = r"""
-import re
-def check(one):
-    assert one.keys() == {"response", "response_length", "ground_truth"}
-    return float(one["response"] == one["ground_truth"]) + one["response_length"]
-def batch(reward_inputs: list, format_weight: float = 0.1) -> list:
-    if not isinstance(reward_inputs, list): raise ValueError("reward_type=batch")
-    return [{"overall": check(one), "format": 9.0, "accuracy": 9.0} for one in reward_inputs]
-def alone(reward_input: dict, format_weight: float = 0.5) -> dict:
-    if not isinstance(reward_input, dict): raise ValueError("reward_type=sequential")
-    return {"overall": check(reward_input), "score": 9.0}
-def needy(reward_inputs, max_response_length): pass
-"""
-
-
-def test_easyr1s_functions_unchanged(own):
-    """Named math.py, as EasyR1's own file is."""
-    own(EASYR1, "math.py")
-    items = [item(text, "b", tokens=5) for text in ("a", "b", "b", "a")]
-    assert parts(score(["math.py:batch", "math.py:alone"], items, 2)) == [
-        (5, 5), (6, 6), (6, 6), (5, 5)]
-    assert rewards.check(["math.py:needy"]) == [["needy", "max_response_length"]]
-
+# ---- a file and its folder
 
 NEIGHBOURS = {
-    "one/mine.py": "import utils, data, examples.helper\nfrom examples import helper\n"
-                   "from scoring.verifiers import last_boxed\ndef f(completion):\n"
-                   "    import rewards, utils as late\n    assert late is utils\n"
-                   "    return utils.N + data.N + helper.N + rewards.N\n"
+    "one/mine.py": "import utils, data\nfrom scoring.verifiers import last_boxed\n"
+                   "def f(completion):\n    import rewards, utils as late\n"
+                   "    assert late is utils\n    return utils.N + data.N + rewards.N\n"
                    "class Game:\n    def __init__(self, row, seed): import dist; self.n = dist.N\n"
                    "    def reply(self, turns): import losses; return str(self.n + losses.N)",
-    "two/mine.py": "from utils import N\ndef g(completion):\n    import utils\n"
-                   "    return N + utils.N",
-    "one/utils.py": "N = 1", "two/utils.py": "N = 7", "one/data.py": "N = 10",
-    "one/rewards.py": "N = 1000", "one/dist.py": "N = 3", "one/losses.py": "N = 4",
-    "one/scoring.txt": "", "one/examples/__init__.py": "", "one/examples/helper.py": "N = 100",
-    "one/loss.py": "import losses, utils\ndef own(logprobs, old_logprobs, advantages, mask, **_):\n"
-                   "    return 0 * logprobs + losses.N + utils.N, {}"}
+    "one/utils.py": "N = 1", "one/data.py": "N = 10", "one/rewards.py": "N = 100",
+    "one/dist.py": "N = 3", "one/losses.py": "N = 4", "one/examples/__init__.py": "",
+    "one/examples/helper.py": "", "two/other.py": "def g(completion): return 7",
+    "two/loss.py": "import losses, five\ndef own(logprobs, old_logprobs, advantages, mask, **_):\n"
+                   "    return 0 * logprobs + five.N * len(losses.LOSSES), {}",
+    "two/five.py": "N = 5"}
 
 
 @pytest.mark.parametrize("specs, expected", [
-    (["one/mine.py:f", "gsm8k"], (1111, 1)), (["gsm8k", "one/mine.py:f"], (1, 1111)),
-    (["one/mine.py:f", "two/mine.py:g", "countdown"], (1111, 14, 0)),
-    (["two/mine.py:g", "kk01", "one/mine.py:f"], (14, 0, 1111))])
-def test_what_lies_beside_a_reward_is_its_own_and_hides_nothing(tmp_path, monkeypatch, specs,
-                                                                 expected):
+    (["one/mine.py:f", "gsm8k"], (111, 1)), (["gsm8k", "one/mine.py:f"], (1, 111)),
+    (["one/mine.py:f", "two/other.py:g", "kk01"], (111, 7, 0))])
+def test_what_lies_beside_a_reward_is_its_own_and_hides_nothing(own, specs, expected):
     """An examples/ beside the file: gsm8k after it was "No module named 'examples.gsm8k'"."""
-    monkeypatch.chdir(tmp_path)
-    write_neighbours(tmp_path)
-    assert parts(score(specs, [item("5", answer=KK if "kk01" in specs else "5", nums=[4],
-                                    target=5)])) == [expected]
-
-
-def write_neighbours(folder):
     for name, code in NEIGHBOURS.items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text(code)
+        own(code, name)
+    assert parts(score(specs, [item("5", KK if "kk01" in specs else "5")])) == [expected]
 
 
-def test_an_environment_and_a_loss_have_their_neighbours_too(tmp_path, monkeypatch):
+def test_an_environment_and_a_loss_have_their_neighbours_too(own):
     """The loss is loaded in the trainer's process, whose own modules stay."""
-    from rewards import Move
-    from running import loss_flags
-    monkeypatch.chdir(tmp_path)
-    write_neighbours(tmp_path)
+    for name, code in NEIGHBOURS.items():
+        own(code, name)
     with closing(Pool(["one/mine.py:Game"], RewardArgs(1, 60.0), "reply")) as pool:
         pool.wait()
-        found, = pool.ask([Move({}, 0, [], [])])
+        found, = pool.ask([rewards.Move({}, 0, [], [])])
     assert found.values == [[{"role": "user", "content": "7"}]], found.error
     before = {name: sys.modules[name] for name in ("losses", "rewards", "data")}
-    assert loss_flags.own("loss", "one/loss.py:own").function(1, 2, 3, 4) == (5, {})
-    assert {name: sys.modules[name] for name in before} == before and "utils" not in sys.modules
+    loss, _ = loss_flags.own("loss", "two/loss.py:own").function(1, 2, 3, 4)
+    assert loss == 5 * len(before["losses"].LOSSES)
+    assert {name: sys.modules[name] for name in before} == before
+
+
+POOLS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+class Task:
+    def __init__(self, n): self.n = n
+def double(task): return 2 * task.n
+def f(completion):
+    with multiprocessing.get_context(completion).Pool(2) as pool:
+        return sum(pool.map(double, [Task(1), Task(2)]))
+def g(completions, **_):
+    with ProcessPoolExecutor(1, multiprocessing.get_context(completions[0])) as pool:
+        return [*pool.map(double, map(Task, range(len(completions))))]
+"""
+
+
+def test_a_reward_may_have_processes_of_its_own(own):
+    """With each start method: "No module named 'own_mine'" was all that two of them gave."""
+    own(POOLS, "my rewards/mine.py")
+    specs = [f"my rewards/mine.py:{name}" for name in "fg"]
+    items = [item(how) for how in ("fork", "spawn", "forkserver") for _ in range(2)]
+    assert parts(score(specs, items, 2, workers=1, timeout=60.0)) == [(6, 0), (6, 2)] * 3
 
 
 def test_a_worker_ends_in_silence_when_the_trainer_does():
@@ -390,7 +413,7 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
     with closing(Pool([spec], RewardArgs(1, 2.0))) as pool:
         assert totals(scores_of(pool, [item("stop")])) == [1]
         time.sleep(0.5)
-        scored, texts = [], as_items(["1" * 30_000_000, "x"])
+        scored, texts = [], [item("1" * 30_000_000), item("x")]
         thread = threading.Thread(target=lambda: scored.extend(scores_of(pool, texts)), daemon=True)
         thread.start()
         thread.join(20)
@@ -449,7 +472,8 @@ def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_do
     spec = own(F + "print(f'no space {completion[:9]}\\n', end='')\n    return float(completion)")
     with closing(Pool([spec], RewardArgs())) as pool:
         for size in (300, 0, 1):
-            assert totals(scores_of(pool, as_items(map(str, range(size))))) == list(range(size))
+            texts = [item(str(i)) for i in range(size)]
+            assert totals(scores_of(pool, texts)) == list(range(size))
         one, = scores_of(pool, [item("x")])
         assert lost([one]) == {"exception": 1} and "ValueError" in one.error
         big = "1" + " " * 3_000_000   # larger than any pipe's buffer
@@ -496,19 +520,18 @@ def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
 
 def test_a_batch_that_fails_as_a_whole_stops():
     """After eight calls in a row. Fewer are an accident: one row of an evaluation ended the run."""
-    fine, one, bad = Score(0.0, {}, None), Score(None, {}, None), Score(None, {}, "ZeroDivision")
     said, scorer = [], SimpleNamespace(kind="reward", unanswered=0, warned=False)
 
-    def report(scores, calls):
-        rewards.report_scores(scorer, SimpleNamespace(say=said.append), scores, calls)
-    report([bad] * 4 + [fine], 8)   # one is enough
+    def report(errors, calls):
+        rewards.report(scorer, SimpleNamespace(say=said.append), errors, calls)
+    report(["ZeroDivision"] * 4 + [None], 8)  # one is enough
     for _ in range(7):
-        report([one], 1)
-    report([fine], 1)
-    report([one], 7)
-    with pytest.raises(SettingsError, match="1 completions has .*\nevery reward returned None"):
-        report([one], 1)
-    assert len(said) == 1 and "ZeroDivision" in said[0]   # printed once
+        report(["f returned None"], 1)
+    report([None], 1)
+    report(["f returned None"], 7)
+    with pytest.raises(SettingsError, match="1 completions has .*\nf returned None"):
+        report(["f returned None"], 1)
+    assert len(said) == 1 and "ZeroDivision" in said[0]  # printed once
 
 
 # ---- hostile completions

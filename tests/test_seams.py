@@ -29,7 +29,7 @@ from preflight.shape import shape_of
 from rewards import Answer, Score
 from rollout import Engine, Request, hash_seed
 from running import evaluate, run, same_policy
-from scoring import worker
+from scoring import waiting, worker
 from scoring.signatures import Item, Part, Reward
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
@@ -201,12 +201,12 @@ def test_a_completion_whose_reply_failed_has_no_score():
 
 def test_calls_without_a_score_are_counted_and_not_completions():
     scorer = SimpleNamespace(unanswered=0, warned=True, kind="reward")
-    nothing = [Score(None, {}, "no")] * 8  # of two calls
+    nothing = ["no"] * 8  # of two calls
     for count in 2, 4, 6:
-        rewards.report_scores(scorer, None, nothing, 2)
+        rewards.report(scorer, None, nothing, 2)
         assert scorer.unanswered == count
     with pytest.raises(errors.SettingsError):
-        rewards.report_scores(scorer, None, nothing, 2)
+        rewards.report(scorer, None, nothing, 2)
 
 
 def test_the_time_of_a_call_grows_with_its_completions():
@@ -216,8 +216,8 @@ def test_the_time_of_a_call_grows_with_its_completions():
 
     items = [Item("", "", None, {}, 0, False)] * 4
     reward, call = Reward("trl", slow, None, [], True), worker.Call(items, [None])
-    asyncio.run(worker.score_one(call, reward, call.values[0], slice(0, 4), 0.2, 0))
-    assert call.values == [[1.0] * 4] and not any(call.errors)
+    asyncio.run(waiting.score_one(call, reward, call.found[0], slice(0, 4), 0.2, 0))
+    assert call.found == [[1.0] * 4]
 
 
 # ---- data.py, dist.py

@@ -310,6 +310,7 @@ def main() -> int:
     args = parse(file.Args, f"{path}: {__doc__}")
     if problems := plan.problems(args, 1):
         sys.exit("error: " + "\n  ".join(problems))
+    args.choose_rates(0)  # of a small model
     return int(not prove(file, args))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import losses
 import rewards
 from errors import SettingsError
 from keeping import samples
@@ -53,11 +54,15 @@ def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
         return rewards.scores_of(pool, [*map(item_of, rows)], sizes.pop() if pool.groups else 1)
 
 
+def do_differ(rewards: list[float]) -> bool:
+    return bool(rewards) and not losses.equal(max(rewards), min(rewards))
+
+
 def summary(name: str, totals: list[float | None], groups: list[list[int]]) -> str:
     """The mean of the scored ones, and the share of groups with two different rewards."""
     scored = [total for total in totals if total is not None]
-    differ = np.mean([len({totals[i] for i in group} - {None}) > 1 for group in groups
-                      if len(group) > 1] or [0.0])
+    differ = np.mean([do_differ([totals[i] for i in group if totals[i] is not None])
+                      for group in groups if len(group) > 1] or [0.0])
     mean = f"{np.mean(scored):8.3f}" if scored else "    none"
     return f"{name:<30} mean {mean}   groups that differ {differ:6.1%}   unscored " \
            f"{len(totals) - len(scored)}"

@@ -6,14 +6,14 @@ import random
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
-from errors import Positive, not_default
+from errors import Positive
 from pictures.seeing import text_of
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
@@ -31,6 +31,7 @@ class LoraArgs:
     lora_sync: Literal["auto", "adapter", "merged"] = "auto"
     """What the engine gets: adapter, or merged weights, which bfloat16 rounds. auto: adapter in
     bfloat16, else merged."""
+    switch: ClassVar[str] = "lora_rank"
 
     @property
     def scale(self) -> float:
@@ -41,7 +42,6 @@ class LoraArgs:
         """See plan.problems."""
         shape, most = plan.shape, LORA_RANKS[-1]
         if not self.lora_rank:
-            yield from (f"--{name} needs --lora_rank." for name in not_default(self))
             return
         if self.lora_rank > most and self.lora_sync != "merged":
             yield (f"--lora_rank must be at most {most} (got {self.lora_rank}): vLLM takes no "

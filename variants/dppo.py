@@ -17,8 +17,3 @@ def dppo(logp, old, A, row, *, clip_low, clip_high, **others):
     drop = ((A > 0) & (moved > clip_high)) | ((A < 0) & (moved < -clip_low))
     loss = torch.where(drop, 0, -r.clamp(max=LARGEST_RATIO) * A * logp)
     return loss, losses.ratio_metrics(logp - old, r, drop)
-
-
-def refuses(args) -> str | None:
-    if args.dual_clip is not None:
-        return "has no clipped loss that --dual_clip could bound."

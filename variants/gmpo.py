@@ -19,8 +19,6 @@ def gmpo(logp, old, A, row, *, n_rows, clip_low, clip_high, **others):
 
 
 def refuses(args) -> str | None:
-    if args.dual_clip is not None:
-        return "has no loss that --dual_clip could bound."
     if args.engine_correction in ("truncate", "mask"):
         return (f"has one ratio for a completion, and --engine_correction {args.engine_correction} "
                 f"has one for each token; sequence_{args.engine_correction} fits.")

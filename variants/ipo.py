@@ -18,8 +18,3 @@ def ipo(logp, old, A, row, *, clip_low, clip_high, **others):
     drop = (moved > clip_high) | (moved < -clip_low)
     loss = torch.where(drop, 0, -r * A) + COEF * (logp - old).square()
     return loss, losses.ratio_metrics(logp - old, r, drop)
-
-
-def refuses(args) -> str | None:
-    if args.dual_clip is not None:
-        return "has no clipped loss that --dual_clip could bound."

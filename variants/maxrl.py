@@ -13,7 +13,7 @@ from errors import SettingsError
 
 def maxrl(rewards, group, *, scored, eps, **others):
     R = torch.where(scored, rewards, 0)
-    if (R < 0).any():
+    if ((R < 0) & ~losses.equal(R, 0)).any():
         raise SettingsError(f"--advantage maxrl needs rewards of at least 0 (got {R.min():g}). "
                             f"Would work: --advantage dr_grpo.")
     centered = losses.group_advantages(R, group, kind="dr_grpo", eps=eps, scored=scored)

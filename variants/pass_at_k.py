@@ -6,14 +6,15 @@
 """
 import torch
 
+import losses
 from errors import SettingsError
 
 K = 4
 
 
 def pass_at_k(rewards, group, *, scored, **others):
-    wrong = scored & (rewards == 0)
-    if (scored & ~wrong & (rewards != 1)).any():
+    wrong, right = (scored & losses.equal(rewards, value) for value in (0, 1))
+    if (scored & ~wrong & ~right).any():
         raise SettingsError("--advantage pass_at_k: a reward is neither 0 nor 1. Would work: "
                             "--advantage dr_grpo.")
     n, failed = (x.view(-1, group).sum(1).repeat_interleave(group) for x in (scored, wrong))

@@ -17,8 +17,3 @@ def sapo(logp, old, A, row, **others):
     tau = torch.full_like(A, TAU_OTHER).masked_fill(A > 0, TAU_POSITIVE)
     gate = 4 / tau * torch.sigmoid(tau * (r - 1))
     return -A * gate, losses.ratio_metrics(logp - old, r, torch.zeros_like(r))
-
-
-def refuses(args) -> str | None:
-    if args.dual_clip is not None:
-        return "has no bounds, and --dual_clip is one."
