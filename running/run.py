@@ -43,7 +43,7 @@ def set_up(args) -> "Run":
     versions = log.versions()
     settings = flags | facts | {"ranks": world.size} | versions
     saved = checkpoint.newest(args, world, folder, settings)
-    world.together(checkpoint.check_room, folder, args, inputs.plan.checkpoint)
+    world.together(checkpoint.check_room, folder, args, inputs.plan.memory.checkpoint)
     if saved:
         settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.

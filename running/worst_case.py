@@ -28,7 +28,7 @@ def try_worst_case(run):
 
 
 def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
-                   rows: list[Row] = ()) -> dict:
+                   rows: list[Row] = ()) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
     state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
     """
@@ -45,24 +45,22 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
             reference.module.reshard()
 
     def score(micro):
-        if reference:
-            reference.logprobs(micro, a.temperature)
-        policy.logprobs(micro, a.temperature)
+        for scored in (reference, policy) if reference else (policy,):
+            scored.logprobs(micro, a.temperature)
 
     def values(micro):
         critic.backward(critic.values(micro).sum())  # of a score pass: nothing
 
-    passes = {"update": (update, policy), "score": (score, policy)}
-    if critic:
-        passes |= dict.fromkeys(["critic update", "critic score"], (values, critic))
+    forwards = {"update": update, "score": score, "critic update": values, "critic score": values}
+    models = [it for it in (policy, critic) if it]
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
-               for trained in (policy, critic) if trained and not trained.optimizer.state
-               for p in trained.parameters.values()]  # held, as in the first optimizer step
+               for it in models if not it.optimizer.state
+               for p in it.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
-            forward, trained = passes[phase.name]
-            peaks[phase.name] = measure(phase, world, vocab, forward, seen)
-            trained.optimizer.zero_grad()
+            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], seen)
+            for it in models:
+                it.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
     most = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
@@ -72,8 +70,8 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
 def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
+        peak_memory(world.device)  # starts again
         try:
-            peak_memory(world.device)  # starts again
             with torch.set_grad_enabled("update" in phase.name):
                 forward(worst_micro(
                     tokens, phase.longest, phase.keys, vocab, world.device, seen))

@@ -15,8 +15,8 @@ import ppo
 import sft
 from errors import ranges
 from preflight import plan
-from preflight.shape import shape_of
 from running.loss_flags import NAMES
+from shapes import shape_of
 
 SCRIPTS = [grpo, ppo, sft, distill]
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]

@@ -22,9 +22,9 @@ from docs import check_links
 from forked import PYTHON
 from keeping import checkpoint
 from preflight import memory, plan
-from preflight.shape import shape_of
 from results import environments, roads
 from results.table import task_reward
+from shapes import in_cache, shape_of
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
@@ -65,9 +65,20 @@ def blocks(page: str, kind: str = "") -> list[str]:
     return [text for name, text in found if name == kind]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory):
+    """The small files of the models that pages plan for, and no network."""
+    names = (f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "7B"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in in_cache(tmp_path_factory.mktemp("hub"), *names).items():
+            patch.setenv(name, value)
+        yield
+
+
 def printed(*command: str, status: int | None = 0) -> str:
     """status: the one that it must end with. None: any."""
-    done = subprocess.run([PYTHON, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    python = sys.executable if "--plan" in command else PYTHON  # reads HF_HUB_CACHE at its start
+    done = subprocess.run([python, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=600)
     assert status is None or done.returncode == status, done.stdout
     return done.stdout

@@ -29,7 +29,7 @@ from learning import difference
 from pictures import rows as pictured
 from pictures import seeing
 from preflight import inputs, memory, plan
-from preflight.shape import shape_from
+from preflight.memory import shape_from
 from ranks import results
 from rollout import HELD, Request, parts_of
 from running import worst_case

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import test_docs
 from examples import tiny
 from running.args import OTHERS, theirs
 from test_docs import FLAGS, ROOT, TEXT, blocks, rows
@@ -12,6 +13,7 @@ from test_script import script
 PAGE = "docs/use/recipes.md"
 REPORTS = [block.removeprefix("$ ").replace("\\\n", " ") for block in blocks(PAGE)
            if block.startswith("$ ")]
+hub = test_docs.hub  # what a plan fetches
 
 
 @pytest.fixture
@@ -26,6 +28,8 @@ def place(tmp_path):
 def printed(command: str, place) -> str:
     """What a command of the page prints; it must end well."""
     launcher, _, flags = command.partition("grpo.py ")
+    if "--plan" in flags:
+        return " ".join(test_docs.printed("grpo.py", *flags.split()).split())
     ranks = int((re.findall(r"--nproc_per_node (\d+)", launcher) or ["1"])[0])
     done = script(*flags.split(), ranks=ranks, cwd=place)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -183,7 +183,7 @@ SMOL = ("{%- set today = strftime_now(\"%d %B %Y\") -%}\n{{- 'Today Date: ' ~ to
         "{{ turn(messages[0]) }}")
 OTHERS = ["  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
           "\n{{ strftime_now('%-d') }}",
-          "{{ strftime_now('" + " ".join(f"%{part}" for part in inputs.TIMES) + "|100%') }}"]
+          "{{ strftime_now('%-d %-m %I %p %j %A|100%') }}"]
 
 
 @pytest.mark.parametrize("template", [LLAMA, SMOL, *OTHERS])

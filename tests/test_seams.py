@@ -22,15 +22,16 @@ import rollout
 import sft
 from chats import turns
 from data import Prompt, Row, Stream
+from examples import tiny
 from keeping.log import Log
 from preflight import inputs, memory, plan
 from preflight.plan import Plan, changed
-from preflight.shape import shape_of
 from rewards import Answer, Score
 from rollout import Engine, Request, hash_seed
 from running import evaluate, run, same_policy
 from scoring import waiting, worker
 from scoring.signatures import Item, Part, Reward
+from shapes import shape_of
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
 
@@ -447,7 +448,7 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 
 @pytest.mark.parametrize("script", [grpo, sft])
 def test_generated_rows_follow_the_seed(script):
-    it = inputs.ModelFiles(None)
+    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, None)
     found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
              for seed in (0, 1, 0)]
     texts = [[row.columns for row in rows] for rows in found]

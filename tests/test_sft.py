@@ -19,9 +19,9 @@ from examples import tiny
 from forked import PYTHON
 from learning import begin_with
 from preflight import memory, plan
-from preflight.shape import shape_of
 from probes import World
 from running import evaluate
+from shapes import shape_of
 from trainer.batch import given
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
