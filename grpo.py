@@ -167,9 +167,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     # A completion whose advantages are all 0 has no gradient, but it counts in these weights and
     # in the metrics: its `learns` is False. `micros` puts such completions into micro-batches of
-    # their own, the last ones of every rank, and marks them: `logprobs` reads micro.learns and
-    # makes no graph, so `backward` does nothing. But a KL or entropy term acts on every token, and
-    # so may a loss that --loss FILE.py:NAME brings.
+    # their own, for which `logprobs` makes no graph and `backward` does nothing. But a KL or
+    # entropy term acts on every token, and so may a loss of --loss FILE.py:NAME.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens

@@ -308,7 +308,8 @@ def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
     if args.supervised:
         rows, note = targets.load(spec, files.tokenizer, args, files.ends, seed=seed, make=make)
     else:
-        rows, note = data.load(spec, files.tokenizer, args.data_args, seed=seed, make=make)
+        rows, note = data.load(
+            spec, files.tokenizer, args.data_args, seed=seed, make=make, eos_ids=files.ends)
     if not eyes and any(pictured.values_of(row.columns) for row in rows):
         raise SettingsError(
             f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "

@@ -62,8 +62,6 @@ class RunArgs:
             yield "--target_reward and --target_eval grade a training, and --eval_only has none."
         if self.target_eval and not plan.args.eval_data:
             yield "--target_eval needs --eval_data."
-        if self.wandb == "":
-            yield "--wandb must be a project's name (got an empty text)."
 
 
 @dataclass
@@ -139,9 +137,6 @@ class CommonArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        for name in ("model", "data", "eval_data"):
-            if getattr(self, name) == "":
-                yield f"--{name} must not be empty."
         name = "my-run" if self.name is None else self.name
         # It becomes a folder. The folders runs/tiny-… hold the tiny models.
         if not re.fullmatch(r"(?!tiny-)\w[\w .,=+@-]*", name) or len(name.encode()) > 200:

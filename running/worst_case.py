@@ -3,12 +3,11 @@ import re
 
 import numpy as np
 import torch
-import torch.distributed as td
 
 from chats.teacher import beside
 from data import Prompt, Row
 from dist import cut, peak_memory
-from errors import PeerEnded, SettingsError
+from errors import SettingsError
 from pictures.seeing import in_line
 from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
@@ -109,9 +108,7 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
 
 
 def end(world, phase: Phase, failed: int):
-    """Ends the run. All ranks may be out of memory at once: the first one says it."""
-    if world.size > 1 and td.distributed_c10d._get_default_store().add("worst case", 1) > 1:
-        raise PeerEnded
+    """Ends the run."""
     flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
     advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"
     raise SettingsError(

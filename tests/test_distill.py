@@ -211,7 +211,7 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
 
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
-    row = data.make_row(0, columns, "made up", tokenizer, [], DataArgs())
+    row = data.make_row(0, columns, "made up", tokenizer, data.marks_of(tokenizer), DataArgs())
     add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}
