@@ -23,6 +23,7 @@ from forked import PYTHON
 from keeping import checkpoint
 from preflight import memory, plan
 from results import environments, roads
+from results.table import task_reward
 from shapes import in_cache, shape_of
 from tracked import tracked
 
@@ -45,7 +46,8 @@ OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoi
           "rdzv_id", "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
-          "kills", "show"}
+          "kills", "show",
+          "num_generations", "tasks", "model_args"}  # TRL's, lm-eval's
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
 
@@ -152,7 +154,7 @@ RUN = {"runs/NAME": "x", "MODEL": "tiny", "SMALL": "tiny", "LARGE": "tiny:skille
        "near.py:near": "exact", "free.py:free": "clip", "twice.py:right": "exact",
        "twice.py:reply": "examples/again.py:reply"}
 ELSEWHERE = ("git ", "source ", "vllm ", "unset ", "echo ", "cat ", "AutoModel")  # no program here
-REFUSED = ("--batch 0", "--help")  # they end at once
+REFUSED = ("--batch 0", "--help", "--num_generations")  # they end at once
 
 
 def commands(page: str) -> list[str]:
@@ -358,13 +360,32 @@ def test_measurements_have_their_commands_and_every_named_command_is_there():
 
 def test_durations_are_those_of_the_results():
     jobs = {"./run.sh": "sort-grpo", "./run.sh ppo": "sort-ppo", "./run.sh kk": "kk",
-            "./run.sh game": "game", "./run.sh real": "instructions"}
-    table = {row[0].strip("`"): row[2] for row in rows("docs/use/start.md", "The jobs")}
+            "./run.sh game": "game", "./run.sh doors": "doors", "./run.sh vision": "vision",
+            "./run.sh real": "instructions"}
+    table = {row[0].strip("`"): row for row in rows("docs/use/start.md", "The jobs")}
     for command, folder in jobs.items():
-        seeds = json.loads((ROOT / f"results/{folder}.json").read_text())["seeds"]
-        mean = sum(seed["seconds"] for seed in seeds.values()) / len(seeds)
-        assert table[command] == f"{mean:.0f}", command
+        job = json.loads((ROOT / f"results/{folder}.json").read_text())
+        mean = sum(seed["seconds"] for seed in job["seeds"].values()) / len(job["seeds"])
+        assert table[command][2] == f"{mean:.0f}", command
+        steps = [seed["steps"] for seed in job["seeds"].values()]
+        for name, before, after in re.findall(r"(\w+) ([\d.]+) → ([\d.]+)", table[command][3]):
+            key = {"reward": task_reward(job), "entropy": "policy/entropy",
+                   "length": "rollout/length_mean"}[name]
+            for said, part in ((before, slice(3)), (after, slice(-10, None))):
+                found = sum(sum(one[key][part]) / len(one[key][part]) for one in steps) / len(steps)
+                assert said == f"{found:.{len(said.partition('.')[2])}f}", (command, name)
     assert f"in {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
+
+
+def test_the_defaults_of_the_script_and_of_run_sh_are_those_of_the_page():
+    args, job = plan.flags(grpo.Args()), " ".join((ROOT / "run.sh").read_text().split())
+    table = {row[0].strip("`-"): row[1:] for row in rows("docs/use/start.md", "The jobs")
+             if len(row) == 3 and row[0].startswith("`--")}
+    for flag, (script, shell) in table.items():
+        assert script == str(args[flag] or "none" if flag == "eval_data" else args[flag])
+        value = re.match("`?([^`]+)", shell)[1]
+        assert re.search(rf"\b({flag}|held_out) {value}\b", job), flag
+    assert len(table) == 5
 
 
 def test_the_metrics_of_the_code_are_the_documented_ones():
