@@ -32,11 +32,11 @@ ORDER = ("losses", "plan", "data", "script", "faults", "same_update", "reference
 PROMISES = {  # what the tests hold: promise: its files
     "the same update on any ranks and budgets": """
         same_update ppo layouts situations carry experts packing float64 dist prove""",
-    "each formula is the paper's": "losses variants reference peers sft distill",
+    "each formula is the paper's": "losses variants reference credit sft distill",
     "exact resume from any kill": "checkpoint resume faults run",
     "refused before weights load, or it runs": """
         claims plan weights memory memory_tracker newcomer dry_run gpu bench_gpu""",
-    "the engine is the policy": "engine families vision lora model",
+    "the engine is the policy": "engine families vision qwen_vl lora model",
     "rewards and environments cannot hang a run": """
         rewards numbers judges environments turns tools_example""",
     "every shape of row": "data rows ends",
@@ -44,7 +44,7 @@ PROMISES = {  # what the tests hold: promise: its files
     "what a person sees": "log report results",
     "the scripts and the README work": "script nano tiny host",
     "the code is written to be read, in layers": "style layers names",
-    "the pages are true": "docs details exercises"}
+    "the pages are true": "docs exercises details"}
 
 
 def pytest_collection_modifyitems(items):

@@ -33,7 +33,7 @@ def main(folder: str, out: str) -> None:
     prompts = [[(7 * i + j) % (vocab - 3) + 3 for j in range(200)] for i in range(7)]
     requests = [Request(p, hash_seed(0, i)) for i, p in enumerate(prompts)]
     owners = [data.Prompt(i, data.Row(i, "", p, None, {}, "")) for i, p in enumerate(prompts)]
-    found = {"gap": {}, "same": {}}
+    found = {"gap": {}, "same": {}, "rounding": {}}
 
     def samples(temperature: float) -> list[Sample]:
         """What the engine samples now."""
@@ -78,7 +78,11 @@ def main(folder: str, out: str) -> None:
 
     for sync in range(3):
         engine.load(policy.weights(engine.dtype))
+        export_model(policy, folder, f"{out}.{sync}")
+        world.barrier()
         found["gap"][f"sync {sync}"] = [gap(1.0), gap(0.7)]
+        found["rounding"][f"sync {sync}"] = [
+            families.rounding(f"{out}.{sync}", sampled(heat), heat) for heat in (1.0, 0.7)]
         alone, among = engine.generate(requests[:1], 1.0)[0], engine.generate(requests, 1.0)[0]
         found["same"][f"sync {sync}"] = alone.ids.tolist() == among.ids.tolist()
         learn()
@@ -97,7 +101,10 @@ def main(folder: str, out: str) -> None:
         found["refused"] = str(error)
     engine.llm.reset_prefix_cache = reset
     engine.load(policy.weights(engine.dtype))
+    export_model(policy, folder, out + ".model")
+    world.barrier()
     found["gap"]["sync again"] = [gap(1.0)]
+    found["rounding"]["sync again"] = [families.rounding(out + ".model", sampled(1.0), 1.0)]
     found["guard"]["well"] = guard()
     shipped = model.token_logprobs
     model.token_logprobs = lambda hidden, *rest: shipped(hidden * 2, *rest)
@@ -115,7 +122,6 @@ def main(folder: str, out: str) -> None:
     found["crowd"] = ids_of(crowd) == [ids for i in range(0, 48, 16)
                                        for ids in ids_of(crowd[i:i + 16])]
     found["compiled"] = dict(torch._dynamo.utils.counters["frames"])
-    export_model(policy, folder, out + ".model")
     if world.rank == 0:
         Path(out).write_text(json.dumps(found | {"prompts": prompts}))
     engine.close()

@@ -26,7 +26,7 @@ def main(folder: str, out: str, tp: str) -> None:
             for i in range(5)]
     prompts = [data.Prompt(row.index, row) for row in rows]
     requests = [Request(row.prompt_ids, hash_seed(0, row.index)) for row in rows]
-    found = {"gap": {}, "gradients": []}
+    found = {"gap": {}, "rounding": {}, "gradients": []}
 
     def sampled():
         done = engine.complete(requests, 0.7)
@@ -40,6 +40,10 @@ def main(folder: str, out: str, tp: str) -> None:
         batch = sampled()
         found["gap"][when] = float(
             (scored(batch) - families.engine_logprobs(batch)).abs().max())
+        export_model(policy, folder, f"{out}.now")
+        world.barrier()
+        found["rounding"][when] = families.rounding(f"{out}.now", batch)
+        world.barrier()
 
     def adapt() -> None:
         engine.load(policy.weights(engine.dtype, merge=False), lora.tensors(lm, world.device))

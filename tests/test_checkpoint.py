@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> str:
 
 def make(world, folder):
     """The critic has adapters: of it, only they and its head are saved."""
-    args = model.ModelArgs(dtype="float32"), model.OptimizerArgs(weight_decay=0.01)
+    args = model.ModelArgs(dtype="float64"), model.OptimizerArgs(weight_decay=0.01)
 
     def build(kind, adapters):
         return float64.build(kind, folder, world, args[0], adapters=adapters)
@@ -43,7 +43,8 @@ def learn(trained, step: int) -> None:
     """The gradient depends on the step and the parameter's number alone."""
     for it in trained.values():
         for i, p in enumerate(it.parameters.values()):
-            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + i))
+            generator = torch.Generator().manual_seed(1000 * step + i)
+            g = torch.randn(p.shape, generator=generator).to(p.dtype)
             p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
         it.step(1e-2)
 
@@ -168,7 +169,7 @@ def test_resumes_on_another_number_of_ranks(folder, uninterrupted, tmp_path):
     shutil.copytree(where / "step_2", tmp_path / "step_2")
     expected = whole[0][1]
     for _, numbers in results(3, a_run, folder, str(tmp_path), 2, 4, ()):
-        assert all(abs(numbers[k] - expected[k]).max() <= 1e-6 for k in expected)
+        assert all(abs(numbers[k] - expected[k]).max() <= 1e-14 for k in expected)
 
 
 def test_a_checkpoint_before_any_update_has_no_optimizer_state(folder, tmp_path):

@@ -24,6 +24,7 @@ from keeping import checkpoint
 from preflight import memory, plan
 from preflight.shape import shape_of
 from results import environments, roads
+from tracked import tracked
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "docs/pictures")]
@@ -32,11 +33,10 @@ import run_notebook  # noqa: E402
 
 PAGES = [ROOT / name for name in (
     "README.md", "CONTRIBUTING.md", "AGENTS.md", "exercises/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*/*.md"))
+PAGES += sorted(path for path in tracked() if path.match("docs/*/*.md"))
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 BARE = {page: re.sub("^```.*?^```", "", text, flags=re.S | re.M) for page, text in TEXT.items()}
-FILES = [path for top in ROOT.iterdir() if top.name not in {".venv", ".venv-trl", ".git", "runs"}
-         for path in (top, *top.rglob("*"))]
+FILES = tracked()
 SOURCES = [path for path in FILES if path.suffix in {".py", ".sh", ".html"}]
 CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
@@ -240,8 +240,11 @@ def test_the_forks_of_the_readme_print_what_it_says(tmp_path):
 def test_a_task_of_your_own_is_checked_by_the_plan_that_the_page_gives(tmp_path):
     row, = re.findall(r"echo '(.*?)' > rows.jsonl", TEXT["docs/use/start.md"])
     code = re.search("```python\n(.*?)```", TEXT["docs/use/start.md"], re.S)[1]
+    code = re.sub("^   ", "", code, flags=re.M)
+    exec(code, names := {})
+    assert names["named"]("It is RED.", "red") == 1.0
     (tmp_path / "rows.jsonl").write_text(row)
-    (tmp_path / "mine.py").write_text(re.sub("^   ", "", code, flags=re.M))
+    (tmp_path / "mine.py").write_text(code)
     command, = re.findall(r"^   python grpo.py (--plan .*)$", TEXT["docs/use/start.md"], re.M)
     for name in "rows.jsonl", "mine.py":
         command = command.replace(name, str(tmp_path / name))
@@ -256,12 +259,6 @@ def check_loss(function) -> None:
     loss, metrics = function(*args, n_rows=2, engine_logprobs=old, **bounds)
     theirs, expected = losses.clip_loss(*args, **bounds)
     assert loss.shape == theirs.shape and loss.requires_grad and metrics.keys() == expected.keys()
-
-
-def test_the_example_of_a_reward_runs():
-    code = re.search("```python\n(.*?)```", TEXT["docs/use/start.md"], re.S)[1]
-    exec(re.sub("^   ", "", code, flags=re.M), names := {})
-    assert names["named"]("It is RED.", "red") == 1.0
 
 
 def test_every_recipe_passes_the_checks():
@@ -388,6 +385,7 @@ def test_every_dependency_says_why_and_every_promise_has_its_tests():
 
 
 def test_the_pages_are_few_and_short():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md")]
+    pages = [path for path in FILES if path.suffix == ".md" and (
+        path.parent == ROOT or path.is_relative_to(ROOT / "docs"))]
     assert len(pages) <= 15 and sum(page.stat().st_size for page in pages) <= 150_000
     assert len(TEXT["README.md"].splitlines()) <= 115

@@ -2,7 +2,8 @@
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tracked import ROOT, tracked
+
 LAYERS = """errors/ scoring/ dist/ losses/ rewards/ data/ pictures/ trainer/ rollout/ chats/
             preflight/ keeping/ running/ grpo ppo sft distill""".split("/")  # from the lowest
 PLACE = {name: i for i, names in enumerate(LAYERS) for name in names.split()}
@@ -21,7 +22,8 @@ def imported(path: Path) -> set[str]:
 
 def test_no_file_imports_what_stands_above_it_and_no_room_has_a_circle():
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
-             for top in PLACE for path in [*ROOT.glob(f"{top}.py"), *ROOT.glob(f"{top}/*.py")]}
+             for path in tracked() if path.suffix == ".py"}
+    names = {name: path for name, path in names.items() if name.partition(".")[0] in PLACE}
     below = {name: imported(path) & names.keys() for name, path in names.items()}
     assert not [(name, other) for name in names for other in below[name]
                 if PLACE[other.partition(".")[0]] > PLACE[name.partition(".")[0]]]
@@ -32,9 +34,9 @@ def test_no_file_imports_what_stands_above_it_and_no_room_has_a_circle():
 
 def test_a_folder_that_is_imported_is_a_package():
     """Without an __init__.py a user's tools.py, anywhere on the path, would hide tools/."""
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and [*path.glob("*.py")]}
-    used = set()
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
+    files = [path for path in tracked() if path.suffix == ".py"]
+    folders, used = {path.parent.name for path in files if path.parent.parent == ROOT}, set()
+    for path in files:
         if path.parent.name in ("tests", "bench"):  # they run in no user's process
             continue
         for node in ast.walk(ast.parse(path.read_text())):

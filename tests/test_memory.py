@@ -24,6 +24,7 @@ from preflight.memory import Memory
 from preflight.shape import shape_from, shape_of
 from ranks import on_ranks, results
 from running import worst_case
+from tools import float64
 from trainer import model
 from trainer.batch import Batch, Micro
 from trainer.packing import pack, put_in_rows
@@ -196,8 +197,9 @@ def plain(hidden, head, targets, temperature):
 @pytest.mark.parametrize("entropy", ["none", "value", "grad"])
 def test_the_chunked_head_is_exact(chunk, entropy):
     g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(100, 16, generator=g), torch.randn(300, 16, generator=g)
-    targets, up = torch.randint(300, (100,), generator=g), torch.randn(2, 100, generator=g)
+    hidden, weight, up = (torch.randn(*shape, generator=g, dtype=torch.float64)
+                          for shape in ((100, 16), (300, 16), (2, 100)))
+    targets = torch.randint(300, (100,), generator=g)
     outcomes = []
     for head in (lambda *a: model.token_logprobs(*a, chunk, entropy), plain):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -206,7 +208,7 @@ def test_the_chunked_head_is_exact(chunk, entropy):
         ent = ent if entropy != "none" else torch.zeros(100)
         outcomes.append((logp, ent, h.grad, w.grad))
     for ours, theirs in zip(*outcomes, strict=True):
-        same = difference(ours.detach(), theirs.detach()) < 1e-6
+        same = difference(ours.detach(), theirs.detach()) < 1e-14
         assert same or not theirs.any() and not ours.any()
 
 
@@ -263,7 +265,7 @@ def make_wide(folder: str) -> None:
 
 
 def build(world, folder: str, args, trained: bool = True) -> model.Policy:
-    module = model.build(model.LogprobModel, folder, world, args.model_args, trained=trained)
+    module = float64.build(model.LogprobModel, folder, world, args.model_args, trained=trained)
     return model.Policy(module, world, args.model_args, args.optimizer_args)
 
 
@@ -339,7 +341,7 @@ KNOBS["all"] = {k: v for knob in KNOBS.values() for k, v in knob.items()} | {
 def learn_with(world, folder: str, knob: dict) -> tuple[list[dict], dict]:
     """Two steps with a reference → (both metrics, the parameters after)."""
     args = learning.arguments(
-        minibatches=2, kl_loss_coef=0.05, entropy_coef=0.01, dtype="float32", **knob)
+        minibatches=2, kl_loss_coef=0.05, entropy_coef=0.01, dtype="float64", **knob)
     policy = build(world, f"{folder}/tied", args)
     reference = build(world, f"{folder}/tied", args, trained=False)
     learning.reset(reference.module, f"{folder}/tied", noise=0.05)
@@ -363,11 +365,11 @@ def test_no_knob_changes_the_update(two_ranks):
     assert float(update["none"].norm()) > 0.01
     start = torch.cat([before[name].flatten() for name in one["none"][1]])
     for knob in KNOBS:
-        assert difference(start + update[knob], start + update["none"]) < 1e-5, knob
+        assert difference(start + update[knob], start + update["none"]) < 1e-12, knob
         for ours, theirs in zip(one[knob][0], one["none"][0], strict=True):
             # Adam would hide a gradient of another scale.
             for name in ("grad/norm", "loss/policy", "loss/kl", "policy/entropy"):
-                expected = pytest.approx(theirs[name], rel=1e-5, abs=1e-7)
+                expected = pytest.approx(theirs[name], rel=1e-10)
                 assert ours[name] == expected, (knob, name)
 
 

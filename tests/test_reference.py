@@ -24,6 +24,7 @@ import losses
 import ranks
 import reference
 import reference_losses
+from learning import difference
 from reference_settings import (
     SCRIPTS,
     SETTINGS,
@@ -256,16 +257,13 @@ def expected(setting: Setting, args, lms: dict) -> dict:
 
 def differences(ours: dict, theirs: dict, limit: float = LIMIT) -> list[str]:
     """A sentence for each gradient, metric and weight that is not the reference's."""
-    def gap(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a - b).norm() / b.norm()) if b.norm() > 0 else float(a.norm())
-
     found = []
     for who, mine, right in zip("policy critic".split(), ours["gradients"], theirs["gradients"],
                                 strict=False):
-        found += [(f"{who}, gradient of update {k}", gap(a, b))
+        found += [(f"{who}, gradient of update {k}", difference(a, b))
                   for k, (a, b) in enumerate(zip(mine, right, strict=True))]
-    found += [("weights", gap(a, b)) for a, b in zip(ours["weights"], theirs["weights"],
-                                                     strict=True)]
+    found += [("weights", difference(a, b))
+              for a, b in zip(ours["weights"], theirs["weights"], strict=True)]
     for step, (mine, right) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
         assert not any(value for name, value in mine.items() if "not_finite" in name)
         names = {name for name in mine.keys() ^ right.keys() if "not_finite" not in name

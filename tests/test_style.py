@@ -5,18 +5,19 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tracked import ROOT, tracked
+
 LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
 LARGEST, TOTAL = 20_000, 415_000  # bytes
 APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
-ROOMS = (".", "scoring", "pictures", "trainer", "chats", "preflight", "keeping", "running")
-FILES = {str(path.relative_to(ROOT)): path for room in ROOMS
-         for path in sorted((ROOT / room).glob("*.py"))}
+AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants")
+PYTHON = [path for path in tracked() if path.suffix == ".py"]
+FILES = {str(path.relative_to(ROOT)): path for path in PYTHON
+         if path.relative_to(ROOT).parts[0] not in AROUND}
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -106,9 +107,18 @@ def test_every_public_function_says_what_it_does():
 
 def test_ruff_finds_nothing():
     """A line wider than 100 columns is one of its findings."""
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", *PYTHON], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_file_that_a_user_puts_beside_the_project_is_not_its_own(tmp_path):
+    (tmp_path / "ours.py").write_text("")
+    (tmp_path / "theirs.py").write_text("")
+    assert len(tracked(tmp_path)) == 2  # without git nobody can say whose it is
+    for words in ("init", "-q"), ("add", "ours.py"):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert tracked(tmp_path) == [tmp_path / "ours.py"]
 
 
 def sizes() -> dict[str, int]:

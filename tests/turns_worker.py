@@ -56,10 +56,10 @@ def main(folder: str, reply: str, out: str) -> None:
     there = Batch(samples)
     found = there.score(world, 2048, "score", lambda micro: policy.logprobs(micro, 0.9)[0])
     gap = float((found - families.engine_logprobs(there)).abs().max())
-    done = [s.completion for s in samples]
+    rounding, done = families.rounding(folder, there, 0.9), [s.completion for s in samples]
     if world.rank == 0:
         Path(out).write_text(json.dumps({
-            "rounds": rounds, "gap": gap,
+            "rounds": rounds, "gap": gap, "rounding": rounding,
             "samples": [dict(
                 ids=c.ids.tolist(), logprobs=c.logprobs.tolist(), sampled=c.sampled.tolist(),
                 truncated=c.truncated, failed=c.failed, turns=c.turns,

@@ -13,11 +13,12 @@ import torch
 
 import dist
 import families
+from keeping.checkpoint import export_model
 from pictures import seeing
 from preflight import inputs
 from rollout import Engine, EngineArgs, Request
 from running import same_policy
-from test_vision import fabricate
+from test_vision import fabricate, in_float64, naive
 from trainer import lora, model
 
 HEAT = 0.9  # the temperature
@@ -34,19 +35,26 @@ def engine_of(folder: str, world, policy, rows, tp: int = 1, **more) -> Engine:
         pictures=options, **more)
 
 
-def gap_to_transformers(world, policy, samples) -> float:
-    """The largest one of the trainer's log-probs, each row alone. Not of image tokens: that of one
-    is about -100, which float32 rounds."""
+def gap_to_transformers(world, policy, samples, folder: str) -> tuple[float, float]:
+    """The largest one of the trainer's log-probs, each row alone; and that of transformers' float32
+    to its float64, from the exported folder. Not of image tokens: that of one is about -100, which
+    float32 rounds."""
     batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
     ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
-    plain = [same_policy.plain_logprobs(policy, sample, HEAT, world.device)
-             for sample in batch.samples]
-    return float(max(((theirs - own).abs() * (own > -50)).max()
-                     for theirs, own in zip(plain, batch.split(ours), strict=True)))
+    lm, gaps, rounds = in_float64(folder), [0.0], [0.0]
+    for sample, own in zip(batch.samples, batch.split(ours), strict=True):
+        plain = same_policy.plain_logprobs(policy, sample, HEAT, world.device)
+        ids = torch.tensor(sample.completion.ids)
+        with torch.no_grad():
+            exact = (naive(lm, sample) / HEAT).log_softmax(-1)[range(len(ids)), ids.long()]
+        for found, other in (gaps, own), (rounds, exact):
+            found.append(float(((plain - other).abs() * (own > -50)).max()))
+    return max(gaps), max(rounds)
 
 
 def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
-    """Three loads of weights, with an update of all that is trained between: gaps of the engine."""
+    """Three loads of weights, with an update of all that is trained between: gaps of the engine, in
+    roundings."""
     world, path = dist.join(120), Path(folder)
     weights, source, rank = model.ModelArgs(), f"{folder}/{name}", int(rank)
     adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
@@ -57,15 +65,18 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     adapter = lora.peft_config(module.lm, adapters, source) if rank else None
     engine = engine_of(source, world, policy, rows, int(tp), adapter=adapter)
     found = {"gaps": [], "plain": [], "sampled": 0}
-    for _ in range(3):
+    for step in range(3):
         engine.load(policy.weights(engine.dtype, merge=not rank),
                     lora.tensors(module.lm, world.device) if rank else None)
         samples = engine.sample(rows, 4, HEAT)
         batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
-        found["gaps"].append(gap(world, policy, batch))
+        export_model(policy, source, f"{out}.{step}")
+        world.barrier()
+        plain, rounding = gap_to_transformers(world, policy, samples + made, f"{out}.{step}")
+        found["plain"].append(plain / rounding)
+        found["gaps"].append(gap(world, policy, batch) / rounding)
         found["sampled"] += sum(int((s.completion.ids == engine.eyes.token).sum())
                                 for s in samples)
-        found["plain"].append(gap_to_transformers(world, policy, samples + made))
         for micro in batch.micros(world, [*range(len(samples))], 400, "update"):
             logprobs, _ = policy.logprobs(micro, 1.0)
             policy.backward(logprobs.sum() / 100)
