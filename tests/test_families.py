@@ -158,7 +158,7 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
 
 @pytest.mark.parametrize("kind, options, words", [
     *((kind, {}, f"^.* has model_type {kind}, which is not sup.* type idefics3, .*, qwen3_vl.$")
-      for kind in ("t5", "gemma3")),
+      for kind in ("t5", "gemma3", "llava", "qwen3_vl_moe")),
     ("gpt_oss", {}, "has model_type gpt_oss, which is not supported .GptOssForCausalLM does not"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture .*Sequence"),
     ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "has rotary type dynamic, wh"),

@@ -177,13 +177,6 @@ def test_a_limit_scales_every_picture_down(folder):
 
 # ---- settings ----
 
-@pytest.mark.parametrize("kind", ("internvl", "llava", "qwen3_vl_moe", "gemma3", "paligemma"))
-def test_other_models_that_see_are_refused(tmp_path, kind):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(SettingsError, match=f"has model_type {kind}, which is not supported"):
-        model.config_of(str(tmp_path))
-
-
 @pytest.mark.parametrize("flags, words", [
     (dict(reply="x.py:Y"), "--reply is for models that read text alone"),
     (dict(carry=1.0, engine_correction="truncate"), "--carry is for models that read text alone"),
