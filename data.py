@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from errors import Count, SettingsError
-from scoring.messages import chat_of, from_json, not_null, options_of, templated
+from scoring.messages import chat_of, from_json, not_null, options_of, render, struct
 from scoring.verifiers import last_boxed
 
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 CHATS = ("messages", "conversations")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
+STRUCTS = ("reward_model", "extra_info")  # verl's
 GENERATED_ROWS = 1000
 
 
@@ -44,8 +46,6 @@ class DataArgs:
         for name in "max_image_tokens", "min_image_tokens":
             if getattr(self, name) and plan.shape and not plan.shape.tower:
                 yield f"--{name} must be 0: --model sees no pictures."
-        if self.prompt_template == "":
-            yield "--prompt_template must not be empty: give {question}, or leave it out."
 
 
 @dataclass
@@ -91,17 +91,17 @@ class Stream:
 
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
-         make=None) -> tuple[list[Row], str]:
+         make=None, eos_ids=()) -> tuple[list[Row], str]:
     """The prompts of `spec` in order, and a sentence with their counts. make: in the place of
     make_row."""
     make = make or make_row
     raw, name = read(spec, seed)
-    controls, rows = marks(tokenizer)[0], []
+    marks, rows = marks_of(tokenizer, eos_ids), []
     silent = os.environ.get("RANK", "0") != "0"
     for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
             raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
         try:
-            row = make(index, columns, name, tokenizer, controls, args)
+            row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
             raise SettingsError(
                 f"{spec}, row {index} (counted from 0): {one_line(error)}") from error
@@ -121,16 +121,19 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
         f"{len(raw) - len(rows)} empty")
 
 
-def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str],
+def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
              args: DataArgs, flag: str = "--prompt_template", parts=None) -> Row | None:
-    """A row as the model sees it. None: it asks nothing. controls: what begins a finished chat, see
-    `marks`. flag: which one gave args.prompt_template. parts: see messages.templated."""
+    """A row as the model sees it. None: it asks nothing. flag: which one gave args.prompt_template.
+    parts: see messages.templated."""
+    columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:
         return None
-    markers = ("<|im_start|>", *controls)
+    options, markers = options_of(columns, messages, tokenizer), ("<|im_start|>", *marks.begins)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
-    text = render(messages, tokenizer, finished, options_of(columns, messages, tokenizer), parts)
+    if not finished:
+        marks.check([messages, options])
+    text = render(messages, tokenizer, finished, options, parts)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -157,7 +160,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         raise SettingsError(f"{spec} is no file on this machine, or does not end in "
                             f"{', '.join(FILES)}.")
     try:
-        rows = read_file(name) if is_file else read_datasets(name, config or None, split)
+        rows = read_file(name) if is_file else read_datasets(
+            name, config or None, split or "train")
     except Exception as error:
         reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
         raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
@@ -177,14 +181,13 @@ def parts_of(spec: str) -> tuple[str, str, str]:
     return spec[:end], *re.fullmatch(":?([^@]*)@?(.*)", spec[end:], re.DOTALL).groups()
 
 
-# Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date, and "1" as 1 where
-# other rows have numbers. It names no line, and refuses a .parquet that is empty or has maps.
+# Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date. It names no line.
 
 def read_file(path: str) -> list[dict]:
     """The rows of one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
-        return from_arrow(pyarrow.parquet.read_table(path))
+        return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table takes URIs
     parse = read_csv if path.endswith(".csv") else read_json
     return parse(Path(path).read_bytes().decode("utf-8-sig"))
 
@@ -205,23 +208,12 @@ def from_arrow(table) -> list[dict]:
             for row in table.to_pylist()]
 
 
-def keys_once(pairs: list[tuple]) -> dict:
-    """A dict of the pairs. ValueError: a key is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"one of {', '.join(found)} is there twice")
-    return found
-
-
 def read_json(text: str) -> list[dict]:
     """Objects, or lists of objects, one after another."""
-    rows, space = [], re.compile(r"\s*")
-    decoder = json.JSONDecoder(object_pairs_hook=keys_once)
-    at = space.match(text).end()
-    while at < len(text):
+    rows, at, space, decoder = [], 0, re.compile(r"\s*"), json.JSONDecoder()
+    while (at := space.match(text, at).end()) < len(text):
         found, at = decoder.raw_decode(text, at)  # an error names line and column
         rows += found if isinstance(found, list) else [found]
-        at = space.match(text, at).end()
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"row {i} (counted from 0) is not a JSON object")
@@ -231,25 +223,34 @@ def read_json(text: str) -> list[dict]:
 def read_csv(text: str) -> list[dict]:
     """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
-    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
-    keys_once([(name, None) for name in reader.fieldnames or ()])
-    for row in reader:
-        if len(row) != len(reader.fieldnames) or None in row.values():
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names, rows = next(reader, []), []
+    for cells in filter(None, reader):
+        if len(cells) != len(names):
             raise ValueError(f"line {reader.line_num} does not fit the first line")
-        rows.append({name: cell or None for name, cell in row.items()})
+        rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
     return rows
 
 
 def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     """A folder, or a name. A folder is read anew: files may change, and a home be read-only."""
     import datasets
-    here, files = os.path.isdir(path), None
-    if os.path.isfile(f"{path}/state.json"):  # of Dataset.save_to_disk, else not taken
-        path, files = "arrow", f"{path}/*.arrow"
+    if not os.path.isdir(path):
+        return from_arrow(datasets.load_dataset(path, config, split=split).with_format("arrow")[:])
     with tempfile.TemporaryDirectory() as cache:
-        found = datasets.load_dataset(path, config, data_files=files, split=split or "train",
-                                      cache_dir=cache if here else None)
-        return from_arrow(found.with_format("arrow")[:])
+        if re.search(r"[*?[]|::", os.path.abspath(path)):  # `datasets` would read it as a pattern
+            path = shutil.copytree(os.path.abspath(path), f"{cache}/rows", copy_function=os.symlink)
+        saved = f"{path}/*.arrow" if os.path.isfile(f"{path}/state.json") else None
+        made = datasets.load_dataset_builder(  # `datasets` alone takes no folder of save_to_disk
+            "arrow" if saved else path, config, data_files=saved, cache_dir=cache)
+        files = made.config.data_files  # of each split
+        if not all(file.endswith(FILES) for file in sum(files.values(), [])):
+            made.download_and_prepare()
+            return from_arrow(made.as_dataset(split).with_format("arrow")[:])
+        rows = {name: sum(map(read_file, paths), []) for name, paths in files.items()}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(
+            {name: len(found) for name, found in rows.items()})
+        return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
 
 
 def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
@@ -309,26 +310,6 @@ def fill_template(template: str, columns: dict, flag: str) -> str:
         pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
 
 
-def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts=None) -> str:
-    """The text that the model sees. SettingsError: the chat template cannot write it."""
-    if finished:
-        if len(messages) > 1 or options:
-            raise SettingsError("a finished chat text takes no --system, no tools and no other "
-                                "messages.")
-        return messages[0]["content"]
-    if tokenizer.chat_template is None:
-        return "\n\n".join(m["content"] for m in messages)
-    goes_on = messages[-1]["role"] == "assistant"
-    text = templated(messages, tokenizer, options, parts, add_generation_prompt=not goes_on,
-                     continue_final_message=goes_on)
-    for m in messages if text else ():
-        said = m["content"].strip()  # Llama writes what a tool says as JSON
-        if (m["role"] not in ("user", "assistant") and said not in text
-                and json.dumps(said, ensure_ascii=False) not in text):
-            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
-    return text
-
-
 # ---- what begins and what ends ----
 
 def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
@@ -360,7 +341,7 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     if any(i is not None and type(i) is not int for i in ids):
         raise SettingsError(f"{path}: eos_token_id must be the number of a token or a list of "
                             f"numbers, not {found['eos_token_id']!r}.")
-    ends = tokenizer.convert_tokens_to_ids(marks(tokenizer)[1])
+    ends = tokenizer.convert_tokens_to_ids(marks_of(tokenizer).end)
     return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
 
 
@@ -370,11 +351,26 @@ def texts_of(ids: list[int], tokenizer) -> list[str]:
     return [known[i].content for i in ids if i in known]
 
 
+class Marks(NamedTuple):
+    """Control tokens of a tokenizer and its chat template."""
+    begins: list[str]  # of a chat or a message
+    end: list[str]  # the one, if any, that ends the assistant's
+    silent: list[str]  # all that begin, end or pad: no words
+
+    def check(self, said) -> None:
+        """SettingsError: what a row or a reply says (messages, schemas) holds one of `silent`."""
+        text = json.dumps(said, ensure_ascii=False, default=str)
+        for mark in self.silent:
+            if mark in text:
+                raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
+                                    "this model. Would work: without it.")
+
+
 def reader(tokenizer, eos_ids: list[int]):
     """A function, ids → the text for a reward or a reply: without what ends, begins or pads.
     Other control tokens, such as <think>, are the model's words."""
-    texts = {*marks(tokenizer)[0], *texts_of(eos_ids, tokenizer), tokenizer.pad_token}
-    silent = {i for i, t in tokenizer.added_tokens_decoder.items() if t.content in texts}
+    texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
+    silent = {i for i, t in known.items() if t.content in texts}
 
     def read(ids) -> str:
         ids = [int(i) for i in ids]
@@ -385,12 +381,12 @@ def reader(tokenizer, eos_ids: list[int]):
     return read
 
 
-def marks(tokenizer) -> tuple[list[str], list[str]]:
-    """Control tokens that begin a chat or a message; the one, if any, that ends the assistant's:
-    the chat template writes it there, or it begins the next message (GLM)."""
-    known = [t.content for t in tokenizer.added_tokens_decoder.values()
-             if t.content and (t.special or re.fullmatch(r"[<\[].+[>\]]", t.content))]
-    token = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)"
+def marks_of(tokenizer, eos_ids=()) -> Marks:
+    """The end: what the chat template writes there, or what begins the next message (GLM)."""
+    known = [t for t in tokenizer.added_tokens_decoder.values() if t.content]
+    controls = [t.content for t in known
+                if t.special or re.fullmatch(r"[<\[].+[>\]]", t.content)]
+    token = "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or "(?!)"
 
     def written(*roles: str) -> list[list[str]]:
         """What comes first before, between and after messages: tokens, with a role among them."""
@@ -406,4 +402,7 @@ def marks(tokenizer) -> tuple[list[str], list[str]]:
     again, system = written("user", "assistant", "user")[2], written("system", "user")[0]
     header = [t for t in header if t not in closing][:1]  # <think> may follow
     begins = [t for t in before + system + again + header if t not in closing]
-    return [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
+    begins, end = [t for t in [tokenizer.bos_token, *begins] if t], (closing + again)[:1]
+    silent = {*begins, *end, *texts_of(eos_ids, tokenizer), tokenizer.eos_token,
+              tokenizer.pad_token}
+    return Marks(begins, end, [t.content for t in known if t.content in silent])

@@ -6,11 +6,9 @@ cannot disagree about who does what.
 import ctypes
 import datetime
 import os
-import re
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 from bisect import bisect_left
@@ -21,18 +19,15 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as td
+from torch.distributed.rendezvous import rendezvous
 
-from errors import Mistakes, PeerEnded, SettingsError
+from errors import Mistakes, SettingsError
 
 KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: packing.py
-LATE = 10  # seconds until a rank says that it waits for others to join
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
-PEER_ENDED = "Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-         "MASTER_PORT": "0", "MASTER_ADDR": "127.0.0.1"}  # one rank; 0: any free port
-TASKS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"  # of srun, of mpirun
-WORKS = ("Would work: torchrun --nproc_per_node N (with --local_addr 127.0.0.1 where a machine "
-         "does not find its own name), or for one rank: unset")
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # one rank; 0: any free port
+NO_COPY = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}  # or not set
 
 
 # ---- splitting: pure functions of sizes ----
@@ -122,6 +117,8 @@ class World:
     device: torch.device
     control: td.ProcessGroup  # gloo: for what is on the host
     timeout: float  # seconds that a rank may be late
+    began: datetime.datetime | None = None  # when they joined; after a restart, for the first time
+    again: str = ""  # the command that goes on with this run
     step: int = -1  # for messages; -1 before the first
     joined: ClassVar["World | None"] = None  # what `join` made, for `run`
 
@@ -203,62 +200,36 @@ def peak_memory(device: torch.device) -> int:
 
 def gpu_mistakes(ranks: int) -> list[str]:
     """Why the GPUs of this machine cannot serve its ranks. []: they can, or it has none."""
-    hidden, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-    if count == 0 and hidden not in ("", "-1") and os.path.exists("/dev/nvidia0"):
-        return [f"this machine has NVIDIA GPUs (/dev/nvidia0), and torch {torch.__version__} sees "
-                f"none. Would work: a driver of version 580 or newer, ./run.sh setup, or "
-                f"CUDA_VISIBLE_DEVICES= for a run on the CPU."]
-    if 0 < count < ranks:
-        limit = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden})"
-        return [f"{ranks} ranks on this machine need {ranks} GPUs, and torch sees {count}{limit}. "
-                f"Would work: torchrun --nproc_per_node {count}."]
-    return []
+    count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    unseen = not count and os.path.exists("/dev/nvidia0") and hidden not in ("", "-1")
+    if not unseen and (not count or count >= ranks):
+        return []
+    works = (f"torchrun --nproc_per_node {count}" if count else "a driver of version 580 or newer, "
+             "./run.sh setup, or CUDA_VISIBLE_DEVICES= for a run on the CPU")
+    return [f"{ranks} ranks on this machine need {ranks} GPUs, and torch {torch.__version__} sees "
+            f"{count} (CUDA_VISIBLE_DEVICES is {hidden}). Would work: {works}."]
 
 
-def place() -> list[int]:
-    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE as torchrun sets them, or those of one rank.
-    SettingsError: something else set, or left, some of them."""
-    given = {name: os.environ[name] for name in (*ALONE, *TASKS) if name in os.environ}
-    found = {name: given.get(name, value) for name, value in ALONE.items()}
-    numbers = [int(value) if value.isdecimal() else -1 for value in [*found.values()][:5]]
-    rank, local_rank, size, local_size, port = numbers
-    together = size == 1 or {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= given.keys()
-    copies = "WORLD_SIZE" not in given and any(given.get(name, "1") != "1" for name in TASKS)
-    if (not 0 <= rank < size or not 0 <= local_rank < local_size <= size or port < 0 or copies
-            or not together):
-        raise SettingsError(
-            f"the environment has {' '.join(map('='.join, given.items()))}: this is no rank. "
-            f"{', '.join(ALONE)} belong together. {WORKS} {' '.join(given)}.")
-    if size == 1 and not td.is_torchelastic_launched():  # there is nobody to find
-        found |= {name: ALONE[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
-    os.environ.update(found)
-    return numbers[:4]
-
-
-def meet(rank: int, size: int, limit: datetime.timedelta) -> td.Store:
-    """Where the ranks find each other. SettingsError names the first that does not come."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    alone = f"rank {rank} of {size} does not find the others at {host}:{port}"
-    works = f"{WORKS} {' '.join(ALONE)}."
-    note = threading.Timer(LATE, print, [f"{alone} yet. {works}"], {"file": sys.stderr})
-    note.start()
-    agent = td.is_torchelastic_launched() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    serves = rank == 0 and agent != "True"  # else torchrun does
-    try:
-        store = td.TCPStore(host, port, size, serves, limit, wait_for_workers=False)
-        store.set(f"rank {rank}", "")
-        for other in range(size):
-            store.wait([f"rank {other}"], limit)
-        return store
-    except td.DistError as error:
-        raise SettingsError(f"{alone} ({str(error).splitlines()[0]}). {works}") from None
-    finally:
-        note.cancel()
+def place():
+    """Makes this process a rank, unless torchrun or a scheduler did: then it is the only one.
+    SettingsError: it is one of several that would not know of each other."""
+    if "WORLD_SIZE" not in os.environ:
+        others = [f"{name}={os.environ[name]}" for name, one in NO_COPY.items()
+                  if os.environ.get(name, one) != one]
+        if others:
+            raise SettingsError(
+                f"the environment has {' '.join(others)} and no WORLD_SIZE: each process would be "
+                f"a run of its own. Would work: torchrun --nproc_per_node N, or WORLD_SIZE=1.")
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not td.is_torchelastic_launched():
+        os.environ.update(ALONE)
+    for name in "LOCAL_RANK", "LOCAL_WORLD_SIZE":  # some schedulers start one rank a machine
+        os.environ.setdefault(name, ALONE[name])
 
 
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
-    rank, local_rank, size, local_size = place()
+    place()
+    local_rank, local_size = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
     if td.is_torchelastic_launched():  # a torchrun that is killed must leave no rank behind
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG
     device, backend, given = torch.device("cpu"), "gloo", os.environ.get("OMP_NUM_THREADS")
@@ -269,10 +240,14 @@ def join(timeout: float = 600.0) -> World:
     if given is None:  # this machine's ranks divide its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     limit = datetime.timedelta(seconds=timeout)
-    store = meet(rank, size, limit)
-    td.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    # torchrun's store outlives its ranks. Those of a restart must not read the addresses of before.
+    attempt = td.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    td.init_process_group(backend, timeout=limit, store=attempt, rank=rank, world_size=size)
     control = td.new_group(backend="gloo", timeout=limit)
-    World.joined = World(rank, size, local_rank, local_size, device, control, timeout)
+    began = store.compare_set("began", "", datetime.datetime.now().isoformat()).decode()
+    began = datetime.datetime.fromisoformat(began)
+    World.joined = World(rank, size, local_rank, local_size, device, control, timeout, began)
     return World.joined
 
 
@@ -294,58 +269,46 @@ class Stop:
         return self.world.any_rank(self.asked)
 
 
-def first() -> bool:
-    """Whether no other rank of this machine was here. The one that ends first must print a mistake:
-    torchrun ends the others."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's, in a folder of this rank
-    try:
-        if file:
-            (Path(file).parent.parent / "printed").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def is_of_peer(error: BaseException) -> bool:
-    """Did another rank end first? gloo's is a RuntimeError that begins with its file in [ ]."""
-    by_library = isinstance(error, td.DistError) or re.match(r"\[\S*gloo/", str(error))
-    ended = by_library and World.joined and World.joined.size > 1
-    return isinstance(error, PeerEnded) or bool(ended and re.search(PEER_ENDED, str(error)))
-
-
 def run(main, *args):
-    """main(*args), then exit. If one rank fails, all end. torchrun's last lines show the cause.
+    """main(*args), then exit. If one rank fails, all end. torchrun's last lines show the first.
 
     Status 0; 1: a failure or a missed grade; 2: a mistake in the settings; 75: stopped and saved;
     130: Ctrl-C. torchrun's own is 1 for all of these; its last lines name the ranks'. Exit is
     os._exit: the engine's threads may hang a normal one.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-    report, rank = get_error_handler(), os.environ.get("RANK", "0")
+    report = get_error_handler()
     report.initialize()
     try:
         status = main(*args) or 0
     except KeyboardInterrupt:
         status = 130
-        if rank == "0":
-            print("interrupted", file=sys.stderr)
-    except SettingsError as error:
-        status = error.status
-        report.record_exception(error.with_traceback(None))
-        if first():
-            print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            again = World.joined and World.joined.again
+            print(f"interrupted. This goes on: {again}" if again else "interrupted",
+                  file=sys.stderr)
     except BaseException as error:
-        status = 1
-        if is_of_peer(error):  # not the cause
-            print(f"[rank {rank}] ends because another rank ended", file=sys.stderr)
-            time.sleep(2)  # torchrun takes the rank that ends first for the cause
-        else:
-            if "Timed out waiting" in str(error) and World.joined:  # gloo does not name the rank
-                late = ", ".join(map(str, World.joined.late())) or "(all have come since)"
-                error.add_note(f"waited {World.joined.timeout:g} s (--timeout) for rank {late}")
-            print(f"[rank {rank}] failed:\n{traceback.format_exc()}", file=sys.stderr)
-            report.record_exception(error)
+        status = error.status if isinstance(error, SettingsError) else 1
+        say_why(error, report)
     for stream in sys.stdout, sys.stderr:
         with suppress(OSError):  # a full disk
             stream.flush()
     os._exit(status)
+
+
+def say_why(error: BaseException, report):
+    """Prints why this rank ends, and tells torchrun. A mistake in the settings has no traceback."""
+    rank = os.environ.get("RANK", "0")
+    if "Timed out waiting" in str(error) and World.joined:  # gloo does not name the rank
+        late = ", ".join(map(str, World.joined.late())) or "(all have come since)"
+        error.add_note(f"waited {World.joined.timeout:g} s (--timeout) for rank {late}")
+    elif td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
+    said = f"[rank {rank}] failed:\n{traceback.format_exc()}"
+    if isinstance(error, SettingsError):
+        said, error = f"error: {error}", error.with_traceback(None)
+    elif "/gloo/" in str(error) and "by peer" in str(error):
+        said = f"[rank {rank}] ends because another rank ended ({error})"
+    print(said, file=sys.stderr)
+    report.record_exception(error)

@@ -14,13 +14,9 @@ class SettingsError(Exception):
     status = 2
 
 
-class PeerEnded(RuntimeError):
-    """Another rank ended, and says why."""
-
-
 @contextmanager
 def as_sentence(start: str):
-    """Whatever a library raises inside becomes a SettingsError: `start`, and what it said."""
+    """What a library raises inside becomes a SettingsError: `start`, and what it said."""
     try:
         yield
     except SettingsError:
@@ -90,13 +86,16 @@ def ranges(flags) -> dict[str, Range]:
 
 
 def outside(flags) -> dict[str, str]:
-    """{flag: a sentence} of those whose value is not in its range. None is always in it."""
+    """{flag: a sentence} of those whose value is not in its range, or empty. None is always in it.
+    """
     found = {}
     for name, allowed in ranges(flags).items():
         value = getattr(flags, name)
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(allowed.has(x) for x in numbers if isinstance(x, int | float)):
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(allowed.has(x) for x in parts if isinstance(x, int | float)):
             found[name] = f"--{name} must be {allowed} (got {value})."
+        if "" in parts and name != "system":  # a template may have a system message of its own
+            found[name] = f"--{name} must not be empty (got {value!r})."
     return found
 
 

@@ -7,13 +7,13 @@
 One step: the engine samples G completions of each of P prompts. Each completion gets a reward. Its
 advantage is its reward minus the mean reward of its prompt's completions. The policy takes a
 gradient step that makes better completions more likely. There is no critic: the group is the
-baseline. (ppo.py is the same loop with a critic.)
+baseline. (ppo.py is the same loop with a critic.) By default this is left out of the paper's GRPO:
+--advantage grpo (divides by the group's std) --aggregation sequence (and a loss by the completion's
+length) --kl_loss_coef 0.04; and always: process rewards, and a reference model that is renewed.
 
-Read `train`, then `learn`. The formulas are in losses.py and variants/. To change the reward:
---reward, or scoring/verifiers.py. The engine's memory: EngineArgs in rollout.py. The trainer's:
-ModelArgs in trainer/model.py. Shapes: P prompts, G completions of each, N = P·G completions in
-request order, M sampled tokens of all of them, one after another. These are the same on every rank.
-A micro-batch has n of the tokens.
+Read `train`, then `learn`. The formulas are in losses.py and variants/. Shapes: P prompts, G
+completions of each, N = P·G completions in request order, M sampled tokens of all of them, one
+after another. These are the same on every rank. A micro-batch has n of the tokens.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -164,9 +164,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     # gradients of the ranks (its default is the mean), so no factor of the ranks is needed.
     # A completion whose advantages are all 0 has no gradient, but it counts in these weights and
     # in the metrics: its `learns` is False. `micros` puts such completions into micro-batches of
-    # their own, the last ones of every rank, and marks them: `logprobs` reads micro.learns and
-    # makes no graph, so `backward` does nothing. But a KL or entropy term acts on every token, and
-    # so may a loss that --loss FILE.py:NAME brings.
+    # their own, for which `logprobs` makes no graph and `backward` does nothing. But a KL or
+    # entropy term acts on every token, and so may a loss of --loss FILE.py:NAME.
     meter, entropy_mode = Meter(world), "grad" if args.entropy_coef else "value"
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens

@@ -185,8 +185,8 @@ def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
     # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient.
     # Where A < 0 and there is no dual_clip, nothing bounds r from above. A clamp alone would give
-    # such a token above 80 the gradient 0, and hide that the policy is broken. Here its gradient is
-    # about exp(80), whose square is inf in the norm, so the optimizer step is skipped.
+    # such a token the gradient 0, and hide it. Here its gradient is about exp(80), whose square is
+    # inf in the norm, so the optimizer step is skipped.
     r = log_r.detach().clamp(max=80).exp() * (log_r - log_r.detach()).exp()
     # The min: where A < 0, r is at least 1 - low (and at most c); else it is at most 1 + high.
     bounded = torch.where(A < 0, r.clamp(1 - clip_low, dual_clip), r.clamp(max=1 + clip_high))
@@ -275,10 +275,9 @@ def kl_estimate(logp, ref, *, kind, old=None):
 def adaptive_kl(coef, kl, *, target, horizon, n):
     """The coefficient after a rollout of n completions.    https://arxiv.org/abs/1909.08593
 
-        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon)
+        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1)), never negative
 
-    n / horizon counts as at most 1, so that it stays positive. OpenAI's target of 6 is per
-    sequence, verl's 0.1 per token.
+    OpenAI's target of 6 is per sequence, verl's 0.1 per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 

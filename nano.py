@@ -4,8 +4,10 @@
 
 One step: a vLLM engine samples G completions of each of P prompts. A function gives each of these
 N = P·G completions a reward. Its advantage is its reward minus the mean reward of its prompt's
-completions, as in Dr. GRPO (https://arxiv.org/abs/2503.20783). The policy takes one gradient step
-on a mean over all tokens: better completions become more likely. grpo.py adds flags and checks.
+completions, as in Dr. GRPO (arXiv 2503.20783). The policy takes one gradient step on a mean over
+all tokens: better completions become more likely. Left out of GRPO's paper (arXiv 2402.03300), and
+flags of grpo.py: dividing advantages by the group's std and losses by the completion's length; a KL
+term; several steps on a rollout, for which π / π_old is clipped: in the first one this is 1.
 """
 import hashlib
 import logging
@@ -111,8 +113,6 @@ def train() -> None:
             # No mask is needed: a token attends to its left, and the padding is on the right.
             logits = policy(input_ids=ids, use_cache=False).logits[:, :-1].float()  # (b, L-1, V)
             logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # of the next token
-            # GRPO has π / π_old in place of log π, and clips it. π_old is the policy before the
-            # update, not the engine: with one update the ratio is 1, and the gradient is the same.
             loss = -(A[:, 1:] * logp).sum() / lengths.sum()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM).full_tensor()

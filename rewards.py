@@ -3,9 +3,9 @@
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
 
-An Item is a completion with its row. A call is what a reward function gets at once: one item, or
-all of a prompt. A Pool has worker processes, which answer calls: an Answer for each item, of which
-`score_of` makes a Score. chats/turns.py has a Pool too, for --reply, and reads messages.
+An Item is a completion with its row. A call has what a reward gets at once: one item, or all of a
+prompt. A Pool has workers, which answer calls: an Answer for each item, and `score_of` makes a
+Score of it. chats/turns.py has a Pool too, for --reply, and reads messages.
 """
 import contextlib
 import json
@@ -33,7 +33,7 @@ from scoring.verifiers import REWARDS, answers_of
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # so many in a row end the run; fewer are an accident
+FAILED_CALLS = 8  # in a row end the run; fewer are an accident
 
 
 @dataclass
@@ -100,8 +100,8 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
 
 
 def score_of(parts: list[Part], answer: Answer) -> Score:
-    """The weighted sum of the values. A value that is NaN is TRL's None: this reward does not apply
-    to the row, and the others count. A value that is None leaves the completion without a score."""
+    """The weighted sum of the values. NaN is TRL's None: this reward does not apply to the row, and
+    the others count. None leaves the completion without a score."""
     known = {part: value for part, value in zip(parts, answer.values, strict=True)
              if value is not None and not math.isnan(value)}
     found = {part.name: known.get(part) for part in parts}
@@ -196,7 +196,7 @@ class Worker:
     def __init__(self, kind: str, parts: list[Part], args: RewardArgs):
         self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(args.reward_timeout)  # of `send`: it may have stopped reading
+        self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # sets in the same order
         start = f"from scoring import worker; worker.work({theirs.fileno()})"
@@ -246,16 +246,16 @@ class Pool:
     def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
         self.kind, self.args = kind, args
         self.parts = parse(specs, kind) if specs else []
-        self.tried = threading.Event()  # a worker was started, or refused
+        self.tried = threading.Event()  # one worker started, or could not
         self.refused = ""  # why no worker starts
-        # What a worker says when it has loaded the functions:
+        # What a worker says of the functions:
         self.groups = False  # does one take all completions of a prompt in one call?
         self.together = False  # is one `async def`? Then a worker gets many calls at once
         self.methods = []  # of a --reply CLASS
         self.needs = None  # [(reward, column that it needs), …]
         self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        # A thread takes lists of calls from its inbox. A call is a slice of the batch. None: end.
+        # Lists of calls, which are slices of a batch; None ends a thread.
         shared = queue.Queue()
         self.inboxes = [queue.Queue() if kind == "reply" else shared
                         for _ in range(args.reward_workers if self.parts else 0)]
@@ -310,8 +310,7 @@ class Pool:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError if it cannot; then no other one is tried
-        before the next batch."""
+        """A worker that has loaded the rewards. OSError if it cannot, until the next batch."""
         if self.refused:
             raise OSError(self.refused)
         worker = None

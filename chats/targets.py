@@ -4,18 +4,21 @@
     the prompt                   learned    given                               learned
 
 A row has `messages`, or a prompt with its completion. The chat template renders the chat up to the
-begin and up to the end of each turn of the assistant. A turn ends where the engine would stop: what
+begin and up to the end of each turn that is learned. A turn ends where the engine would stop: what
 a template writes after that is left out (Phi-3's puts `<|endoftext|>` after the last turn). So the
 texts are prefixes of each other, and so are their ids. Nothing is decoded.
 """
 import json
+import re
 from functools import partial
+from os.path import commonprefix
 
 import data
-from data import ANSWERS, CHATS, PROMPTS, Row, ids_after, messages_of, texts_of
+from data import ANSWERS, CHATS, PROMPTS, Marks, Row, ids_after, messages_of, texts_of
 from errors import SettingsError
 from scoring.messages import chat_of, not_null, options_of, templated
 
+ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
 COMPLETIONS = ("completion", "response", *ANSWERS, "output")
 
 
@@ -27,7 +30,8 @@ def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
     the place of make_row.
     """
     make = make or partial(make_row, eos_ids=eos_ids)
-    rows, note = data.load(spec, tokenizer, args.data_args, seed=seed, make=make)
+    rows, note = data.load(
+        spec, tokenizer, args.data_args, seed=seed, make=make, eos_ids=eos_ids)
     if not eos_ids:
         return rows, note
     lengths = sorted(len(row.target[0]) for row in rows)
@@ -43,17 +47,18 @@ def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
                   f"{args.max_tokens}")
 
 
-def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str], args,
+def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args,
              eos_ids: list[int], parts=None) -> Row | None:
     """A row with its target. None: its prompt is empty. parts: see messages.templated."""
     prompt, replies = split(columns)
     if prompt is not None:
         columns = columns | {"prompt": prompt}
     json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
-    row = data.make_row(index, columns, name, tokenizer, controls, args, parts=parts)
+    row = data.make_row(index, columns, name, tokenizer, marks, args, parts=parts)
     if row and eos_ids:
-        texts = plain_texts(row.prompt, replies, tokenizer)
+        marks.check(replies)
         options = options_of(columns, replies, tokenizer)
+        texts = plain_texts(row.prompt, replies, tokenizer)
         if tokenizer.chat_template and not row.finished:
             texts = chat_texts(messages_of(columns, args), replies, tokenizer, options, parts)
         row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
@@ -68,15 +73,16 @@ def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
     if column is None:
         raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
                             f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
-    meant = [name for name in ("label", "kto_tag") if there.get(name) is False]
-    meant += [name for name in ("weight", "loss_weight") if there.get(name, 1) != 1]
-    meant += [name for name in ("labels", "loss_mask") if isinstance(there.get(name), list)]
-    if meant:
-        raise SettingsError(f"its {meant[0]} is {there[meant[0]]!r:.300}, and {column} would be "
-                            "learned all the same.")
+    for name, value in there.items():
+        if re.search("label|weight|mask", name) and (
+                isinstance(value, list) or isinstance(value, int | float) and value != 1):
+            raise SettingsError(f"its {name} is {value!r:.300}, and {column} would be learned all "
+                                "the same.")
     if column in CHATS:
         chat = chat_of(column, there[column], None)
-        first = next((i for i, m in enumerate(chat) if m["role"] == "assistant"), len(chat))
+        first = next((i for i, m in enumerate(chat) if is_learned(m)), len(chat))
+        while first and chat[first - 1]["role"] == "assistant":
+            first -= 1
         prompt, replies = chat[:first], chat[first:]
     else:
         replies = chat_of(column, there[column], "assistant")
@@ -93,31 +99,26 @@ def is_learned(message: dict) -> bool:
     return message["role"] == "assistant" and "weight" not in message
 
 
-# ---- texts: the chat up to the end of a message, whether the assistant says its last part, and
-# whether that is learned ----
+# ---- texts: for each turn that is learned (its message, the chat before it, the chat with it) ----
 
 def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict, parts):
     """By the chat template. The turn's header is part of what is before the turn."""
     for k, message in enumerate(replies):
-        if message["role"] != "assistant":
-            continue
-        chat = [*asked, *replies[:k + 1]]
-        for messages, said in (chat[:-1], False), (chat, True):
-            text = templated(messages, tokenizer, options, parts, add_generation_prompt=not said)
-            yield text, said, said and is_learned(message)
+        if is_learned(message):
+            chat = [*asked, *replies[:k + 1]]
+            before = templated(chat[:-1], tokenizer, options, parts, add_generation_prompt=True)
+            yield message, before, templated(chat, tokenizer, options, parts)
 
 
 def plain_texts(prompt: str, replies: list[dict], tokenizer):
     """Without a template, as in turns.Bridge: an empty line around what others say."""
-    end = tokenizer.eos_token or ""
     text = prompt
     for message in replies:
-        if message["role"] == "assistant":
-            text += message["content"] + end
-            yield text, True, is_learned(message)
-        else:
-            text += f"\n\n{message['content']}\n\n"
-            yield text, False, False
+        before, said = text, message["content"]
+        assistant = message["role"] == "assistant"
+        text += said + (tokenizer.eos_token or "") if assistant else f"\n\n{said}\n\n"
+        if is_learned(message):
+            yield message, before, text
 
 
 # ---- ids ----
@@ -127,22 +128,20 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
 
     Where the template ends no turn (GLM), the control token after it does.
     """
-    ids, learned, is_open, counts = list(prompt_ids), [], False, True
-    for longer, said, weight in texts:
-        if said:
-            longer, is_open = up_to_end(text, longer, texts_of(eos_ids, tokenizer))
-        whole = extended(ids, text, longer, tokenizer)
-        new = whole[len(ids):]
-        marks = [weight] * len(new)
-        if is_open and not said:
-            if not new or new[0] not in eos_ids:
-                raise SettingsError(f"the chat template has {longer[len(text):][:20]!r} after a "
+    ids, learned, is_open, last = list(prompt_ids), [], False, None
+    for message, before, whole in texts:
+        check(text, before, whole, message, last)
+        given = extended(ids, text, before, tokenizer)
+        marks = [False] * (len(given) - len(ids))
+        if is_open:
+            if not marks or given[len(ids)] not in eos_ids:
+                raise SettingsError(f"the chat template has {before[len(text):][:20]!r} after a "
                                     f"turn of the assistant, which is no end of a turn by "
-                                    f"eos_token_id in generation_config.json. Would work: one row "
-                                    f"for each turn.")
-            marks[0], is_open = counts, False
-        learned += marks
-        ids, text, counts = whole, longer, weight
+                                    f"eos_token_id in generation_config.json. {ONE_EACH}")
+            marks[0] = True
+        text, is_open = up_to_end(before, whole, texts_of(eos_ids, tokenizer))
+        ids, last = extended(given, before, text, tokenizer), message
+        learned += marks + [True] * (len(ids) - len(given))
     found = ids[len(prompt_ids):]
     if is_open:
         end = tokenizer.eos_token_id
@@ -151,8 +150,33 @@ def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int
     return found, learned
 
 
+def check(text: str, before: str, whole: str, message: dict, last: dict | None) -> None:
+    """SettingsError: the template writes the chat in another way once it goes on. text: up to the
+    end of `last`, the turn learned before; before, whole: without and with `message`."""
+    said, same = message["content"], commonprefix([before, whole])
+    if not before.startswith(text):
+        at, old = len(commonprefix([before, text])), repr(last["content"]) if last else "the prompt"
+        raise SettingsError(f"the chat template rewrites {old:.80} before {said!r:.80}: "
+                            f"{text[at:]!r:.60} becomes {before[at:]!r:.60}. {ONE_EACH}")
+    words = without_space(said)
+    if words not in without_space(whole)[max(0, 1 + len(without_space(same)) - len(words)):]:
+        raise SettingsError(
+            f"the chat template leaves out words of {said!r:.80}: {whole[len(same):]!r:.60}. Would "
+            f"work: a prompt that is its own text up to {before[-30:]!r}, with a completion.")
+    if opened := before[len(same):]:
+        raise SettingsError(
+            f"the chat template begins a turn with {opened!r:.80} where the model is asked, and "
+            f"{said!r:.80} does not. Would work: {opened + said!r:.80}.")
+
+
+def without_space(text: str) -> str:
+    """Templates trim words, and put lines between them."""
+    return "".join(text.split())
+
+
 def up_to_end(text: str, longer: str, ends: list[str]) -> tuple[str, bool]:
-    """`longer` up to the first end after `text`, where the engine stops; whether there is none."""
+    """`longer` up to the first end after `text`, where the engine stops; whether there is none. The
+    words hold none: Marks.check."""
     places = [longer.find(end, len(text)) + len(end) for end in ends if end in longer[len(text):]]
     return longer[:min(places, default=None)], not places
 
@@ -160,10 +184,6 @@ def up_to_end(text: str, longer: str, ends: list[str]) -> tuple[str, bool]:
 def extended(ids: list[int], text: str, longer: str, tokenizer) -> list[int]:
     """The ids of `longer`, which begin with `ids`, those of `text`. Where a tokenizer would join
     tokens over the end of `text`, the rest has ids of its own, as in a rollout."""
-    if not longer.startswith(text):
-        raise SettingsError(
-            "the chat template rewrites what comes before a message. Would work: one row for each "
-            "turn of the assistant, or a template that leaves earlier turns as they are.")
     whole = tokenizer(longer, add_special_tokens=False)["input_ids"]
     if whole[:len(ids)] == ids:
         return whole

@@ -1,7 +1,7 @@
 """teacher.py: for distill.py: a teacher beside the policy, and the prompts of --teacher_prompt."""
 from dataclasses import replace
 
-from data import DataArgs, Row, make_row, marks
+from data import DataArgs, Row, make_row, marks_of
 from errors import SettingsError
 from trainer.batch import Batch
 from trainer.logprobs import Teacher
@@ -20,12 +20,12 @@ def beside(teacher, micro, temperature: float, kind: str) -> Teacher | None:
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
     """The prompt of each row for the teacher. It must not be shorter than the row's own:
     micro-batches are cut by it."""
-    args, (controls, _) = replace(args, prompt_template=template), marks(tokenizer)
+    args, marks = replace(args, prompt_template=template), marks_of(tokenizer)
     for row in rows:
         try:
-            made = make_row(row.index, row.columns, row.source, tokenizer, controls, args,
+            made = make_row(row.index, row.columns, row.source, tokenizer, marks, args,
                             flag="--teacher_prompt")
-        except ValueError as error:  # half a surrogate pair
+        except (SettingsError, ValueError) as error:
             raise SettingsError(f"--teacher_prompt, row {row.index}: {error}") from None
         if made is None:
             raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")

@@ -8,19 +8,20 @@ Ids are only appended: what was sampled is never decoded and encoded again. See 
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 
-from data import Prompt, Row, ids_after, marks, reader, texts_of
+from data import Prompt, Row, ids_after, marks_of, reader, texts_of
 from errors import Count, SettingsError
 from rewards import Answer, Pool, check_rows, report
 from rollout import Request
 from scoring.replies import Move
 from trainer.batch import Completion
 
-WORDS = "<think>\nt\n</think>\n\nyes"  # of a turn; some templates drop the first part later
+WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
 
 @dataclass
@@ -38,8 +39,6 @@ class TurnArgs:
         if self.reply and plan.shape and plan.shape.tower:
             yield ("--reply is for models that read text alone: --model sees pictures, and answers "
                    "in one turn.")
-        if self.reply == "":
-            yield "--reply must be FILE.py:FUNCTION or FILE.py:CLASS (got an empty text)."
 
 
 def said(text: str) -> dict:
@@ -57,7 +56,7 @@ class Bridge:
 
     def __post_init__(self):
         self.read = reader(self.tokenizer, self.eos_ids)
-        self.ends = marks(self.tokenizer)[1]
+        self.marks = marks_of(self.tokenizer, self.eos_ids)
 
     def render(self, messages: list[dict], goes_on: bool) -> str:
         """A chat of a question and these messages. goes_on: the model's turn is next."""
@@ -73,32 +72,34 @@ class Bridge:
                                 f"{roles} ({error}).") from None
 
     def text(self, messages: list[dict]) -> str:
-        """What the template writes from the model's words to its next ones. Where the user answers
-        "z", ChatML writes start, WORDS, and the text:
-
-            <|im_start|>user\\nx<|im_end|>\\n<|im_start|>assistant\\n
-            <think>\\nt\\n</think>\\n\\nyes
-            <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n
-
-        SettingsError if it refuses the messages, or writes the model's turn in another way.
+        """What the template writes from the model's words to its next ones: in ChatML
+        <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n. Where it opens a
+        turn with <think> (QwQ), the model's words are what follows. SettingsError if it refuses the
+        messages, or writes the model's turn in another way.
         """
         if not self.tokenizer.chat_template:  # as in data.render
             return "\n\n".join(["", *(m["content"] for m in messages), ""])
-        roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
-        start = self.render([], True).rstrip()
-        after, before = self.render([said(WORDS), *messages], True), start + WORDS
-        after = start + after[len(start):].lstrip()  # the model may begin with a space
-        if not after.startswith(before):
-            raise SettingsError(f"--reply: the chat template rewrites earlier turns before a "
-                                f"message of role {roles}.")
-        return after[len(before):]
+        start = self.render([], True)
+        header = self.render([said("QX7"), *messages], True).partition("QX7")[0]
+        opened = start[len(commonprefix([start, header])):]
+        words = WORDS.removeprefix(opened)
+        whole, start = self.render([said(opened + words), *messages], True), start.rstrip()
+        after = whole[len(start):].lstrip()  # the model may begin with a space
+        if not (whole.startswith(start) and after.startswith(words.lstrip())):
+            roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
+            raise SettingsError(
+                f"--reply: before a message of role {roles} the chat template rewrites the model's "
+                f"turn {opened + words!r}: it writes {whole[len(commonprefix([whole, start])):]!r}."
+                " Would work: a model whose chat template keeps earlier turns as they were said.")
+        return after[len(words.lstrip()):]
 
     def ids(self, last: int, messages: list[dict]) -> list[int]:
         """To append to a turn whose last id is `last`. Its end is not doubled."""
+        self.marks.check(messages)
         text = self.text(messages)
         found, ends = ids_after(text, self.tokenizer), texts_of([last], self.tokenizer)
         # Else a --stop string ended it, or another end.
-        if ends and ends == self.ends and text.lstrip().startswith(ends[0]):
+        if ends and ends == self.marks.end and text.lstrip().startswith(ends[0]):
             found = found[found.index(last) + 1:]
         if max(found) >= self.vocab:  # it would break the engine
             raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
@@ -113,8 +114,10 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
         pool.wait()
         check_rows(pool.needs, rows, "reply")
     rewards = [reward.partition(":")[0] for reward in args.reward]
-    if "environment" in rewards and "reward" not in pool.methods:
-        raise SettingsError(f"--reward environment needs a class with reward() in --reply {spec}.")
+    needy = {"environment", "turns"} & {*rewards}
+    if needy and "reward" not in pool.methods:
+        raise SettingsError(
+            f"--reward {min(needy)} needs a class with reward() in --reply {spec}.")
     if not tokenizer:
         return None
     bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
@@ -136,20 +139,20 @@ class Episode:
     completion: Completion
     seed: int
     seen: list[int] = field(default_factory=list)  # how many turns there were at each reply
-    worth: float = 0.0  # what its environment has paid so far
+    worth: float = 0.0  # the reward of its environment so far
 
-    def asked(self, over: bool, grows: bool) -> Move:
+    def asked(self, over: bool, pays: bool) -> Move:
         """What a worker is asked: its reply, or the reward of an environment."""
         row, turns = self.row, self.completion.turns
         columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
-        return Move(columns, self.seed, turns, self.seen, over, grows, turns[-1]["content"])
+        return Move(columns, self.seed, turns, self.seen, over, pays, turns[-1]["content"])
 
 
 class Reply(NamedTuple):
     """How an episode was answered."""
     value: list[dict] | float | None  # messages, or of an episode that is over its reward
     ids: list[int]  # of the messages, to append
-    paid: float | None  # for the turn; by an environment that has reward(): for all so far
+    worth: float | None  # the reward so far, where turns are paid
     error: str | None  # None: nothing failed
 
 
@@ -162,9 +165,8 @@ class Episodes:
         self.workers = Pool([args.turn_args.reply], args.reward_args, "reply")
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
-        # Does --reward count what turns are paid, and is it what reward() grows by?
-        self.counted = "turns" in [spec.partition(":")[0] for spec in args.reward]
-        self.grows = self.counted and "reward" in self.workers.methods
+        # --reward turns: a turn is paid what reward() grows by.
+        self.pays = "turns" in [spec.partition(":")[0] for spec in args.reward]
         self.told = False  # that no reply fits
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
@@ -184,10 +186,10 @@ class Episodes:
                 it.completion.turns.append(message)
             running = [it for it in running if not it.completion.truncated]
             last = turn == self.max_turns
-            if not running or (last and not (self.stateful or self.counted)):
+            if not running or (last and not self.stateful):
                 break
             replies = self.reply(running)
-            if last:  # it is only seen and paid
+            if last:  # it is only seen
                 break
             answered = sum(bool(reply.value) for reply in replies)
             running = [it for it, reply in zip(running, replies, strict=True)
@@ -214,43 +216,40 @@ class Episodes:
 
     def read(self, turns: list[Completion]) -> list[dict]:
         """The messages of these turns. Each rank decodes its share. A collective."""
-        mine, pay = self.world.mine(turns), {"paid": 0.0} if self.counted else {}
+        mine, pay = self.world.mine(turns), {"paid": 0.0} if self.pays else {}
         return self.world.gather([said(self.bridge.read(c.ids)) | pay for c in mine])
 
     def reply(self, episodes: list[Episode], over: bool = False) -> list[Reply]:
         """For each its messages, or if it is over its reward. A rank answers the same episodes in
         each turn: it has their environments. A collective."""
         mine = [it for it in episodes if it.number in self.mine]
-        answers = self.workers.ask([it.asked(over, self.grows) for it in mine],
+        answers = self.workers.ask([it.asked(over, self.pays) for it in mine],
                                    homes=[it.number for it in mine])
         replies = self.world.gather([self.reply_of(it.completion, answer, over)
                                      for it, answer in zip(mine, answers, strict=True)])
         for it, reply in zip(episodes, replies, strict=True):
             it.seen.append(len(it.completion.turns))
             it.completion.failed = bool(reply.error)
-            if self.counted:
-                it.completion.turns[-1]["paid"] += (reply.paid or 0.0) - it.worth
-                it.worth = (reply.paid or 0.0) if self.grows else 0.0
-            elif reply.paid is not None:
-                raise SettingsError("--reply pays for turns, and no --reward counts it. Would work:"
-                                    " --reward turns; turns:0 only measures it.")
+            if self.pays and reply.worth is not None:
+                it.completion.turns[-1]["paid"] += reply.worth - it.worth
+                it.worth = reply.worth
         errors = [reply.error for reply in replies]
         report(self.workers, self.log, errors, len(errors))
         return replies
 
     def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
-        """What a worker answered, with the ids of its messages, which lose their `reward`."""
-        value, ids, paid = answer.values[0], [], None
+        """What a worker answered, with the ids of its messages. The first one has the `reward` so
+        far, and loses it."""
+        value, ids, worth = answer.values[0], [], None
         try:
-            if over and self.grows:
-                paid = value
-            elif value and not over:
-                pays = [m.pop("reward", None) for m in value]
-                paid = None if pays.count(None) == len(pays) else sum(p or 0.0 for p in pays)
+            if over:
+                worth = value
+            elif value:
+                worth = value[0].pop("reward", None)
                 ids = self.bridge.ids(int(c.ids[-1]), value)
         except SettingsError as error:
             return Reply(None, [], None, str(error))
-        return Reply(value, ids, paid, answer.error)
+        return Reply(value, ids, worth, answer.error)
 
     def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
         """Appends a reply, if the episode goes on and a token has room after it."""

@@ -15,12 +15,20 @@ FOLDER, DIGITS = Path("runs/doors"), "0123456789"
 PRIZE, LATE = "7", 32  # LATE: digits of the second turn
 
 
-def reply(row, turns):
-    """Pays for the first turn. The second one ends the game."""
-    if len(turns) > 1:
-        return None
-    paid = float(turns[0]["content"].strip() == row["answer"])
-    return [{"role": "user", "content": "more", "reward": paid}]
+class Doors:
+    def __init__(self, row, seed):
+        self.answer, self.won = row["answer"], 0.0
+
+    def reply(self, turns):
+        """The second turn ends the game."""
+        if len(turns) > 1:
+            return None
+        self.won = float(turns[0]["content"].strip() == self.answer)
+        return "more"
+
+    def reward(self):
+        """It grows in the first turn alone."""
+        return self.won
 
 
 def main():

@@ -27,4 +27,4 @@ def test():
             f"({found.tolist()})")
 
 
-# In the project: `highest <= lowest` in losses.py.
+# In the project: `equal(highest, lowest)` in losses.py.

@@ -7,7 +7,6 @@
 No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
 what you wrote.
 """
-import ast
 import hashlib
 import json
 import os
@@ -31,17 +30,9 @@ from trainer import lora
 from trainer.model import Policy, Trained, compute_dtype
 from trainer.model_files import FILES, config_of, names_in_files, weight_files
 
-# What another value means for a resumed run. Any setting that is in neither is taken over and said.
-FIXED = frozenset("""batch carry data dtype freeze_router group lora_alpha lora_rank lora_targets
-    max_image_tokens max_prompt_tokens min_image_tokens model model_files precision
-    prompt_template reply rows script seed source system teacher teacher_files teacher_prompt
-    train_vision""".split())  # refused: it would be another run
-SAME_UPDATE = frozenset("""checkpointing cpu_offload critic_score_tokens critic_update_tokens eager
-    eval_data eval_every eval_only eval_pass eval_samples eval_temperature export gpu_gb head_chunk
-    gpu_memory_utilization keep kv_cache_gb lora_sync max_gap max_num_seqs name offload plan ranks
-    report resume reward_retries reward_timeout reward_workers samples_every save_every score_tokens
-    shard_size sleep_level strict target_eval target_reward timeout tp try_worst_case update_tokens
-    wandb""".split())  # free: it changes memory, speed, or what is shown and written
+# A resume with another one would be another run. Any other setting is taken over and said.
+FIXED = frozenset("""carry dtype freeze_router group lora_alpha lora_rank lora_targets model_files
+    precision rows script seed teacher_files train_vision""".split())
 
 
 class Saved(NamedTuple):
@@ -127,19 +118,6 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
     return goes_on
 
 
-def check_room(folder: Path, args, size: float):
-    """SettingsError if the disk does not hold --keep checkpoints of `size` bytes, and the next."""
-    every, keep = plan.save_every(args), args.run_args.keep
-    there = sum(path.stat().st_size for path in folder.glob("checkpoints/*/*"))
-    disk = next(path for path in folder.resolve().parents if path.exists())
-    room = there + shutil.disk_usage(disk).free
-    if every and size * (keep + 1) > room:
-        works = f"--keep {int(room / size) - 1}" if room >= 2 * size else "--save_every 0"
-        raise SettingsError(
-            f"--keep {keep} needs {size * (keep + 1) / 1e9:.1f} GB for {keep} checkpoints and one "
-            f"that is written; {disk} has {room / 1e9:.1f} GB. Would work: {works}.")
-
-
 def find(folder: Path, world: World) -> Saved | None:
     """The newest one. A collective."""
     numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them
@@ -165,14 +143,14 @@ def check(saved: Saved, settings: dict, flags=()) -> Saved:
                             f"Would work: those of before, or another --name.")
     return saved._replace(changed=[
         f"resumed with {'--' if name in flags else ''}{name} {now[name]} (was {was[name]}) from "
-        f"step {saved.state['step'] + 1} on" for name in changed if name not in SAME_UPDATE])
+        f"step {saved.state['step'] + 1} on" for name in changed])
 
 
 # ---- what a run is made of ----
 
 def facts(args, inputs, world: World) -> dict:
     """Beside the flags, the same on all ranks."""
-    return {"script": args.script, "source": Path(inputs.source).name, "rows": len(inputs.rows),
+    return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
             "teacher_files": digest_of_files(inputs.teacher),
             "precision": str(compute_dtype(args.model_args, world.device)),
@@ -216,18 +194,8 @@ def code_digests(flags: dict) -> dict[str, str]:
             file, is_file, _ = str(spec).rpartition(".py:")
             for path in Path(f"{file}.py"), ROOT / f"{file}.py":
                 if is_file and path.is_file():
-                    found.setdefault(f"code of --{flag} {spec}", digest_of_code(path))
+                    found.setdefault(f"code of --{flag} {spec}", sampled(path))
     return found
-
-
-def digest_of_code(path: Path) -> str:
-    """Of a Python file, without comments and docstrings."""
-    tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(getattr(node, "body", None), list):
-            node.body = [line for line in node.body if not (
-                isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
-    return digest(ast.dump(tree))
 
 
 def load(saved: Saved, world: World, trained: dict[str, Trained]):

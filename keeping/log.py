@@ -10,7 +10,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -21,27 +21,20 @@ import torch
 from dist import World, peak_memory
 from errors import SettingsError
 from keeping.files import as_lines, read, write_whole, writing
-from preflight.plan import count
 
 LINE = {  # what is printed of a step
     "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
     "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
     "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
     "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
-HINTS = [  # (after how many steps in a row, of which metric at least how much, what is said)
-    (1, "rollout/truncated_frac", 0.95, "hardly a completion ended: they reached --max_tokens, or "
-     "the model does not know its end token"),
-    (3, "batch/groups_equal", 1, "the rewards inside every group were equal: nothing to prefer. "
-     "tools/samples.py shows them")]
 BAD_STEPS = 3  # in a row without a finite gradient: the run ends
 
 
 # ---- files ----
 
-def choose_folder(args) -> Path:
+def choose_folder(args, now: datetime) -> Path:
     """runs/NAME of a run that is new, unfinished or asked for more steps."""
-    default = f"{Path(args.script).stem}-%Y%m%d-%H%M%S"
-    folder = Path("runs", args.name or time.strftime(default))
+    folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
     if not args.run_args.resume and (folder / "args.json").exists():
         raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
     done = finished_steps(folder)
@@ -51,11 +44,11 @@ def choose_folder(args) -> Path:
     return folder
 
 
-def began(folder: Path | None) -> str:
+def began(folder: Path | None, now: datetime) -> str:
     """When the run in `folder` began for the first time: chat templates may write the date."""
     path = Path(folder or "", "args.json")
     kept = read(path).get("began") if folder and path.exists() else None
-    return kept or datetime.now().isoformat(" ", "seconds")
+    return kept or now.isoformat(" ", "seconds")
 
 
 def finished_steps(folder: Path) -> int:
@@ -117,7 +110,6 @@ class Log:
         self.folder, self.world, self.steps, self.project = folder, world, steps, project
         self.bad_steps, self.writing = 0, world.rank == 0
         self.rows: list[dict] = []  # of metrics.jsonl
-        self.lasting = Counter()  # of each hint: for how many steps it has been so
         self.times = defaultdict(float)  # of this step
         self.wandb = None
 
@@ -169,13 +161,15 @@ class Log:
     # ---- Weights & Biases ----
 
     def open_wandb(self, args: dict):
-        """Without a key the run is recorded offline."""
+        """Without a key the run is recorded offline. A name used again is another run there."""
+        began = "".join(filter(str.isdigit, args["began"]))
         with self.wandb_may_fail():
             import wandb
             known = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
             self.wandb = wandb.init(
-                project=self.project, name=self.folder.name, id=self.folder.name, resume="allow",
-                dir=self.folder, config=args, mode=None if known else "offline")
+                project=self.project, name=self.folder.name, resume="allow",
+                id=f"{self.folder.name}-{began}", dir=self.folder, config=args,
+                mode=None if known else "offline")
 
     def write_wandb(self, row: dict):
         """Of an evaluation only eval/: its times would replace the step's."""
@@ -229,8 +223,6 @@ class Log:
         if self.wandb:
             self.write_wandb(row)
         self.say(evaluation_line(row) if is_evaluation(row) else self.step_line(row))
-        if not is_evaluation(row):
-            self.hints(row)
 
     def step_line(self, row: dict) -> str:
         """What the screen shows of a step."""
@@ -244,15 +236,6 @@ class Log:
         if times and row["step"] < self.steps:
             shown.append(f"{duration(statistics.median(times) * (self.steps - row['step']))} left")
         return "  ".join([f"step {at}", *shown])
-
-    def hints(self, row: dict):
-        """Says what should not stay so: when it begins, and every tenth step."""
-        for patience, metric, least, text in HINTS:
-            self.lasting[metric] += 1
-            if row.get(metric, 0) < least:
-                self.lasting[metric] = 0
-            elif self.lasting[metric] == patience or self.lasting[metric] % 10 == 0:
-                self.say(f"  {count(self.lasting[metric], 'step')} in a row {text}.")
 
     def watch(self, metrics: dict):
         """Counts the steps in a row that had a gradient that is not finite. RuntimeError after

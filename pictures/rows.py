@@ -28,7 +28,7 @@ def parts_of(text: str) -> list[dict]:
             for part in re.split(f"({MARK})", text) if part]
 
 
-def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str], args, *,
+def make_row(index: int, columns: dict, name: str, tokenizer, marks, args, *,
              make, eyes, folder: Path) -> Row | None:
     """In the place of `make`, data.make_row or that of targets.py. folder: of the data."""
     sources = tuple(source_of(value, folder) for value in values_of(columns))
@@ -36,7 +36,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, controls: list[str
     columns |= {column: marked(column, columns[column], len(sources))
                 for column in (*CHATS, *PROMPTS) if isinstance(columns.get(column), str | list)}
     asks = re.search("""['"]image['"]""", str(tokenizer.chat_template))  # for them apart
-    row = make(index, columns, name, tokenizer, controls, args, parts=parts_of if asks else None)
+    row = make(index, columns, name, tokenizer, marks, args, parts=parts_of if asks else None)
     if row:
         place(row, sources, eyes)
     return row

@@ -1,4 +1,4 @@
-"""Will this run work? Read plan.py, shape.py, memory.py, inputs.py: all before the weights load.
+"""Will this run work? Read plan.py, memory.py, inputs.py: all before the weights load.
 
-floor.py: the least time of a step. This room may import chats and all below it.
+This room may import chats and all below it.
 """

@@ -1,10 +1,12 @@
 """inputs.py: all that can be known from flags and files, before any weight is loaded."""
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -18,21 +20,16 @@ from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
 from pictures import rows as pictured
 from pictures.seeing import FAMILIES, sees
-from preflight import floor, memory
-from preflight.memory import Memory
+from preflight.memory import GIB, Memory, Shape, shape_from
 from preflight.plan import Plan, problems
-from preflight.shape import Shape, shape_from, shape_of
 from rollout import HELD
 from trainer import experts, model, model_files
-
-TIMES = """-d -e -m -H -I -y -j a A b B c C d D e F G h H I j k l m M p S T u U V w W x X y Y Z
-    z""".split()  # of strftime
 
 
 @dataclass
 class Inputs:
     """What a run works with."""
-    source: str | None  # the model's folder; None: it is not here, and so is no tokenizer
+    source: str  # the model's folder
     tokenizer: object
     shape: Shape
     teacher: str | None  # the folder of --teacher
@@ -58,25 +55,13 @@ class Inputs:
                 "mm_processor_kwargs": {"size": self.eyes.size}}
 
 
-class NoTokenizer:
-    """In the place of a model's that is not here: rows are read, and have no tokens."""
-    added_tokens_decoder, chat_template = {}, ""
-    bos_token = eos_token = eos_token_id = None
-
-    def __call__(self, text, **options):
-        return {"input_ids": []}
-
-    def apply_chat_template(self, messages, **options):
-        """No text."""
-        return ""
-
-
 def show_plan(args) -> int:
-    """--plan, without torchrun, GPU or weights. It fetches no model. Exit status 1: no fit."""
-    found = read_files(args, args.plan_args.ranks)
-    planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * memory.GIB)
-    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
-    print(found.plan.text(), floor.text(planned), sep="\n")
+    """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
+    with TemporaryDirectory() as sketches:
+        found = read_files(args, args.plan_args.ranks, sketches=sketches)
+    planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    found.plan.memory = planned
+    print(found.plan.text())
     return int(found.shape.fused and not planned.fits)
 
 
@@ -87,28 +72,28 @@ def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> 
     return found
 
 
-def read_files(args, ranks: int, local_size: int | None = None,
-               began: str | None = None) -> Inputs:
+def read_files(args, ranks: int, local_size: int | None = None, began: str | None = None,
+               sketches: str | None = None) -> Inputs:
     """Checks the flags, reads the model and the rows, and checks them together. SettingsError: all
     mistakes of the flags; or the first file that is broken; or all that does not fit together.
 
     local_size: ranks of this machine; None: not known. began: the time for chat templates that ask
-    for it; None: now.
+    for it; None: now. sketches: see find_model.
     """
     needs, notes = check_flags(args, ranks, local_size), []
-    files = load_model(args, notes, began)
+    files = load_model(args, notes, began, sketches)
     shape, teacher, eyes = files.shape, None, None
     args.choose_rates(shape.params)
     if args.teacher:
-        teacher, of_teacher = find_teacher(args, files)
+        teacher, of_teacher = find_teacher(args, files, notes, sketches)
         shape = replace(shape, teacher=of_teacher)
-    if files.lm and sees(files.lm.config):
+    if sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, teacher)
 
     rows = load_rows(args, "data", args.seed, files, eyes, notes)
     eval_rows = load_rows(args, "eval_data", 0, files, eyes, notes)  # for any --seed
     everything = rows + eval_rows
-    if args.teacher_prompt and files.folder:
+    if args.teacher_prompt:
         add_teacher_prompts(rows, files.tokenizer, args.data_args, args.teacher_prompt)
     rewards.check_rows(
         needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
@@ -116,8 +101,7 @@ def read_files(args, ranks: int, local_size: int | None = None,
 
     counts = ranks, len(rows), len(eval_rows), shape, local_size
     mistakes = Mistakes(problems(args, *counts))
-    if files.lm:
-        mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
+    mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
                   Plan(args, *counts), eyes=eyes, ends=files.ends)
@@ -137,12 +121,11 @@ def check_flags(args, ranks: int, local_size: int | None) -> list:
 # ---- the model ----
 
 class ModelFiles(NamedTuple):
-    """What the files of --model say. Without a folder (--plan, and the model is not here) only its
-    sizes are known."""
+    """What the files of --model say."""
     shape: Shape
-    tokenizer: object = NoTokenizer()
-    folder: str | None = None
-    lm: object = None  # model.skeleton
+    tokenizer: object
+    folder: str
+    lm: object  # model.skeleton
     ends: list[int] = []  # ids that end a completion
 
     @property
@@ -151,18 +134,24 @@ class ModelFiles(NamedTuple):
         return self.lm.config.get_text_config().vocab_size
 
 
-def load_model(args, notes: list[str], began: str | None = None) -> ModelFiles:
-    """It may add a sentence to `notes`. began: see read_files."""
-    folder = find_model(args.model, make=not args.plan_args.plan)
-    if folder is None:
-        return ModelFiles(planned_shape(args.model))
-    lm = model.skeleton(folder)
-    model_files.names_in_files(lm, folder)
-    tokenizer = load_tokenizer(args.model, folder)
+def load_model(args, notes: list[str], began: str | None = None,
+               sketches: str | None = None) -> ModelFiles:
+    """--model. It may add a sentence to `notes`. began, sketches: see read_files."""
+    folder, lm, tokenizer = open_model(args.model, "model", notes, sketches)
     tokenizer.chat_template = dated(tokenizer.chat_template, began)
     found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
     ends = check_ends(args, eos_ids(folder, tokenizer), found.vocab, notes)
     return found._replace(ends=ends)
+
+
+def open_model(name: str, flag: str, notes: list[str], sketches: str | None = None):
+    """The value of --model or --teacher → (its folder, the model without weights, tokenizer)."""
+    folder = find_model(name, flag, sketches)
+    lm = model.skeleton(folder, flag=flag)
+    if not sketches or Path(name).is_dir():
+        model_files.names_in_files(lm, folder, flag)
+        notes += model_files.unread(folder, flag)
+    return folder, lm, load_tokenizer(name, folder, flag)
 
 
 def is_tiny(name: str) -> bool:
@@ -170,11 +159,11 @@ def is_tiny(name: str) -> bool:
     return name.partition(":")[0] == "tiny"
 
 
-def find_model(name: str, make: bool = False, flag: str = "model") -> str | None:
-    """The value of --model or --teacher → its folder. Where it is not here: None, or if `make`, it
-    is made or fetched."""
+def find_model(name: str, flag: str = "model", sketches: str | None = None) -> str:
+    """The value of --model or --teacher → its folder. Where it is not here, it is made or fetched.
+    sketches: with --plan, where models of tiny.py are made; then all of it comes but weights."""
     if not is_tiny(name):
-        return model_files.find(name, flag) if make or Path(name).is_dir() else None
+        return model_files.find(name, flag, weights=not sketches)
     from examples import tiny
     task = name.partition(":")[2] or "sort"
     if task not in tiny.TASKS:
@@ -183,31 +172,32 @@ def find_model(name: str, make: bool = False, flag: str = "model") -> str | None
     folder = tiny.place("runs", task)
     if Path(folder).is_dir():
         return folder
+    if sketches:
+        tokenizer = tiny.make_tokenizer()
+        lm = tiny.make_mixture(tokenizer) if task == "experts" else tiny.make_model(tokenizer)
+        for part in lm.config, lm.generation_config, tokenizer:
+            part.save_pretrained(f"{sketches}/{task}")
+        return f"{sketches}/{task}"
     try:
-        return tiny.ensure("runs", task) if make else None
+        return tiny.ensure("runs", task)
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
-def find_teacher(args, files: ModelFiles) -> tuple[str | None, Shape]:
-    """--teacher → its folder, as find_model, and its sizes. SettingsError unless it has the
-    vocabulary of the model, whose `files` these are."""
-    folder = find_model(args.teacher, not args.plan_args.plan, "teacher")
-    if not folder:
-        return None, planned_shape(args.teacher, "teacher")
-    theirs = model.skeleton(folder, flag="teacher")
-    model_files.names_in_files(theirs, folder, "teacher")
-    if not files.folder:
-        return folder, shape_from(theirs)
-    if load_tokenizer(args.teacher, folder, "teacher").get_vocab() != files.tokenizer.get_vocab():
+def find_teacher(args, files: ModelFiles, notes: list[str],
+                 sketches: str | None = None) -> tuple[str, Shape]:
+    """--teacher → its folder and sizes. SettingsError unless it has the vocabulary of the model,
+    whose `files` these are."""
+    folder, lm, tokenizer = open_model(args.teacher, "teacher", notes, sketches)
+    if tokenizer.get_vocab() != files.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
-    rows = theirs.config.get_text_config().vocab_size
+    rows = lm.config.get_text_config().vocab_size
     if args.divergence != "none" and rows != files.vocab:
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
                             f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
                             "Would work: --divergence none.")
-    return folder, shape_from(theirs)
+    return folder, shape_from(lm)
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
@@ -220,13 +210,15 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
         return found
 
 
-def dated(template: str | None, began: str | None):
-    """A chat template whose strftime_now says when the run began: on all ranks, after a resume."""
-    if not began or "strftime_now" not in (template or ""):
+def dated(template, began: str | None):
+    """A chat template that writes when the run began: on all ranks, and after a resume."""
+    if not began or not isinstance(template, str):
         return template
-    began = datetime.fromisoformat(began)
-    parts = "".join(f"|replace('%{part}', '{began.strftime('%' + part)}')" for part in TIMES)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n{template}"
+
+    def then(call) -> str:
+        return repr(datetime.fromisoformat(began).strftime(call[2]))
+
+    return re.sub(r"""strftime_now\((?:format=)?(['"])(.*?)\1\)""", then, template)
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
@@ -239,11 +231,6 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
     if not found and not args.engine_args.stop:
         notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
     return found
-
-
-def planned_shape(name: str, flag: str = "model") -> Shape:
-    """The sizes of a model that is not here: from the table of shape.py, or from the hub."""
-    return shape_of(name) or shape_from(model.skeleton(name, flag=flag))
 
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
@@ -275,6 +262,14 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
+# ---- pictures ----
+
+def folder_of(spec: str) -> Path:
+    """Of the data: paths of pictures begin there."""
+    path = Path(data.parts_of(spec)[0])
+    return path if path.is_dir() else path.parent
+
+
 def find_eyes(args, lm, source: str, teacher: str | None = None):
     """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
     limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
@@ -302,15 +297,7 @@ def find_bridge(args, files: ModelFiles, rows: list[data.Row]) -> turns.Bridge |
         return None
     if any(row.columns.get("chat_template_kwargs") for row in rows):
         raise SettingsError("rows with chat_template_kwargs take no --reply.")
-    # Without a model the function alone is tried.
-    known = (files.tokenizer, files.ends, files.vocab) if files.folder else (None, [], 0)
-    return turns.check(args, *known, rows)
-
-
-def folder_of(spec: str) -> Path:
-    """Of the data: paths of pictures begin there."""
-    path = Path(data.parts_of(spec)[0])
-    return path if path.is_dir() else path.parent
+    return turns.check(args, files.tokenizer, files.ends, files.vocab, rows)
 
 
 def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
@@ -328,8 +315,9 @@ def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
     if args.supervised:
         rows, note = targets.load(spec, files.tokenizer, args, files.ends, seed=seed, make=make)
     else:
-        rows, note = data.load(spec, files.tokenizer, args.data_args, seed=seed, make=make)
-    if files.folder and not eyes and any(pictured.values_of(row.columns) for row in rows):
+        rows, note = data.load(
+            spec, files.tokenizer, args.data_args, seed=seed, make=make, eos_ids=files.ends)
+    if not eyes and any(pictured.values_of(row.columns) for row in rows):
         raise SettingsError(
             f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
             f"model of type {', '.join(FAMILIES)}, or rows without image and images.")
@@ -342,15 +330,13 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
 
     card: bytes of this rank's GPU; None: it has none.
     """
-    args, shape = found.plan.args, found.shape
-    if not card:
-        found.plan.free = free_bytes() / local_size
-    planned = Memory(found.plan, shape, card)
-    found.plan.memory, found.plan.checkpoint = planned.text(), planned.checkpoint
+    args, free = found.plan.args, 0.0 if card else free_bytes() / local_size
+    planned = Memory(found.plan, found.shape, card, free)
+    found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache
     # On a GPU the plan is an estimate, and without fused attention there is none.
-    if shape.fused and not card and not planned.fits:
+    if found.shape.fused and not card and not planned.fits:
         raise SettingsError(f"this run {planned.sentence()}.")
 
 

@@ -1,13 +1,17 @@
-"""memory.py: does a run fit? A plain formula for each part of the memory of one GPU.
+"""memory.py: does a run fit? The sizes of a model, and the memory of one GPU by plain formulas.
 
-docs/use/memory_and_machines.md has them in words. Each is an upper bound. The bytes of a number: c
-as it is computed, m in a trained weight (float32). R ranks share the weights. card: the
-bytes of a GPU, or None.
+docs/use/memory_and_machines.md has the formulas in words. Each is an upper bound. In all of them a
+number that is computed has c bytes, and one that is trained has m.
 """
-from preflight.plan import Phase, Plan, ceil_div
-from preflight.shape import Shape
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from pictures import seeing
+from preflight.plan import Phase, Plan, ceil_div, changed, flags
 from rollout import HELD, engine_limits
+from trainer import experts
 from trainer.model import HEAD_LOGITS
+from trainer.packing import EVEN
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
@@ -15,61 +19,148 @@ GRAPHS = 1.0 * GIB  # of the engine
 CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
 TEACHER_HEAD = 6  # more of them for --divergence
-SMALLER = {  # the two flags that make a part smaller
-    "set aside": "--ranks and --gpu_gb (more or larger GPUs)",
-    "weights": "--offload params and --lora_rank", "gradients": "--lora_rank and --cpu_offload",
-    "moments": "--offload optimizer and --lora_rank", "critic": "--lora_rank and --cpu_offload",
-    "reference": "--offload reference and --lora_rank",
-    "micro-batch": "--checkpointing and a smaller --update_tokens (or --score_tokens)",
-    "logits": "a smaller --head_chunk and a smaller --update_tokens",
-    "engine": "a smaller --gpu_memory_utilization (or --kv_cache_gb) and --tp"}
 
+
+# ---- a model ----
+
+@dataclass
+class Shape:
+    """The sizes of a model. Its parameters are counted on the model itself."""
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer: int  # parameters of a layer
+    root: int  # of the rest: embedding, head, last norm
+    params: int  # all
+    fused: bool  # attention; else its memory grows with length²
+    linears: dict  # {name: in + out} of the linear layers of a layer
+    mixture: experts.Sizes | None = None  # of experts
+    tower: seeing.Tower | None = None  # of a model that sees
+    state: int = 0  # columns of the values of a layer with a state (Qwen3.5)
+    teacher: "Shape | None" = None  # of --teacher
+
+    def adapter(self, lora) -> int:
+        """Parameters of LoRA's adapters. 0: all weights are trained."""
+        layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
+        return lora.lora_rank * self.layers * layer
+
+    def layer_bytes(self, c: int, keys: int) -> float:
+        """What a layer keeps for backward, per token. keys: copies of a token's keys and values
+        (plan.Phase)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
+        attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
+        mlp = 4 * c * self.wide
+        if self.state:  # packing.put_in_rows
+            mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
+        return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
+
+    @property
+    def wide(self) -> int:
+        """Columns of the MLP that a token uses."""
+        return self.intermediate * (self.mixture.used if self.mixture else 1)
+
+
+def shape_from(lm) -> Shape:
+    """A model's shape, with or without its weights."""
+    c, text, tower = lm.config.get_text_config(), seeing.text_of(lm), seeing.tower_sizes(lm)
+    layers, params = Counter(), sum(p.numel() for p in lm.parameters())
+    for name, p in text.named_parameters():
+        layers[next((part for part in name.split(".") if part.isdigit()), "")] += p.numel()
+    del layers[""]  # of no layer
+    linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
+    linears = {name.rpartition(".")[2]: m.in_features + m.out_features
+               for name, m in linear.items() if ".0." in name}
+    heads, mixture = c.num_attention_heads, experts.sizes(lm)
+    inner = mixture.inner if mixture else max(  # layers may differ: Gemma 4
+        (m.in_features for name, m in linear.items() if "mlp" in name
+         and m.in_features != c.hidden_size), default=getattr(c, "intermediate_size", None))
+    return Shape(
+        hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
+        intermediate=inner or 4 * c.hidden_size,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
+                     default=c.hidden_size // heads),
+        layer=max(layers.values()), params=params, linears=linears, mixture=mixture, tower=tower,
+        root=params - layers.total() - (tower.sharded if tower else 0),
+        state=max((m.value_dim for m in text.modules() if hasattr(m, "value_dim")), default=0),
+        fused=not getattr(c, "attn_logit_softcapping", None))
+
+
+# ---- a GPU ----
 
 class Memory:
-    """parts: {part: (bytes in the rollout, bytes in training)} of one GPU."""
+    """The memory of one GPU. Without a GPU: that of one rank of this machine.
 
-    def __init__(self, plan: Plan, shape: Shape, card: float | None):
-        self.plan, self.args, self.shape, self.card = plan, plan.args, shape, card
-        args, model = plan.args, plan.args.model_args
+    card: bytes of the GPU; None: there is none. free: bytes that a rank may use without one.
+    parts: {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both.
+    cache: bytes of the engine's cache, which holds so many of the longest sequences: `holds`.
+    """
+
+    def __init__(self, plan: Plan, shape: Shape, card: float | None, free: float = 0.0):
+        self.plan, self.args, self.shape = plan, plan.args, shape
+        self.card, self.room = card, card or free
+        model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        self.ranks = model.shard_size or plan.ranks
+        self.ranks = model.shard_size or plan.ranks  # that share the weights
         if shape.mixture:  # a rank has whole experts
             self.ranks = shape.mixture.experts / ceil_div(shape.mixture.experts, self.ranks)
         if card and model.cpu_offload:
             self.ranks = float("inf")
-        self.adapter = shape.adapter(args.lora_args)
-        trained, weights = shape.params, self.m * shape.params
+        self.adapter = shape.adapter(self.args.lora_args)
+        self.cache = self.holds = 0.0
+        self.parts = {"set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
+                      **self.models(), **self.passes(),
+                      "engine": self.engine() if self.args.needs_engine else (0.0, 0.0)}
+        self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
+        cached = self.holds > 0 or not self.args.needs_engine
+        self.fits = max(self.sums) <= 0.97 * self.room and cached
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the policy that are trained."""
+        if self.args.eval_args.eval_only:
+            return 0
+        tower = self.shape.tower
+        frozen = tower.params if tower and not self.args.optimizer_args.train_vision else 0
+        return self.adapter or self.shape.params - frozen
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of one checkpoint: weights and moments."""
+        return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
+
+    def models(self) -> dict[str, tuple[float, float]]:
+        """Weights, and what their training keeps."""
+        args, shape, weights = self.args, self.shape, self.m * self.shape.params
         if self.adapter:
-            trained, weights = self.adapter, self.c * shape.params + self.m * self.adapter
-        elif shape.tower and not args.optimizer_args.train_vision:
-            trained -= shape.tower.params
-        weights, gradients = weights / self.ranks, self.m * trained / self.ranks
-        self.checkpoint = 3 * self.m * trained * (2 if args.critic_args else 1)  # bytes
+            weights = self.c * shape.params + self.m * self.adapter
+        weights, gradients = weights / self.ranks, self.m * self.trained / self.ranks
         critic = reference = 0.0
         if args.critic_args:  # it has all of these too
             critic = weights + 3 * gradients
         if args.needs_reference and (args.teacher or not self.adapter):  # else it is the policy
             reference = self.c * (shape.teacher or shape).params / self.ranks
-        away = model.offload if card else ()  # without a GPU there is one memory
+        away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference
-        passes = [self.micro_batch(phase) for phase in plan.phases(max(plan.batches))]
-        micro, logits = (max(sizes) for sizes in zip(*passes, strict=True))
-        self.cache = self.holds = 0.0
-        engine = self.engine() if args.needs_engine else (0.0, 0.0)
-        self.parts = {
-            "set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
-            "weights": (0.0 if "params" in away else weights, weights),
-            "gradients": (0.0, gradients),
-            "moments": (0.0 if "optimizer" in away else 2 * gradients, 2 * gradients),
-            "critic": (critic, critic), "reference": (reference, reference),
-            "micro-batch": (0.0, micro), "logits": (0.0, logits), "engine": engine}
-        self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
-        room = card or plan.free
-        self.fits = max(self.sums) <= 0.97 * room and (self.holds > 0 or not args.needs_engine)
+        return {"weights": (0.0 if "params" in away else weights, weights),
+                "gradients": (0.0, gradients),
+                "moments": (0.0 if "optimizer" in away else 2 * gradients, 2 * gradients),
+                "critic": (critic, critic), "reference": (reference, reference)}
+
+    def passes(self) -> dict[str, tuple[float, float]]:
+        """The largest micro-batch of a step, and the largest chunk of logits."""
+        found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
+        micro, logits = (max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
+        return {"micro-batch": (0.0, micro), "logits": (0.0, logits)}
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
-        """(layers and what FSDP gathers for them, logits) of the largest one."""
+        """Bytes of its largest one: (layers and what FSDP gathers for them, logits)."""
         c, tokens, args, critic = self.c, phase.tokens, self.args, phase.name.startswith("critic")
         update, shape, teacher = phase.name.endswith("update"), self.shape, self.shape.teacher
         if phase.name == "score" and teacher and teacher.params > shape.params:
@@ -103,8 +194,7 @@ class Memory:
         return gathered + layers, logits
 
     def engine(self) -> tuple[float, float]:
-        """While it samples, and while it sleeps. It sets `cache`, in bytes, and `holds`: how many
-        of the longest sequences are in it."""
+        """Bytes while it samples, and while it sleeps. It sets `cache` and `holds`."""
         e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
         weights = c * shape.params / e.tp
         if self.args.lora_args.in_engine(c == 2):  # else adapters are merged into the weights
@@ -132,19 +222,30 @@ class Memory:
         return awake, graphs if card and e.sleep_level else awake
 
     def sentence(self) -> str:
-        """It fits, or the largest part and what makes it smaller."""
+        """It fits, or what does not."""
         column = self.sums.index(max(self.sums))
         when, total = ("rollout", "training")[column], self.sums[column] / GIB
-        size = f"{(self.card or self.plan.free) / GIB:.3g} GiB"
-        size += " per GPU" if self.card else " free per rank"
+        whose = "per GPU" if self.card else "free per rank"
+        room = f"{self.room / GIB:.3g} GiB {'by --gpu_gb' if self.args.plan_args.plan else whose}"
         if self.fits:
-            return f"fits: {total:.1f} of {size} at most, in {when}"
+            return f"fits: {total:.1f} of {room} at most, in {when}"
         if self.args.needs_engine and not self.holds:
             return (f"does not fit: the engine's cache holds no sequence of {self.plan.longest:,} "
-                    "tokens. What makes it larger: --gpu_memory_utilization and --kv_cache_gb")
+                    "tokens. Would work: more --gpu_memory_utilization or --kv_cache_gb")
         part = max(self.parts, key=lambda name: self.parts[name][column])
-        return (f"does not fit: {total:.1f} of {size}, in {when}. The largest part is {part}, "
-                f"{self.parts[part][column] / GIB:.1f} GiB; what makes it smaller: {SMALLER[part]}")
+        return (f"does not fit: {total:.1f} of {room}, in {when}. The largest part is {part}, "
+                f"{self.parts[part][column] / GIB:.1f} GiB. {self.works()}")
+
+    def works(self) -> str:
+        """The first flags with which it fits, of those that change nothing but memory and time."""
+        least = {name: self.plan.longest for name in flags(self.args)
+                 if name.endswith(("update_tokens", "score_tokens"))}
+        for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
+            plan = replace(self.plan, args=changed(self.args, **change))
+            if Memory(plan, self.shape, self.card, self.room).fits:
+                words = " ".join(f"--{name} {value}" for name, value in change.items())
+                return f"Would work: {words.replace(' True', '')}"
+        return "What makes it smaller: docs/use/memory_and_machines.md"
 
     def text(self) -> str:
         """What the plan prints: a sentence, and the table."""
@@ -155,11 +256,9 @@ class Memory:
             for name, (a, b) in {**self.parts, "sum": self.sums}.items() if a or b}
         lines = [f"  memory     {self.sentence()}",
                  *(f"    {name:<14}{a:>10}{b:>10}" for name, (a, b) in rows.items()),
-                 f"    {self.shape.params:,} parameters"]
+                 f"    {self.shape.params:,} parameters, {self.trained:,} are trained"]
         if self.args.needs_engine:
-            lines[-1] += (f"; the engine's cache holds {self.holds:,} of the longest sequences "
-                          f"({self.plan.longest:,} tokens), and one call asks for "
-                          f"{self.plan.requests:,}")
-        if self.adapter:
-            lines.append(f"  lora       {self.adapter:,} parameters are trained")
+            lines.append(f"    the engine's cache holds {self.holds:,} of the longest sequences "
+                         f"({self.plan.longest:,} tokens); one call asks for "
+                         f"{self.plan.requests:,}")
         return "\n".join(lines)

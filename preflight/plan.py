@@ -1,4 +1,4 @@
-"""plan.py: the sizes of every part of a step, from the settings alone."""
+"""plan.py: the sizes of every part of a step, from the settings alone, and what is wrong there."""
 from dataclasses import dataclass, is_dataclass, replace
 
 from dist import KEYS, assert_divisible
@@ -97,10 +97,10 @@ class Phase:
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
-        idle = self.padding / (self.micros * self.ranks)
-        return (f"{self.rows:,} completions, {spread(self.rows, self.ranks)} a rank, in at most "
+        text = (f"{self.rows:,} completions, {spread(self.rows, self.ranks)} a rank, in at most "
                 f"{count(self.micros, 'round')} of {self.width} x {self.longest:,} tokens (budget "
-                f"{self.budget:,}); padding: {count(self.padding, 'row')} ({idle:.0%})")
+                f"{self.budget:,})")
+        return text + (f"; padding: {count(self.padding, 'row')}" if self.padding else "")
 
 
 @dataclass
@@ -108,25 +108,26 @@ class Plan:
     """The sizes of every part of a step."""
     args: object
     ranks: int
-    n_rows: int | None  # prompts in --data, if known
+    n_rows: int | None  # prompts in --data; None: not known
     n_eval: int
-    shape: object = None  # the model's sizes (shape.py), if known
+    shape: object = None  # the model's sizes (memory.Shape), if known
     local_size: int | None = None  # ranks of a machine, if known
-    free: float = 0.0  # bytes for a rank that has no GPU; 0: not known
-    memory: str = ""  # text of the memory plan
-    checkpoint: float = 0.0  # bytes; 0: not known
+    memory: object = None  # memory.Memory, if known
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
         full = min(a.batch, rows)
         last = rows % a.batch or full  # the last batch of an epoch
         self.longest = a.data_args.max_prompt_tokens + a.max_tokens
+        self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
         if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
             self.batches = [a.batch]
             self.in_flight = a.batch * (1 + a.carry_args.carry)
-        most = max(self.in_flight * a.group, self.n_eval * a.eval_args.eval_samples)
+        most = self.n_eval * a.eval_args.eval_samples
+        if not a.eval_args.eval_only:
+            most = max(most, self.in_flight * a.group)
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
 
     def too_small(self, name: str, budget: int):
@@ -138,66 +139,75 @@ class Plan:
 
     def phases(self, prompts: int) -> list[Phase]:
         """The passes over a batch. The largest of several sizes comes first."""
-        a, critic, rows = self.args, self.args.critic_args, prompts * self.args.group
+        a, critic, rows, passes = self.args, self.args.critic_args, prompts * self.args.group, []
         parts = sorted({ceil_div(rows, a.minibatches), rows // a.minibatches}, reverse=True)
-        passes = [("update", part, a.update_tokens) for part in parts]
-        if critic:
-            passes += [("critic update", part, critic.critic_update_tokens) for part in parts]
-        if a.needs_old_logprobs or a.needs_reference:
-            passes.append(("score", rows, a.score_tokens))
+        if not a.eval_args.eval_only:
+            passes += [("update", part, a.update_tokens) for part in parts]
+            if critic:
+                passes += [("critic update", part, critic.critic_update_tokens) for part in parts]
+            if a.needs_old_logprobs or a.needs_reference:
+                passes.append(("score", rows, a.score_tokens))
+            if critic:
+                passes.append(("critic score", rows, critic.critic_score_tokens))
         if a.supervised and self.n_eval:
             passes.append(("score", self.n_eval, a.score_tokens))
-        if critic:
-            passes.append(("critic score", rows, critic.critic_score_tokens))
         # Completions that share a prompt have one copy of its tokens, but each copies its keys:
         # less than group + 1 keys a token. packing.py allows no more than KEYS.
-        keys = min(KEYS, self.args.group + 1)
+        keys = min(KEYS, a.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
     def text(self, short: bool = False) -> str:
         """What --plan prints. short: without details, which are indented by four."""
-        a, prompts, tp = self.args, self.batches[0], self.args.engine_args.tp
-        n, engines = prompts * a.group, self.ranks // tp
-        steps = count(a.minibatches * a.epochs, "optimizer step")
-        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {prompts:,} prompts x "
-                 f"{a.group:,} completions = {n:,} completions and {steps} a step"]
-        if prompts < a.batch:
-            lines[0] += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
-        lines.append(f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}")
-        if self.n_rows:
-            lines.append(f"  data       {count(self.n_rows, 'prompt')}, "
-                         f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
-                         f"{count(self.batches[-1], 'prompt')} in the last")
-        if not a.supervised:
-            lines.append(f"  rollout    {n:,} completions: {count(engines, 'engine')} of "
-                         f"{count(tp, 'rank')}, {spread(n, engines)} requests each; "
-                         f"{spread(n, self.ranks)} a rank for its "
-                         f"{a.reward_args.reward_workers} reward workers")
-        if self.in_flight > prompts:
-            tokens = a.carry_args.carry_tokens
-            lines.append(f"  carry      {self.in_flight:,} prompts in flight, a step trains on "
-                         f"{prompts:,}; rounds of {tokens:,} tokens, at most "
-                         f"{ceil_div(a.max_tokens, tokens):,} for a completion")
-        lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(prompts)]
+        a, samples = self.args, self.args.eval_args.eval_samples
+        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {self.step()}"]
+        if not a.eval_args.eval_only:
+            lines += self.training()
+        lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(self.batches[0])]
         if self.n_eval and a.needs_engine:
-            samples = a.eval_args.eval_samples
-            m = self.n_eval * samples
-            lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {m:,} requests, "
-                         f"{spread(m, engines)} an engine")
-        lines += [*self.memory.splitlines(), self.saved()]
-        if short:
-            lines = [line for line in lines if not line.startswith("    ")]
-        return "\n".join(lines)
+            n = self.n_eval * samples
+            lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {n:,} requests, "
+                         f"{spread(n, self.engines)} an engine")
+        if self.memory:
+            lines += self.memory.text().splitlines()
+        lines.append(f"  saved      {self.saved()}")
+        return "\n".join(x for x in lines if not short or not x.startswith("    "))
+
+    def step(self) -> str:
+        """What one step trains on."""
+        a, prompts = self.args, self.batches[0]
+        if a.eval_args.eval_only:
+            return f"an evaluation of {count(self.n_eval, 'row')}, and no training"
+        steps = count(a.minibatches * a.epochs, "optimizer step")
+        text = (f"{prompts:,} prompts x {a.group:,} completions = {prompts * a.group:,} "
+                f"completions and {steps} a step")
+        if prompts < a.batch:
+            text += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
+        return text
+
+    def training(self):
+        """Yields lines: what is trained, on which rows, and what the engines are asked for."""
+        a, prompts = self.args, self.batches[0]
+        yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
+        if self.n_rows:
+            yield (f"  data       {count(self.n_rows, 'prompt')}, "
+                   f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
+                   f"{count(self.batches[-1], 'prompt')} in the last")
+        if not a.supervised:
+            n = prompts * a.group
+            yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
+                   f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
+        if self.in_flight > prompts:
+            yield f"  carry      {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
         """How often a run keeps a checkpoint, and how much."""
         every, keep = save_every(self.args), self.args.run_args.keep
         if self.args.eval_args.eval_only:
-            return "  saved      nothing (--eval_only)"
+            return "nothing (--eval_only)"
         if not every:
-            return "  saved      no checkpoint (--save_every 0), but after SIGTERM"
-        return (f"  saved      every {count(every, 'step')}, the newest {keep} stay: {keep} x "
-                f"{self.checkpoint / 1e9:.3g} GB in runs/")
+            return "no checkpoint (--save_every 0), but after SIGTERM"
+        size = f": {keep} x {self.memory.checkpoint / 1e9:.3g} GB in runs/" if self.memory else ""
+        return f"every {count(every, 'step')}, the newest {keep} stay{size}"
 
 
 # ---- the rules of all flags ----

@@ -93,7 +93,7 @@ TAKES = {  # positional arguments, and those by name
 class Own(NamedTuple):
     """A function of a file, or a built-in one."""
     function: Callable
-    refuses: Callable  # args -> why these settings do not fit it, or None
+    refuses: Callable | None = None  # args -> why these settings do not fit it, or None
     per: str = "completion"  # or token: what has one number of an advantage
     uses_old: bool = False  # has it a parameter old_logprobs?
 
@@ -102,7 +102,7 @@ class Own(NamedTuple):
 def own(flag: str, spec: str) -> Own:
     """What --loss or --advantage names. SettingsError if it cannot be loaded."""
     if spec in NAMES[flag]:
-        return Own(BUILT_IN[flag][spec], fits)
+        return Own(BUILT_IN[flag][spec])
     path, name = find(flag, spec)
     try:
         module = load(path)
@@ -120,7 +120,7 @@ def own(flag: str, spec: str) -> Own:
             f"{', '.join(by_name)}); **others may stand for some of the last ({error}).") from error
     if flag == "loss":
         try_loss(spec, function)
-    return Own(function, getattr(module, "refuses", fits), getattr(module, "PER", "completion"),
+    return Own(function, getattr(module, "refuses", None), getattr(module, "PER", "completion"),
                "old_logprobs" in signature.parameters)
 
 
@@ -154,10 +154,6 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
                         f"{ROOT}. Would work: {works}.")
 
 
-def fits(args) -> None:
-    """`refuses` of a file that has none."""
-
-
 def rules(args):
     """Yields a sentence for what does not fit --loss or --advantage, and for a file that has no
     such function."""
@@ -179,5 +175,5 @@ def rules(args):
         if flag == "loss" and "others" in takes:  # it names what it uses
             yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
-        if refused := one.refuses(args):
+        if refused := one.refuses and one.refuses(args):
             yield f"--{flag} {spec} {refused} Would work: --{flag} {names[0]}."

@@ -28,10 +28,10 @@ from trainer import lora, model
 
 def set_up(args) -> "Run":
     """Everything that a loop needs, in five phases. Weights load in the last."""
-    # 1. Join the other ranks. Rank 0's clock names the folder, and dates the prompts.
+    # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
-    folder = mistakes.attempt(log.choose_folder, args)
-    folder, began = world.gather([(folder, mistakes.attempt(log.began, folder))])[0]
+    folder = mistakes.attempt(log.choose_folder, args, world.began)
+    began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
     # 2. Check flags and files. Machines have their own command lines and disks: compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)
@@ -44,7 +44,6 @@ def set_up(args) -> "Run":
     versions = log.versions()
     settings = flags | facts | {"ranks": world.size} | versions
     saved = checkpoint.newest(args, world, folder, settings)
-    world.together(checkpoint.check_room, folder, args, inputs.plan.checkpoint)
     if saved:
         settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
     # 4. Open the run's folder.
@@ -53,15 +52,15 @@ def set_up(args) -> "Run":
         "script": args.script, "ranks": world.size, "versions": versions, "began": began,
         "changes": settings.get("changes", [])})
     if not args.eval_args.eval_only:
+        world.again = again(world, folder.name)
         after = "a kill" if plan.save_every(args) else "SIGTERM"
-        run_log.say(f"{folder}: after {after} this goes on: {again(world, folder.name)}")
+        run_log.say(f"{folder}: after {after} this goes on: {world.again}")
     run_log.say(inputs.plan.text(short=True))
-    for note in inputs.notes:
+    about = [f"model {args.model}, reward {' + '.join(args.reward) or 'none'}, peak learning rate "
+             f"{args.lr:g}"]
+    resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
+    for note in about + inputs.notes + resumed:
         run_log.say(f"  {note}")
-    if saved:
-        run_log.say(f"  resumed from {saved.path}")
-        for text in saved.changed:
-            run_log.say(f"  {text}")
     # 5. Build the models, the engine, the reward workers.
     with run_log.time("loading"):
         return build(args, world, inputs, run_log, settings, saved)
@@ -80,15 +79,16 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 def again(world: dist.World, name: str) -> str:
     """The command that goes on with this run. run.sh says how it was started."""
-    folder = os.path.relpath(os.path.dirname(sys.executable))
-    start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
-    words = [*(start if world.size > 1 else [f"{folder}/python"]), *sys.argv]
-    named = any(word.partition("=")[0] == "--name" for word in words)
-    machines = ""
-    if world.size > 1 and not os.environ.get("STARTED_AS"):
-        machines = " (with your other flags of torchrun, on each machine)"
-    return (os.environ.get("STARTED_AS") or shlex.join(words)) + (
-        "" if named else f" --name {shlex.quote(name)}") + machines
+    folder, started = os.path.relpath(os.path.dirname(sys.executable)), os.environ.get("STARTED_AS")
+    start = [f"{folder}/python"]
+    if world.size > 1:
+        start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
+    command = started or shlex.join([*start, *sys.argv])
+    if not any(word.partition("=")[0] == "--name" for word in sys.argv):
+        command += f" --name {shlex.quote(name)}"
+    if world.size > 1 and not started:
+        command += " (with your flags of torchrun)"
+    return command
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
@@ -261,8 +261,8 @@ class Run:
 
     def stopped(self, step: int) -> int:
         """After SIGTERM, with a checkpoint → exit status."""
-        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps; the same command "
-                     f"with --name {self.log.folder.name} goes on from here")
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
+                     f"{self.world.again}")
         self.close()
         return dist.SAVED
 
@@ -274,11 +274,11 @@ class Run:
         if training and self.stop.agreed():
             self.save(self.end)
             return self.stopped(self.end)
-        if training and self.args.run_args.export:
-            self.export()
-        if training and self.world.rank == 0:
-            missed = summary.grade(self.log, self.args.run_args)
         if training:
+            if self.args.run_args.export:
+                self.export()
+            if self.world.rank == 0:
+                missed = summary.grade(self.log, self.args.run_args)
             self.log.finish(self.args.steps)
         if self.args.run_args.report and self.world.rank == 0:
             summary.write_report(self.log)
@@ -295,7 +295,7 @@ class Run:
             export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
 
     def close(self):
-        """Ends workers, engine and process group. A collective."""
+        """Ends workers and engine. A collective."""
         self.log.close()
         self.scorer.close()
         if self.episodes:

@@ -3,12 +3,11 @@ import re
 
 import numpy as np
 import torch
-import torch.distributed as td
 
 from chats.teacher import beside
 from data import Prompt, Row
 from dist import cut, peak_memory
-from errors import PeerEnded, SettingsError
+from errors import SettingsError
 from pictures.seeing import in_line
 from preflight.memory import GIB
 from preflight.plan import Phase, Plan, ceil_div
@@ -28,7 +27,7 @@ def try_worst_case(run):
 
 
 def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
-                   rows: list[Row] = ()) -> dict:
+                   rows: list[Row] = ()) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
     state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
     """
@@ -45,24 +44,22 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
             reference.module.reshard()
 
     def score(micro):
-        if reference:
-            reference.logprobs(micro, a.temperature)
-        policy.logprobs(micro, a.temperature)
+        for scored in (reference, policy) if reference else (policy,):
+            scored.logprobs(micro, a.temperature)
 
     def values(micro):
         critic.backward(critic.values(micro).sum())  # of a score pass: nothing
 
-    passes = {"update": (update, policy), "score": (score, policy)}
-    if critic:
-        passes |= dict.fromkeys(["critic update", "critic score"], (values, critic))
+    forwards = {"update": update, "score": score, "critic update": values, "critic score": values}
+    models = [it for it in (policy, critic) if it]
     moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
-               for trained in (policy, critic) if trained and not trained.optimizer.state
-               for p in trained.parameters.values()]  # held, as in the first optimizer step
+               for it in models if not it.optimizer.state
+               for p in it.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
-            forward, trained = passes[phase.name]
-            peaks[phase.name] = measure(phase, world, vocab, forward, seen)
-            trained.optimizer.zero_grad()
+            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], seen)
+            for it in models:
+                it.optimizer.zero_grad()
     del moments
     torch.cuda.empty_cache()
     most = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
@@ -72,8 +69,8 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
 def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
+        peak_memory(world.device)  # starts again
         try:
-            peak_memory(world.device)  # starts again
             with torch.set_grad_enabled("update" in phase.name):
                 forward(worst_micro(
                     tokens, phase.longest, phase.keys, vocab, world.device, seen))
@@ -111,9 +108,7 @@ def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
 
 
 def end(world, phase: Phase, failed: int):
-    """Ends the run. All ranks may be out of memory at once: the first one says it."""
-    if world.size > 1 and td.distributed_c10d._get_default_store().add("worst case", 1) > 1:
-        raise PeerEnded
+    """Ends the run."""
     flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
     advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"
     raise SettingsError(

@@ -10,15 +10,11 @@ from jinja2 import TemplateError
 from errors import SettingsError
 
 MARK = "<image>"  # a picture, in a text
-# ShareGPT's, ms-swift's. The content of a function_call is a call.
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool",
-         "function_call": "assistant", "tool_call": "assistant"}
-WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "loss", "train", "training",
-           "trainable", "train_on_turn")  # 0: the turn is not learned
-# Keys of a message that change what is learned: a chat template must know them.
-MEANT = (*WEIGHTS[1:], "tool_calls", "reasoning_content", "reasoning", "thinking", "refusal",
-         "images", "audio", "train_detail", "masked", "mask")
+KEYS = ("role", "content", "name", "tool_call_id", "weight")  # of a message: OpenAI's
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
+SHAREGPT = {"human": "user", "gpt": "assistant"}
 UNREAD = ("history", "functions", "videos", "audios")  # columns: lists that would change the prompt
+PAGE = "docs/use/data_and_rewards.md has the forms, examples/convert.py converts others"
 FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
         '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')
 CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # JSON, or Python's
@@ -36,6 +32,15 @@ def from_json(value):
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def struct(column: str, value):
+    """A text that begins as an object does is its JSON, as in a .csv."""
+    if not str(value).startswith("{"):
+        return value
+    if isinstance(from_json(value), str):
+        raise SettingsError(f"{column} must be an object or its JSON text, not {value!r:.300}.")
+    return from_json(value)
 
 
 def chat_of(column: str, value, role: str | None, image: str | None = None) -> list[dict]:
@@ -64,22 +69,17 @@ def message_of(stored, image: str | None) -> dict:
     m = not_null(stored) if isinstance(stored, dict) else {}
     if "from" in m and "role" not in m:
         m = {"role": m.pop("from"), "content": m.pop("value", None)} | m
-        if m["role"] not in (*ROLES, *ROLES.values(), "system", "developer"):
-            raise ValueError("from")
-    role = m.get("role")
-    if not isinstance(role, str):
+    if not isinstance(m.get("role"), str):
         raise ValueError("role")
-    old = m.pop("function_call", None)  # OpenAI's first form of tool_calls
-    calls = m.pop("content", None) if role.endswith("_call") else m.pop("tool_calls", old)
-    m["role"] = ROLES.get(role, role)
+    m["role"] = SHAREGPT.get(m["role"], m["role"])
+    calls = m.pop("tool_calls", None)
     if calls:
-        calls = from_json(calls)
         m["tool_calls"] = [call_of(c) for c in (calls if isinstance(calls, list) else [calls])]
     m["content"] = text_of(m.get("content", "" if calls else None), image)
-    weights = [m.pop(key) for key in WEIGHTS if key in m and m["role"] == "assistant"]
-    if any(weight not in (0, 1) for weight in weights):
+    weight = m.pop("weight", 1)
+    if weight not in (0, 1):
         raise ValueError("weight")
-    return m if all(weights) else m | {"weight": 0}
+    return m if weight or m["role"] != "assistant" else m | {"weight": 0}
 
 
 def text_of(content, image: str | None) -> str:
@@ -96,8 +96,8 @@ def text_of(content, image: str | None) -> str:
 
 def call_of(stored) -> dict:
     """A call. Its arguments become an object: OpenAI's are a JSON text."""
-    call = stored if isinstance(stored, dict) and "function" in stored else {"function": stored}
-    function = call["function"] if isinstance(call["function"], dict) else {}
+    call = stored if isinstance(stored, dict) else {}
+    function = call["function"] if isinstance(call.get("function"), dict) else {}
     arguments = from_json(function.get("arguments") or {})
     if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("tool_calls")
@@ -117,9 +117,30 @@ def templated(messages: list[dict], tokenizer, options: dict, parts=None, **more
         raise SettingsError(f"the chat template: {error}") from error
 
 
+def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts=None) -> str:
+    """The text that the model sees. SettingsError: the chat template cannot write it."""
+    if finished:
+        if len(messages) > 1 or options:
+            raise SettingsError("a finished chat text takes no --system, no tools and no other "
+                                "messages.")
+        return messages[0]["content"]
+    if tokenizer.chat_template is None:
+        return "\n\n".join(m["content"] for m in messages)
+    goes_on = messages[-1]["role"] == "assistant"
+    text = templated(messages, tokenizer, options, parts, add_generation_prompt=not goes_on,
+                     continue_final_message=goes_on)
+    for m in messages if text else ():
+        said = m["content"].strip()  # Llama writes what a tool says as JSON
+        if (m["role"] not in ("user", "assistant") and said not in text
+                and json.dumps(said, ensure_ascii=False) not in text):
+            raise SettingsError(f"the chat template leaves out the message of role {m['role']}.")
+    return text
+
+
 def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
     """What the chat template gets beside the messages: a row's tools, which are schemas, and its
-    chat_template_kwargs. SettingsError: it has no place for them, or for a key of a message."""
+    chat_template_kwargs. SettingsError: it has no place for them, or for a key or a role of a
+    message that OpenAI's do not have."""
     there, template = not_null(columns), tokenizer.chat_template
     own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
     own, more = own or [], more or {}
@@ -127,12 +148,13 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
         raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
                             f"not {own!r:.300} and {more!r:.300}.")
     options = more | ({"tools": own} if own else {})
-    meant = [key for m in messages for key in MEANT
-             if m.get(key) not in (None, "", []) and m[key] is not False]
+    meant = [key for m in messages for key, value in m.items()
+             if key not in KEYS and value not in (None, "", [], {})]
+    meant += [m["role"] for m in messages if m["role"] not in ROLES]
     unread = [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
     for key in [*options, *meant, *unread]:
         known = template == "" or re.search(rf"\b{re.escape(key)}\b", str(template))
         if key in unread or not known:
             raise SettingsError(f"the chat template of the model has no place for {key}. Would "
-                                "work: rows without it, or another model.")
+                                f"work: rows without it, or another model; {PAGE}.")
     return options

@@ -20,13 +20,12 @@ class Move(NamedTuple):
     turns: list[dict]
     seen: list[int]  # how many turns there were at each of its replies so far
     over: bool = False  # not a reply, but its reward: the episode is over
-    grows: bool = False  # with a reply comes its reward so far, by whose growth turns are paid
+    pays: bool = False  # with a reply comes the reward so far: a turn is paid what it grows by
     completion: str = ""  # as of an Item, for errors
 
 
 def messages(value) -> list[dict] | None:
-    """What a --reply returned, as messages. A `reward` is what it pays for the turn. None: the
-    episode is over. Else a TypeError."""
+    """What a --reply returned, as messages. None: the episode is over. Else a TypeError."""
     if value is None:
         return None
     found = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -34,8 +33,7 @@ def messages(value) -> list[dict] | None:
             or sum(len(m["content"]) for m in found) > LONGEST_REPLY):
         raise TypeError('a reply must be None, text, or a list of {"role": text, "content": text}, '
                         f"with {LONGEST_REPLY:,} characters at most (got {str(value)[:100]!r})")
-    return [{key: m[key] for key in KEYS if isinstance(m.get(key), str)}
-            | ({"reward": number(m["reward"])} if "reward" in m else {}) for m in found]
+    return [{key: m[key] for key in KEYS if isinstance(m.get(key), str)} for m in found]
 
 
 def number(value) -> float | None:
@@ -80,9 +78,8 @@ class Environments:
             return reward
         said = messages(it.reply([dict(turn) for turn in move.turns]))
         self.live[move.seed] = it
-        if said and move.grows:
-            worth = number(it.reward())
-            said = [m | {"reward": worth if m is said[0] else None} for m in said]
+        if said and move.pays:
+            said[0]["reward"] = number(it.reward())
         return said
 
     def played_again(self, move: Move):

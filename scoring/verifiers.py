@@ -12,9 +12,9 @@ from decimal import Decimal
 
 from scoring.numbers import number_of, plain
 
-# The names of --reward, and where a worker finds them: MODULE:FUNCTION.
+# The names of --reward, and their places: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:paid",
+    "environment": "scoring.verifiers:environment", "turns": "scoring.verifiers:environment",
     "exact": "scoring.verifiers:exact", "math": "scoring.verifiers:math_reward",
     "short": "scoring.verifiers:short",
     "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",
@@ -34,26 +34,25 @@ NOT_ONE = re.compile(r"\\approx|≈|[0-9](?:\s+|_)[0-9]")
 
 
 def answers_of(answer) -> list:
-    """The right answers of a row, of which any will do: each is a text or a number. ValueError if
-    `answer` is anything but that or a list of it."""
-    if isinstance(answer, dict):  # as Logic-RL's rows have it
-        answer = answer.get("solution_text_format")
+    """The right answers of a row: texts and numbers, of which any will do. Else a ValueError."""
+    if isinstance(answer, dict):  # Logic-RL's
+        answer = answer.get("solution_text_format", answer)
     found = answer if isinstance(answer, list) else [answer]
     if not found or not all(map(is_answer, found)):
-        raise ValueError("an answer is a text, a number, or a list of these, of which any is right "
+        raise ValueError("an answer is a text, a number, or a list of these "
                          f"(got {str(answer)[:100]!r})")
     return found
 
 
 def is_answer(value) -> bool:
-    """Is it a text that says something, or a finite number? True is no number."""
+    """Is it a text that is not blank, or a finite number?"""
     if isinstance(value, str):
         return bool(value.strip())
     return type(value) is int or (type(value) in (float, Decimal) and math.isfinite(value))
 
 
 def any_answer(reward):
-    """A reward that takes one answer → one that takes what a row may have. The best one counts."""
+    """A reward for one answer → one for all that a row may have. The best counts."""
     @functools.wraps(reward)
     def best(completion, answer, **row):
         return max(reward(completion, one, **row) for one in answers_of(answer))
@@ -84,13 +83,6 @@ def last_answer(text: str) -> str | None:
 def environment(turns) -> float | None:
     """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
     return turns[-1].get("reward")
-
-
-def paid(turns) -> float | None:
-    """What all turns of a --reply were paid. None: its environment cannot score the episode."""
-    if "reward" in turns[-1]:  # of reward(), by whose growth turns are paid: no rounding
-        return turns[-1]["reward"]
-    return math.fsum(turn.get("paid", 0.0) for turn in turns)
 
 
 @any_answer

@@ -159,10 +159,11 @@ def main() -> None:
     print(f"{a.script}.py, {a.ranks} ranks, {steps} steps, in {cwd}", flush=True)
     alone, began = start("alone"), time.monotonic()
     alone.printed("step ")
-    starting, stepped = time.monotonic() - began, time.monotonic()
+    starting = time.monotonic() - began
     status, text = alone.end()
     assert status == 0, text[-3000:]
-    stepping = (time.monotonic() - stepped) / steps
+    rows = (cwd / "runs/alone/metrics.jsonl").read_text().splitlines()
+    stepping = sum(json.loads(row).get("time/step", 0) for row in rows) / steps
     run, latest = cwd / "runs" / "killed", 0
     for kill in range(a.kills):
         attempt, when = start("killed"), rng.choice(["step", "step", "save", "start"])

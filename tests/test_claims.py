@@ -15,8 +15,8 @@ import ppo
 import sft
 from errors import ranges
 from preflight import plan
-from preflight.shape import shape_of
 from running.loss_flags import NAMES
+from shapes import shape_of
 
 SCRIPTS = [grpo, ppo, sft, distill]
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]
@@ -115,6 +115,9 @@ def claims(text: str, setting: Setting) -> list[tuple[dict, bool]]:
                        if x in can}, False))
     for x in re.findall(r"--(\w+) (?:or .*)?must be given", text):
         found.append(({x: next(filter(on, can[x]))}, False))
+    if "must not be empty" in text:
+        x = re.match(r"--(\w+)", text)[1]
+        found.append(({x: next(v for v in can[x] if v and "" not in as_words(v))}, False))
     named = [x for x in re.findall(r"--(\w+)", text) if x in can]
     if "one of them" in text:
         return found + [({x: default[x]}, False) for x in named]

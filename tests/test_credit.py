@@ -20,7 +20,6 @@ from errors import SettingsError
 from preflight import plan
 from rewards import Score
 from running import loss_flags
-from scoring import verifiers
 from test_losses import F64, close, gradient, variant
 from trainer.batch import Batch, Completion, Micro, Sample
 
@@ -275,16 +274,6 @@ def test_a_file_says_what_has_one_number(tmp_path):
         assert advantages(tmp_path, per, "rewards", four)[1].tolist() == expected
 
 
-def test_the_sum_of_pays_has_no_rounding():
-    """.2 + (.9 - .2) + (1 - .9) is below 1, and pass@1 was 0. Even an exact sum may miss reward():
-    that of .1, .2 - .1 and .9 - .2 is below .9."""
-    turns = [{"paid": 0.1}, {"paid": 0.2 - 0.1}, {"paid": 0.9 - 0.2}]
-    assert verifiers.paid([*turns[:2], turns[2] | {"reward": 0.9}]) == 0.9
-    assert verifiers.paid([{"paid": x} for x in (0.1, 0.2, 0.3)]) == verifiers.paid(
-        [{"paid": x} for x in (0.3, 0.2, 0.1)])
-    assert verifiers.paid([turns[0] | {"reward": None}]) is None
-
-
 @pytest.mark.parametrize("per, result, words", [
     ("token", "rewards", "must return a tensor of 11 finite numbers: its PER is token."),
     ("completion", "turn.double()",
@@ -303,7 +292,7 @@ def test_a_file_that_returns_something_else_is_refused(per, result, words, tmp_p
 def test_one_advantage_a_completion_is_asked_for_in_vain():
     """gmpo has one ratio for a completion. It is known before anything loads."""
     flags = dict(advantage=variant("turn_credit"), loss=variant("gmpo"), reward=("turns",),
-                 reply="examples/doors.py:reply")
+                 reply="examples/doors.py:Doors")
     found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **flags), 1)
     assert "turn_credit.py:turn_credit has an advantage for each token" in found
     flags |= dict(loss="gspo")
@@ -313,7 +302,7 @@ def test_one_advantage_a_completion_is_asked_for_in_vain():
 @pytest.mark.parametrize("flags, words", [
     (dict(name="turn_credit", reward=("exact",)), "no --reward counts it: give --reward turns"),
     (dict(name="turn_credit", reward=("turns",)), "--reward environment or turns needs --reply"),
-    (dict(name="turn_credit", reward=("turns",), reply="examples/doors.py:reply",
+    (dict(name="turn_credit", reward=("turns",), reply="examples/doors.py:Doors",
           dynamic_sampling=True), "learns from groups of equal rewards too"),
     (dict(name="pass_at_k", group=3), "draws 4 of a group: --group must be at least 5 (got 3)"),
     (dict(name="pass_at_k", overlong_buffer=8), "--overlong_buffer subtracts from them")])

@@ -1,5 +1,6 @@
 """Details of docs/learn/details.md that no other test sees."""
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 import learning
 import probes
 import test_packing
-from rollout import hash_seed
+from rollout import completion_of, hash_seed
 from running import evaluate
 from trainer import model
 from trainer.batch import Batch, Micro
@@ -31,6 +32,12 @@ def test_a_gradient_that_is_not_finite_is_not_applied(gradient):
     assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
     layer.weight.grad = torch.ones(1, 2)
     assert trained.step(0.1) > 0 and not torch.equal(layer.weight, before[0])
+
+
+def test_the_end_token_is_trained_on():
+    done = SimpleNamespace(token_ids=[5, 6, 2], logprobs=SimpleNamespace(logprobs=[-0.5] * 3),
+                           finish_reason="stop", routed_experts=None)
+    assert completion_of(done).ids.tolist() == [5, 6, 2]
 
 
 def test_each_completion_has_a_seed_of_its_own():

@@ -1,7 +1,5 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
-import datetime
 import os
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -198,63 +196,66 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout(tmp_path):
         assert "Timed out waiting" in text and missing == [2], first
 
 
-# ---- who belongs to a run: the environment
+# ---- start and end ----
 
-LAUNCHED = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a",
-                MASTER_PORT="7")
+KUBEFLOW = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+LAUNCHED = KUBEFLOW | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
 
 
 @pytest.mark.parametrize("given, expected", [
-    ({}, [0, 0, 1, 1]), ({"WORLD_SIZE": "1"}, [0, 0, 1, 1]), ({"RANK": "0"}, [0, 0, 1, 1]),
-    (LAUNCHED, [1, 1, 2, 2]),
-    # One rank of Kubeflow; one machine of two, each with one rank.
-    ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "no.such.host", "MASTER_PORT": "1"},
-     [0, 0, 1, 1]),
-    ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}, [1, 0, 2, 1]),
-    # An allocation of Slurm; srun with one torchrun a machine.
-    ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, [0, 0, 1, 1]),
-    (LAUNCHED | {"SLURM_STEP_NUM_TASKS": "2"}, [1, 1, 2, 2])])
-def test_the_environment_places_a_rank(monkeypatch, given, expected):
+    ({}, dist.ALONE), ({"RANK": "0", "MASTER_ADDR": "left"}, dist.ALONE),
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, dist.ALONE),
+    ({"WORLD_SIZE": "1", "RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, dist.ALONE),
+    (KUBEFLOW, KUBEFLOW | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}), (LAUNCHED, LAUNCHED),
+    (LAUNCHED | {"WORLD_SIZE": "1"}, LAUNCHED | {"WORLD_SIZE": "1"})])
+def test_a_process_that_nobody_made_a_rank_is_the_only_one(monkeypatch, given, expected):
     environ = dict(given)
     monkeypatch.setattr(os, "environ", environ)
-    assert dist.place() == expected
-    alone = expected[2] == 1
-    assert environ["MASTER_ADDR"] == ("127.0.0.1" if alone else "a")
-    assert environ["MASTER_PORT"] == ("0" if alone else "7")
+    dist.place()
+    assert environ == given | expected
 
 
-@pytest.mark.parametrize("given", [
-    {"WORLD_SIZE": "2"}, {"RANK": "1"}, {"LOCAL_RANK": "3"}, {"LOCAL_WORLD_SIZE": "8"},
-    {"WORLD_SIZE": "x"}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "0"}, {"RANK": "-1"},
-    {"MASTER_PORT": "http"}, {"WORLD_SIZE": "2", "RANK": "0"},
-    {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a"}, LAUNCHED | {"RANK": "2"},
-    LAUNCHED | {"LOCAL_RANK": "two"}, {"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}])
-def test_what_is_left_in_the_environment_is_one_sentence(monkeypatch, given):
-    """At once: the run would wait for ranks that nobody started, or be several runs."""
-    monkeypatch.setattr(os, "environ", dict(given))
-    with pytest.raises(SettingsError) as caught:
+@pytest.mark.parametrize("given", ["RANK=1", "SLURM_STEP_NUM_TASKS=4", "OMPI_COMM_WORLD_SIZE=2"])
+def test_copies_that_would_not_know_of_each_other_are_refused(monkeypatch, given):
+    monkeypatch.setattr(os, "environ", dict([given.split("=")]))
+    with pytest.raises(SettingsError, match=f"has {given} and no WORLD_SIZE: .* torchrun .*=1"):
         dist.place()
-    text = str(caught.value)
-    assert all(f"{name}={value}" in text for name, value in given.items()), text
-    assert "Would work: torchrun" in text
-    assert {*text.rpartition("unset ")[2].rstrip(".").split()} == given.keys()
 
 
-def test_a_rank_that_does_not_come_is_named_and_a_port_in_use_too(monkeypatch, capfd):
-    port, limit = ranks.free_port(), datetime.timedelta(seconds=2)
-    monkeypatch.setattr(dist, "LATE", 0.5)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(SettingsError, match=f"rank 0 of 3 .*:{port} .*rank 1.*unset RANK"):
-        dist.meet(0, 3, limit)
-    assert f"rank 0 of 3 does not find the others at 127.0.0.1:{port} yet" in capfd.readouterr().err
-    with pytest.raises(SettingsError, match="rank 1 of 2 does not find the others at .*timed out"):
-        dist.meet(1, 2, limit)
-    with socket.socket() as taken:
-        taken.bind(("", port))
-        taken.listen()
-        with pytest.raises(SettingsError, match="rank 0 of 2 .*address already in use"):
-            dist.meet(0, 2, limit)
+RESTARTED = f"""
+import os, sys, time
+sys.path.insert(0, {str(dist.__file__).removesuffix("dist.py")!r})
+import dist, errors
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def main():
+    world = dist.join(60.0)
+    dist.Stop(world)  # a rank that has an end of its own
+    if attempt == 0 and world.rank == 1:
+        os.kill(os.getpid(), 9)
+    if attempt == 1:
+        raise errors.SettingsError("a sentence")
+    if attempt == 2 and world.rank == 2:
+        raise ValueError("a bug")
+    print("began", *{{*world.gather([world.began])}}, flush=True)
+dist.run(main)
+"""
+
+
+def test_torchrun_starts_ranks_again_and_one_rank_says_why_they_ended(tmp_path):
+    """The store of torchrun still has the addresses of the ranks that ended."""
+    (tmp_path / "main.py").write_text(RESTARTED)
+    done = subprocess.run(
+        [forked.PYTHON, "-m", "torch.distributed.run", "--local_addr=127.0.0.1",
+         "--nproc_per_node=3", "--max_restarts=3", "main.py"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+        env=os.environ | {"PYTHON_EXEC": forked.PYTHON, "OMP_NUM_THREADS": "1"})
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    began = [line for line in lines if line.startswith("began ")]
+    assert len(began) == 3 and len({*began}) == 1, done.stdout
+    said = [line for line in lines if line.startswith(("error: ", "[rank ")) and
+            "ends because another rank ended" not in line]
+    assert said == ["error: a sentence", "[rank 2] failed:"], done.stdout
 
 
 # ---- the stand-in for the interpreter

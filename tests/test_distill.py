@@ -17,8 +17,8 @@ from errors import SettingsError
 from examples import tiny
 from live import Live
 from preflight import inputs, memory, plan
-from preflight.shape import shape_of
 from running import worst_case
+from shapes import shape_of
 from tools import float64
 from trainer import logprobs as head
 from trainer import model
@@ -199,7 +199,7 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
         args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
             student)
         tokenizer = inputs.load_tokenizer("it", student)
-        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm))[0]
+        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm), [])[0]
 
     student, wide = saved("student", 320), saved("wide", 328)
     assert found(student, "jsd") == student and found(wide, "none") == wide
@@ -211,7 +211,7 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
 
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
-    row = data.make_row(0, columns, "made up", tokenizer, [], DataArgs())
+    row = data.make_row(0, columns, "made up", tokenizer, data.marks_of(tokenizer), DataArgs())
     add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
     assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}

@@ -22,8 +22,9 @@ from docs import check_links
 from forked import PYTHON
 from keeping import checkpoint
 from preflight import memory, plan
-from preflight.shape import shape_of
 from results import environments, roads
+from results.table import task_reward
+from shapes import in_cache, shape_of
 from tracked import tracked
 
 ROOT = Path(__file__).parent.parent
@@ -42,10 +43,11 @@ CODE = "\n".join(path.read_text() for path in SOURCES)
 SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 FLAGS = {name for script in SCRIPTS.values() for name in plan.flags(script.Args())}
 OTHERS = {"local_addr", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint",
-          "rdzv_id", "shutdown-timeout",  # torchrun's
+          "rdzv_id", "max_restarts", "shutdown-timeout",  # torchrun's
           "job-name", "nodes", "ntasks-per-node", "gpus-per-node",  # Slurm's
           "cpus-per-task", "time", "signal", "sort", "fix", "write", "solution", "help",
-          "kills", "show"}
+          "kills", "show",
+          "num_generations", "tasks", "model_args"}  # TRL's, lm-eval's
 OUTSIDE = {"enable_thinking", "HF_TOKEN", "search_document"}  # of other programs
 
 
@@ -63,9 +65,20 @@ def blocks(page: str, kind: str = "") -> list[str]:
     return [text for name, text in found if name == kind]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory):
+    """The small files of the models that pages plan for, and no network."""
+    names = (f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "7B"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in in_cache(tmp_path_factory.mktemp("hub"), *names).items():
+            patch.setenv(name, value)
+        yield
+
+
 def printed(*command: str, status: int | None = 0) -> str:
     """status: the one that it must end with. None: any."""
-    done = subprocess.run([PYTHON, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    python = sys.executable if "--plan" in command else PYTHON  # reads HF_HUB_CACHE at its start
+    done = subprocess.run([python, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=600)
     assert status is None or done.returncode == status, done.stdout
     return done.stdout
@@ -141,7 +154,7 @@ RUN = {"runs/NAME": "x", "MODEL": "tiny", "SMALL": "tiny", "LARGE": "tiny:skille
        "near.py:near": "exact", "free.py:free": "clip", "twice.py:right": "exact",
        "twice.py:reply": "examples/again.py:reply"}
 ELSEWHERE = ("git ", "source ", "vllm ", "unset ", "echo ", "cat ", "AutoModel")  # no program here
-REFUSED = ("--batch 0", "--help")  # they end at once
+REFUSED = ("--batch 0", "--help", "--num_generations")  # they end at once
 
 
 def commands(page: str) -> list[str]:
@@ -317,8 +330,7 @@ def test_the_notebook_gives_what_it_keeps():
 
 # ---- what is written by a script, and figures
 
-def test_a_flag_that_keeps_the_update_may_change_in_a_resumed_run():
-    assert not checkpoint.SAME_UPDATE & {*checkpoint.FIXED}
+def test_the_page_has_what_may_not_change_in_a_resumed_run():
     text = BARE["docs/reference/metrics_and_files.md"]
     listed = re.search(r"is refused in one sentence:(.*?)All\s+others", text, re.S)[1]
     assert {*re.findall("--(\\w+)", listed)} == checkpoint.FIXED & {*FLAGS}
@@ -348,13 +360,32 @@ def test_measurements_have_their_commands_and_every_named_command_is_there():
 
 def test_durations_are_those_of_the_results():
     jobs = {"./run.sh": "sort-grpo", "./run.sh ppo": "sort-ppo", "./run.sh kk": "kk",
-            "./run.sh game": "game", "./run.sh real": "instructions"}
-    table = {row[0].strip("`"): row[2] for row in rows("docs/use/start.md", "The jobs")}
+            "./run.sh game": "game", "./run.sh doors": "doors", "./run.sh vision": "vision",
+            "./run.sh real": "instructions"}
+    table = {row[0].strip("`"): row for row in rows("docs/use/start.md", "The jobs")}
     for command, folder in jobs.items():
-        seeds = json.loads((ROOT / f"results/{folder}.json").read_text())["seeds"]
-        mean = sum(seed["seconds"] for seed in seeds.values()) / len(seeds)
-        assert table[command] == f"{mean:.0f}", command
+        job = json.loads((ROOT / f"results/{folder}.json").read_text())
+        mean = sum(seed["seconds"] for seed in job["seeds"].values()) / len(job["seeds"])
+        assert table[command][2] == f"{mean:.0f}", command
+        steps = [seed["steps"] for seed in job["seeds"].values()]
+        for name, before, after in re.findall(r"(\w+) ([\d.]+) → ([\d.]+)", table[command][3]):
+            key = {"reward": task_reward(job), "entropy": "policy/entropy",
+                   "length": "rollout/length_mean"}[name]
+            for said, part in ((before, slice(3)), (after, slice(-10, None))):
+                found = sum(sum(one[key][part]) / len(one[key][part]) for one in steps) / len(steps)
+                assert said == f"{found:.{len(said.partition('.')[2])}f}", (command, name)
     assert f"in {mean / 60:.0f} minutes" in TEXT["README.md"]  # of `real`, the last
+
+
+def test_the_defaults_of_the_script_and_of_run_sh_are_those_of_the_page():
+    args, job = plan.flags(grpo.Args()), " ".join((ROOT / "run.sh").read_text().split())
+    table = {row[0].strip("`-"): row[1:] for row in rows("docs/use/start.md", "The jobs")
+             if len(row) == 3 and row[0].startswith("`--")}
+    for flag, (script, shell) in table.items():
+        assert script == str(args[flag] or "none" if flag == "eval_data" else args[flag])
+        value = re.match("`?([^`]+)", shell)[1]
+        assert re.search(rf"\b({flag}|held_out) {value}\b", job), flag
+    assert len(table) == 5
 
 
 def test_the_metrics_of_the_code_are_the_documented_ones():

@@ -26,7 +26,7 @@ from keeping.samples import sample_row
 from preflight import inputs
 from preflight.plan import changed
 from rewards import Score
-from test_sft import CHAT, SAID, TEMPLATES, template, tokenizer_of
+from test_sft import SAID, TEMPLATES, load, template, tokenizer_of
 from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
@@ -53,20 +53,12 @@ def plain(before=(), after=(), **tokens):
 
 
 def row_of(columns, tokenizer, **flags):
-    return make_row(0, columns, "", tokenizer, data.marks(tokenizer)[0], DataArgs(**flags))
+    return make_row(0, columns, "", tokenizer, data.marks_of(tokenizer), DataArgs(**flags))
 
 
 def tags_in(tokenizer):
     tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in TAGS])
     return tokenizer
-
-
-def base_of(name: str):
-    """The tokenizer of a base model with a chat template: its eos_token is another."""
-    controls, end, text = TEMPLATES[name]
-    made = tokenizer_of(controls, text)
-    made.eos_token = tiny.END_OF_TEXT
-    return made, made.convert_tokens_to_ids(end)
 
 
 # ---- a tokenizer that appends EOS
@@ -82,7 +74,8 @@ def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
     assert row.prompt_ids == [bos][:len(before)] + ids
     add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
     assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
-    learned = targets.make_row(0, QA, "", tokenizer, [], sft.Args().data_args, eos_ids=[eos])
+    learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer),
+                               sft.Args().data_args, eos_ids=[eos])
     assert learned.prompt_ids == row.prompt_ids
     assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
                               [True] * 3)
@@ -107,30 +100,6 @@ def test_a_template_that_ends_a_prompt_in_eos_is_refused():
 
 
 # ---- the chat template's end of a turn
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_base_model_ends_where_its_chat_template_ends_a_turn(tmp_path, name):
-    """Qwen2.5 base: <|im_end|> is in the template, <|endoftext|> is its eos_token. Completions ran
-    on to --max_tokens, and sft.py refused two turns."""
-    tokenizer, end = base_of(name)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
-    ends = data.eos_ids(str(tmp_path), tokenizer)
-    assert ends == sorted({0, end})
-    row = targets.make_row(0, {"messages": CHAT}, "", tokenizer, [], sft.Args().data_args,
-                           eos_ids=ends)
-    last = [i for i, (now, then) in enumerate(zip(
-        row.target[1], [*row.target[1][1:], False], strict=True)) if now and not then]
-    assert [row.target[0][i] for i in last] == [end] * 3
-
-
-def test_the_next_speaker_ends_a_turn_that_the_template_does_not_end(tmp_path):
-    """GLM's."""
-    tokenizer = tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
-        f"<|{{{{ m['role'] }}}}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n"))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert data.eos_ids(str(tmp_path), tokenizer) == sorted(
-        tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"]))
-
 
 @pytest.mark.parametrize("files, expected", [
     ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, [7, 9]),
@@ -182,7 +151,7 @@ def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
     assert text == THOUGHT and format_tags(text) == 1.0
     episodes = object.__new__(turns.Episodes)
     episodes.world = SimpleNamespace(mine=list, gather=list)
-    episodes.bridge, episodes.counted = turns.Bridge(tokenizer, [0, 2], 999, None), False
+    episodes.bridge, episodes.pays = turns.Bridge(tokenizer, [0, 2], 999, None), False
     turn = SimpleNamespace(ids=np.array(ids))
     assert episodes.read([turn]) == [turns.said(THOUGHT)]
 
@@ -216,11 +185,11 @@ ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages
 def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
     tokenizer = tags_in(tiny.make_tokenizer())
     tokenizer.chat_template = text
-    for prompt in "<think>a", "<|im_end|>", "<|endoftext|>a":
+    for prompt in "<think>a", "</answer>", "<answer> <think>a":
         row = row_of({"prompt": prompt}, tokenizer)
         assert not row.finished and prompt in row.prompt != prompt
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
-    assert "<think>" not in data.marks(tokenizer)[0]
+    assert "<think>" not in data.marks_of(tokenizer).begins
     row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
     add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
     assert row.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
@@ -353,8 +322,8 @@ def check(tmp_path, seed: int) -> None:
             {"role": "assistant", "content": "true"}]
     for messages in chat[:2], chat:
         try:
-            made = targets.make_row(0, {"messages": messages}, "", tokenizer, [],
-                                    sft.Args().data_args, eos_ids=ends)
+            made = targets.make_row(0, {"messages": messages}, "", tokenizer, data.marks_of(
+                tokenizer, ends), sft.Args().data_args, eos_ids=ends)
         except SettingsError as error:
             assert (name in ("texts", "none")) and len(messages) == 4 and str(error)
             return
@@ -373,6 +342,38 @@ def check(tmp_path, seed: int) -> None:
         whole = made.prompt_ids + made.target[0]
         start = len(made.prompt_ids) + made.target[1].index(False)
         assert whole[start:start + len(between)] == between
+
+
+@pytest.mark.parametrize("seed", range(len(FAMILIES)))
+def test_words_of_a_row_are_words_or_the_row_is_refused(tmp_path, seed):
+    """What followed an end mark in an answer was not learned; each string that a tokenizer treats
+    specially, in each field: the text has it, or a sentence names it."""
+    tokenizer, name, *_ = drawn(seed)
+    ends = data.eos_ids(str(tiny.ensure(str(ROOT / "runs"))), tokenizer)
+    reads, refused = data.reader(tokenizer, ends), set()
+    bridge = turns.Bridge(tokenizer, ends, 10**6, None)
+    for mark in {t.content for t in tokenizer.added_tokens_decoder.values()}:
+        words = f"a{mark}b"
+        for row in ({"question": words, "answer": "A"}, {"question": "q", "answer": words},
+                    {"question": "q", "answer": "A", "system": words},
+                    {"prompt": [{"role": "tool", "content": words}, *asked()], "answer": "A"}):
+            try:
+                (made,), _ = load(tmp_path, [row], tokenizer, ends)
+                assert words in reads(made.prompt_ids + made.target[0]), (name, row)
+            except SettingsError as error:
+                assert f"row 0 (counted from 0): its words hold {mark}" in str(error), (name, row)
+                refused.add(mark)
+        for role in "user", "tool":
+            try:
+                ids = bridge.ids(-1, [{"role": role, "content": words}])
+                assert words in reads(ids) and mark not in refused, (name, mark)
+            except SettingsError as error:
+                assert f"its words hold {mark}" in str(error) and mark in refused, (name, mark)
+    assert not refused & {*TAGS}
+
+
+def asked() -> list[dict]:
+    return [{"role": "user", "content": "q"}]
 
 
 SWEEP = [pytest.param(i, marks=[pytest.mark.slow] if i % 10 else []) for i in range(110)]

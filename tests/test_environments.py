@@ -1,19 +1,15 @@
 """Environments with a state: --reply FILE.py:CLASS. The same episodes on any ranks, and after a
 worker's death; that of examples/frozen_lake.py is the library's (`pip install gymnasium`: the
 project does not)."""
-import math
 import os
 import subprocess
 import sys
 from contextlib import closing
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import data
 import ranks
@@ -23,12 +19,11 @@ from errors import SettingsError
 from examples import tiny
 from faults import Attempt, differences, metrics
 from keeping.files import read
-from rewards import Pool, RewardArgs, Score
-from scoring.replies import Move, messages
-from scoring.verifiers import environment, paid
+from rewards import Pool, RewardArgs
+from scoring.replies import Move
+from scoring.verifiers import environment
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
-from trainer.batch import Batch, Sample
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
@@ -127,7 +122,8 @@ def test_every_rank_has_the_same_episodes(spec, tmp_path):
     (CLASS.replace("def reply", "async def reply"), "exact", "must be def, not async def"),
     (CLASS.replace("    def reward", "    @property\n    def reward"), "turns",
      "reply, reward and close of the class Dice must be methods"),
-    (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward")])
+    (CLASS.replace("def reward", "def value"), "environment:2", "needs a class with reward"),
+    (CLASS.replace("def reward", "def value"), "turns", "--reward turns needs a class with")])
 def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
     (tmp_path / "dice.py").write_text(code)
     args = SimpleNamespace(turn_args=turns.TurnArgs(f"{tmp_path}/dice.py:Dice"), reward=(reward,),
@@ -224,92 +220,19 @@ def test_killed_in_the_middle_of_episodes_and_resumed(flags, tmp_path):
 
 PAYS = """
 import random
-def reply(row, turns):
-    n = sum(turn["role"] == "assistant" for turn in turns)
-    if row["kind"] == "long":
-        return [{"role": "user", "content": "x" * 300, "reward": 1.5}]
-    if row["kind"] == "tools":
-        return [{"role": "tool", "content": "a", "reward": 1},
-                {"role": "assistant", "content": "b"},
-                {"role": "tool", "content": "c", "reward": 2}]
-    value = {"half": 0.5, "zero": 0.0, "yes": True, "none": None, "nan": float("nan"),
-             "text": "0.5"}.get(row["kind"])
-    return [{"role": "user", "content": f"go {n}", "reward": value}] if n < 3 else None
 class Grows:
     def __init__(self, row, seed):
         self.row, self.dice, self.total = row, random.Random(seed), 0.125
     def reply(self, turns):
         self.total += self.dice.randrange(8) / 8
-        if self.row["kind"] == "both":
-            return [{"role": "user", "content": "x", "reward": 0.5}]
         return f"{self.total}"
     def reward(self):
-        return None if self.row["kind"] == "unscored" else self.total
+        return {"unscored": None, "nan": float("nan")}.get(self.row["kind"], self.total)
 """
-READ, REFUSED = {"half": 0.5, "yes": 1.0, "none": 0.0}, ["nan", "text"]
-
-
 @pytest.fixture
 def pays(tmp_path):
     (tmp_path / "pays.py").write_text(PAYS)
     return f"{tmp_path}/pays.py:"
-
-
-def paid_of(c) -> list[float]:
-    return [turn["paid"] for turn in c.turns if "paid" in turn]
-
-
-@pytest.mark.parametrize("value, expected", [
-    (0.5, 0.5), (True, 1.0), (np.float32(0.25), 0.25), (np.array(2), 2.0), (torch.tensor(3), 3.0),
-    (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25), (None, None), (-1, -1.0)])
-def test_a_message_pays_what_a_reward_may_be(value, expected):
-    found, = messages([{"role": "user", "content": "x", "reward": value, "other": 1}])
-    assert found == {"role": "user", "content": "x", "reward": expected}
-    assert expected is None or type(found["reward"]) is float
-
-
-@pytest.mark.parametrize("value", [
-    math.nan, math.inf, "0.5", torch.ones(2), [1], 1j, 10**400, np.float64("nan"), {"score": "x"}])
-def test_what_is_no_number_is_refused_as_that_of_a_reward(value):
-    with pytest.raises((TypeError, ValueError, ArithmeticError, RuntimeError)):
-        messages([{"role": "user", "content": "x", "reward": value}])
-
-
-def test_a_reply_pays_for_its_turn(pays):
-    """What is no number fails its episode."""
-    _, done, _, said = play(ALONE, f"{pays}reply", [*READ, *REFUSED] * 2, 9, 30.0, 400,
-                            reward=("turns",))
-    assert [c.failed for c in done] == ([False] * len(READ) + [True] * len(REFUSED)) * 2
-    for c, value in zip(done, [*READ.values(), 0, 0] * 2, strict=True):
-        expected = [value, value, 0.0][:1 + int((c.sampled[1:] > c.sampled[:-1]).sum())]
-        if c.truncated:  # its last turn was cut, or its reply did not fit
-            assert paid_of(c) in (expected, [*expected[:-1], 0.0])
-        elif not c.failed:
-            assert paid_of(c) == expected and len(expected) == 3
-        assert paid(c.turns) == sum(paid_of(c))
-    assert "a reward must be a finite number or None" in said[0] and len(said) == 1
-    assert all(turn.keys() <= {"role", "content", "paid"} for c in done for turn in c.turns)
-
-
-def test_the_last_turn_and_one_whose_reply_does_not_fit_are_paid(pays):
-    for kind, most, expected in (("half", 2, [0.5, 0.5]), ("long", 3, [1.5]), ("tools", 2, [3, 3])):
-        done = play(ALONE, f"{pays}reply", [kind] * 8, most, 30.0, 200, reward=("turns:2",))[1]
-        full = [c for c in done if not c.truncated or kind == "long"]
-        assert len(full) > 2
-        for c in full:
-            got = paid_of(c)
-            assert got == expected or (kind == "long" and c.truncated and got == [0.0]), (kind, got)
-            batch = Batch([Sample(data.Prompt(0, data.Row(0, "", [1], None, {}, "")), c, "",
-                                  Score(0.0, {}, None))])
-            turn, at, _ = batch.turns()
-            assert at[at != 0].tolist() == [x for x in got if x] and int(turn[-1]) == len(got) - 1
-
-
-def test_what_pays_in_vain_is_refused(pays):
-    for kind in "half", "zero":  # said at once, not at the first success
-        with pytest.raises(SettingsError, match="no --reward counts it. Would work: --reward turn"):
-            play(ALONE, f"{pays}reply", [kind] * 4, 3, 30.0, 400)
-    play(ALONE, f"{pays}reply", ["none"] * 4, 3, 30.0, 400)  # it pays nothing
 
 
 def grown(world, pays, kinds, reward=("turns",)):
@@ -321,12 +244,12 @@ def test_a_turn_is_paid_what_the_reward_of_its_environment_grows_by(pays):
     for turns_, failed, cut in grown(ALONE, pays, ["plain"] * 8):
         mine = [turn["paid"] for turn in turns_ if "paid" in turn]
         totals = [float(turn["content"]) for turn in turns_ if turn["role"] == "user"]
-        assert not failed and sum(mine) == turns_[-1]["reward"] == paid(turns_)
+        assert not failed and sum(mine) == turns_[-1]["reward"] == environment(turns_)
         assert np.cumsum(mine).tolist()[:len(totals)] == totals
         assert cut or len(mine) == 3
-    assert [paid(turns_) for turns_, *_ in grown(ALONE, pays, ["unscored"] * 3)] == [None] * 3
-    for turns_, *_ in grown(ALONE, pays, ["both"] * 3):  # reward() alone counts
-        assert paid(turns_) == turns_[-1]["reward"]
+    unscored = grown(ALONE, pays, ["unscored"] * 3)
+    assert [environment(turns_) for turns_, *_ in unscored] == [None] * 3
+    assert all(failed for _, failed, _ in grown(ALONE, pays, ["nan"] * 3))
     (only, _, _), = grown(ALONE, pays, ["plain"], ("environment",))
     assert not any("paid" in turn for turn in only)
 

@@ -17,10 +17,11 @@ import reference
 import rollout
 from dist import World
 from keeping.checkpoint import export_model
-from preflight import inputs, plan
-from preflight.shape import shape_from, shape_of
+from preflight import plan
+from preflight.memory import shape_from
 from ranks import results
 from running import run
+from shapes import shape_of
 from tools import float64
 from trainer import experts, model
 from trainer.batch import Batch
@@ -197,16 +198,6 @@ def test_refusals(folder, flags, words):
     args = plan.changed(grpo.Args(), **dict(lr=1e-3) | flags)
     found = plan.problems(args, 1, shape=shape)
     assert len(found) == bool(words) and (not words or words in found[0]), found
-
-
-@pytest.mark.parametrize("flags, words", [
-    (dict(replay_routing=True), ["--replay_routing needs a GPU"]),
-    (dict(lora_rank=4, lora_sync="adapter"), ["--lora_sync adapter needs a GPU"]),
-    (dict(lora_rank=4), []), (dict(replay_routing=True, plan=True), [])])
-def test_what_vllm_has_on_a_gpu_alone(folder, flags, words):
-    args = plan.changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64, **flags)
-    found = inputs.model_limits(args, model.config_of(f"{folder}/Qwen3-MoE"), [])
-    assert [sentence[:len(start)] for sentence, start in zip(found, words, strict=True)] == words
 
 
 def test_a_dense_model_has_no_router():

@@ -181,7 +181,7 @@ def test_sigterm_saves_and_ends(start, tmp_path, whom):
     attempt.printed("  3/500")
     (os.killpg if whom == "group" else os.kill)(attempt.process.pid, signal.SIGTERM)
     status, text = attempt.end()
-    assert "goes on from here" in text and (status == 75 or not alone), text
+    assert "This goes on: " in text and (status == 75 or not alone), text
     done, run = int(re.search(r"ended after (\d+) of 500 steps", text)[1]), tmp_path / "runs/x"
     assert last(run).name == f"step_{done}" and progress(run) == done
 

@@ -34,8 +34,8 @@ def test_more_ranks_than_gpus(monkeypatch):
     assert dist.gpu_mistakes(2) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert dist.gpu_mistakes(4) == [
-        "4 ranks on this machine need 4 GPUs, and torch sees 2 (CUDA_VISIBLE_DEVICES is 0,1). "
-        "Would work: torchrun --nproc_per_node 2."]
+        f"4 ranks on this machine need 4 GPUs, and torch {torch.__version__} sees 2 "
+        f"(CUDA_VISIBLE_DEVICES is 0,1). Would work: torchrun --nproc_per_node 2."]
 
 
 def test_a_driver_that_is_too_old(monkeypatch):
@@ -44,7 +44,7 @@ def test_a_driver_that_is_too_old(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(dist.os.path, "exists", lambda path: path == "/dev/nvidia0")
     said, = dist.gpu_mistakes(4)
-    assert "has NVIDIA GPUs (/dev/nvidia0), and torch " in said and "version 580" in said
+    assert "need 4 GPUs, and torch " in said and "version 580" in said
     assert "CUDA_VISIBLE_DEVICES= for a run on the CPU" in said
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are hidden on purpose
     assert dist.gpu_mistakes(4) == []

@@ -20,9 +20,10 @@ from trainer.batch import Completion, Sample
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
 
 
-def opened(folder: Path, steps: int = 3, start: int = 0, project: str | None = None) -> log.Log:
+def opened(folder: Path, steps: int = 3, start: int = 0, project: str | None = None,
+           began: str = "2026-01-02 03:04:05") -> log.Log:
     it = log.Log(folder, WORLD, steps, project)
-    it.open({"lr": 0.1, "seed": 0}, "the plan", start)
+    it.open({"lr": 0.1, "seed": 0, "began": began}, "the plan", start)
     return it
 
 
@@ -38,6 +39,11 @@ def test_wandb_gets_every_metric_of_every_step_and_is_finished(tmp_path, monkeyp
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     it, run = opened(tmp_path / "a-run", project="test"), wandb.init.return_value
     assert wandb.init.call_args.kwargs["mode"] == "offline"
+    it.lock.close()
+    for began in "2026-01-02 03:04:05", "2026-01-02 03:04:06":  # a resume; the name used again
+        opened(tmp_path / "a-run", project="test", began=began).lock.close()
+    ids = [call.kwargs["id"] for call in wandb.init.call_args_list]
+    assert ids[0] == ids[1] != ids[2] and ids[2].startswith("a-run-")
     for step in range(3):
         if step == 1:
             it.times["time/sync"] = 1.0                    # it would replace the step's
@@ -108,20 +114,6 @@ def test_a_step_says_how_long_the_rest_takes(tmp_path):
         line[step] = it.step_line(it.rows[-1])
     assert line[3].endswith("3.00 s  5 min left") and "left" not in line[100]
     assert [log.duration(s) for s in (45, 600, 20000)] == ["45 s", "10 min", "5.6 h"]
-    it.lock.close()
-
-
-def test_what_should_not_stay_so_is_said_when_it_begins_and_every_tenth_step(tmp_path, capsys):
-    it, said = opened(tmp_path, steps=40), []
-    for step in range(1, 25):
-        row = {"rollout/truncated_frac": 0.97 if step in (2, 3) else 0.9,
-               "batch/groups_equal": float(5 <= step), "time/step": 1.0}
-        it.step(step, row)
-        text = capsys.readouterr().out
-        said += [step] if "in a row" in text else []
-        assert ("hardly a completion ended" in text) == (step == 2)
-    assert said == [2, 7, 14, 24]  # groups are equal from step 5 on: after 3, 10 and 20 steps
-    assert "20 steps in a row the rewards inside every group were equal" in text
     it.lock.close()
 
 

@@ -151,7 +151,7 @@ def test_any_two_flags_of_an_update_work_or_are_refused(flag):
     for first, second in itertools.combinations(FLAGS, 2):
         if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
             continue
-        flags = dict([first, second]) | ({"reply": "examples/doors.py:reply"} if (
+        flags = dict([first, second]) | ({"reply": "examples/doors.py:Doors"} if (
             "turns" in str([first, second])) else {})
         if "kl_estimator" in flags:
             flags.setdefault("kl_loss_coef", 0.1)

@@ -18,8 +18,9 @@ from families import ROOT
 from forked import PYTHON
 from keeping import checkpoint
 from preflight import plan
-from preflight.shape import shape_from, shape_of
+from preflight.memory import shape_from
 from ranks import results
+from shapes import shape_of
 from trainer import lora, model
 
 

@@ -199,29 +199,6 @@ def test_gae_is_the_double_sum(lengths, gamma, lam, seed):
     assert int((plain != 0).sum()) == int((lengths > 0).sum())
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo",
-                                  "maxrl"])
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_an_advantage_is_the_formula(name, dtype):
-    """Groups of 3: one of equal rewards, one with a single score, one with an unscored one, one
-    with none. verl gave a lone completion its raw reward; OpenRLHF divided by zero."""
-    rewards = torch.tensor(np.random.default_rng(0).random(18), dtype=dtype)
-    rewards[3:6], rewards[7:9], rewards[10], rewards[12:15] = 0.1, nan, nan, nan
-    args, got = SimpleNamespace(advantage_eps=0.0), advantages(name, rewards, 3, eps=0.0)
-    batch = rewards[~rewards.isnan()].tolist()
-    for i, R in enumerate(rewards.tolist()):
-        group = [r for r in rewards[i - i % 3:i - i % 3 + 3].tolist() if r == r]
-        right = 0.0 if R != R else reference_losses.group_advantage(args, name, R, group, batch)
-        assert float(got[i]) == pytest.approx(right, abs=1e-12 if dtype == F64 else 1e-6)
-        assert right or got[i] == 0  # three rewards of 0.1 have a std of 1e-17
-    assert got.dtype == F64 and got.any()
-    assert not advantages(name, rewards, 1, eps=0.0).any()
-    assert losses.keep_groups(rewards, 3, ~rewards.isnan()).tolist() == [
-        True, False, False, True, False, True]
-    with pytest.raises(ValueError, match="advantage 'gpro'"):
-        losses.group_advantages(rewards, 3, kind="gpro", eps=0.0, scored=rewards > 0)
-
-
 def decided(rewards) -> dict[str, float]:
     """What each that asks whether rewards differ makes of groups of 3. 0: no. nan: not scored."""
     known = rewards[~rewards.isnan()]

@@ -28,28 +28,11 @@ import ppo
 from dist import KEYS
 from pictures import seeing
 from preflight import memory, plan
-from preflight.shape import shape_from, shape_of
+from preflight.memory import shape_from
+from shapes import config_of
 from trainer import lora, model, packing
 
 LENGTH = 1024
-FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
-
-
-def config_of(name: str, layers: int):
-    s = shape_of(name)
-    kind, more = FAMILIES[name.partition("-")[0]], {}
-    if s.mixture:
-        kind, more = "qwen3_moe", dict(
-            num_experts=s.mixture.experts, num_experts_per_tok=s.mixture.used,
-            moe_intermediate_size=s.mixture.inner)
-    return AutoConfig.for_model(
-        kind, **more, vocab_size=s.vocab, hidden_size=s.hidden,
-        intermediate_size=s.intermediate, num_hidden_layers=layers or s.layers,
-        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads,
-        tie_word_embeddings=s.root < 1.5 * s.vocab * s.hidden, max_position_embeddings=32768,
-        **({"head_dim": s.head_dim} if s.head_dim else {}))
-
-
 def with_tower(kind: str, text):
     """A tower of 4 layers before a text model: SmolVLM's, or that of a Qwen-VL of 7B."""
     if kind == "idefics3":  # 64 tokens a tile

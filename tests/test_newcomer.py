@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import grpo
+import ppo
+import sft
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
@@ -57,7 +59,7 @@ def mistakes(*flags: str) -> str:
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file, here or in "]),
     ("--data a.csv", ["a.csv cannot be loaded: UnicodeDecodeError: "]),
     ("--data bare.jsonl --eval_data held.jsonl --batch 1",
-     ["--reward exact needs 'answer': row 1 of "]),
+     ["--reward exact needs 'answer': row 0 of "]),
     ("--eval_data junk", ["junk, row 0 (counted from 0): no prompt column in (text)"])])
 def test_a_mistake_is_one_sentence(place, flags, words):
     text = mistakes(*flags.split())
@@ -93,6 +95,23 @@ def test_the_exit_status_of_a_plan_tells_whether_it_fits(place, flags, status):
     assert inputs.show_plan(args("--plan", *flags.split())) == status
 
 
+@pytest.mark.parametrize("script, small, large", [
+    (grpo, (3e-4,), (1e-6,)), (ppo, (3e-4, 1e-3), (1e-6, 1e-5)), (sft, (3e-4,), (1e-5,))])
+def test_a_rate_that_is_not_given_depends_on_the_models_size_and_not_on_its_name(
+        place, script, small, large):
+    shutil.copytree(TINY, "mine")
+    found = inputs.read_files(args("--model", "mine"), 1).plan
+    assert found.args.lr == 3e-4 and "mine, --lr 0.0003, reward: exact" in found.text()
+    for size, rates in (370_000, small), (135_000_000, large):
+        for rank, times in (0, 1), (8, 10):
+            chosen = plan.changed(script.Args(), lora_rank=rank)
+            chosen.choose_rates(size)
+            critic = [chosen.critic_args.critic_lr] if chosen.critic_args else []
+            assert [chosen.lr, *critic] == [times * rate for rate in rates]
+            chosen.choose_rates(1)  # what is given stays
+            assert chosen.lr == times * rates[0]
+
+
 # ---- commands
 
 def test_help_of_the_examples_fetches_nothing(tmp_path):
@@ -124,6 +143,9 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     ("vision", "", "grpo.py --model runs/squares-sft/model --lr 5e-4", True),
     ("vision:qwen2_5_vl", "", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
     ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
+    *[(f"{job} --data{sep}mine.jsonl".strip(), "", f"--data{sep}mine.jsonl", False)
+      for job in ("", "sft", "kk", "vision") for sep in " ="],
+    ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """A copy of run.sh, whose torchrun prints its command, on a machine without a GPU."""
@@ -147,6 +169,8 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
                           capture_output=True)
     words = f"--local_addr 127.0.0.1 --nproc_per_node {ranks or 2} {words}"
     assert done.stdout.endswith(" kept kept\n")
+    held_out = "--eval_data" in line or " --data" not in f" {line}"  # of one's own data
+    assert done.stdout.count("--eval_data") == held_out
     given = iter(done.stdout.split())
     assert all(word in given for word in words.split())  # in this order
     assert ("--target_reward" in done.stdout, "--target_eval" in done.stdout) == (graded, graded)

@@ -103,7 +103,7 @@ def test_a_mistake_breaks_its_promise(name, tmp_path):
     ("3", "--loss {}/mine.py:soft --group 2"),  # a loss needs no registration
     ("2", "--loss tests/often.py:clip_cov --advantage grpo --group 4"),
     ("1", "--advantage variants/turn_credit.py:turn_credit --reward turns --group 4 "
-          "--reply examples/doors.py:reply")])
+          "--reply examples/doors.py:Doors")])
 def test_what_is_shipped_keeps_its_promises(numbers, words, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     found, printed = proved(numbers, *words.format(tmp_path).split())

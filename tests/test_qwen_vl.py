@@ -33,7 +33,7 @@ from pictures import rows as pictured
 from pictures import seeing
 from pictures.rows import Pictures
 from preflight import inputs, memory, plan
-from preflight.shape import shape_from
+from preflight.memory import shape_from
 from ranks import results
 from rollout import HELD, Request, parts_of
 from running import worst_case

@@ -14,7 +14,7 @@ from chats import targets
 from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from errors import SettingsError
-from examples import tiny
+from examples import convert, tiny
 from preflight import inputs, plan
 from running import loss_flags
 from scoring.signatures import Part
@@ -197,16 +197,16 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
         inputs.find_bridge(args, inputs.ModelFiles(None), [of(asked, row, tmp_path)])
 
 
-@pytest.mark.parametrize("key, off", [("weight", 0), ("train", False), ("loss", False),
-                                      ("trainable", False), ("loss_mask", 0)])
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
-def test_a_turn_of_weight_0_is_not_learned(tmp_path, key, off, tokenizer):
-    chat = [user(), said("no", **{key: off}), user(), said("yes", **{key: 1}), user(),
-            said("never", **{key: off})]
+def test_a_turn_of_weight_0_is_not_learned(tmp_path, tokenizer):
+    """Before the first turn that is learned it is prompt; after the last one it is left out."""
+    chat = [user(), said("one", weight=0), user(), said("yes", weight=1), user(),
+            said("no", weight=False), user(), said("si"), user(), said("never", weight=0)]
     row = of(learned, {"messages": chat}, tmp_path, tokenizer=tokenizer)
-    _, after, kept = texts(row)
-    assert kept == f"yes{tokenizer.eos_token}" and after.startswith("no")
-    assert "never" not in after  # nothing is learned after it
+    prompt, after, kept = texts(row)
+    end = tokenizer.eos_token
+    assert kept == f"yes{end}si{end}" and "one" in prompt
+    assert after.startswith("yes") and "no" in after and after.endswith(f"si{end}")
     assert "weight is not 0" in refusal(learned, {"messages": chat[:2]}, tmp_path)
     for weight in 0.5, "1":
         assert "message 1 of messages: its weight cannot be used" in refusal(
@@ -217,15 +217,12 @@ def test_calls_as_openai_writes_them(tmp_path):
     """Arguments as a JSON text, no content, nulls: vLLM and transformers want an object."""
     stored = said(None, tool_calls=[call('{"a": [1, null]}', id="c1")], refusal=None)
     right = template([user(), said("", tool_calls=[call({"a": [1, None]}, id="c1")])], False)
-    for made in (stored, {**stored, "tool_calls": json.dumps(stored["tool_calls"])},
-                 stored | {"tool_calls": [{"name": "f", "arguments": {"a": [1, None]}}]},
-                 said(None, function_call={"name": "f", "arguments": '{"a": [1, null]}'})):
-        row = of(learned, {"messages": [user(), made]}, tmp_path)
-        assert row.prompt + texts(row)[2] == right.rstrip()
+    row = of(learned, {"messages": [user(), stored]}, tmp_path)
+    assert row.prompt + texts(row)[2] == right.rstrip()
     for nothing in "", None:
         row = of(learned, {"messages": [user(), said("", tool_calls=[call(nothing)])]}, tmp_path)
         assert '"arguments": {}}' in texts(row)[2]
-    for wrong in call("[1]"), call("{"), {"function": "f"}, {"id": "1"}, "f":
+    for wrong in call("[1]"), call("{"), {"function": "f"}, {"id": "1"}, "f", {"name": "f"}:
         assert "message 1 of messages: its tool_calls cannot be used" in refusal(
             learned, {"messages": [user(), said("", tool_calls=[wrong])]}, tmp_path)
     calls = {"messages": [user(), said("", tool_calls=[call({})])]}
@@ -247,22 +244,53 @@ def test_contents_in_parts(tmp_path):
 
 
 def test_sharegpt(tmp_path):
-    stored = [{"from": "system", "value": "S"}, {"from": "human", "value": "q"},
-              {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
-              {"from": "observation", "value": "1"}, {"from": "gpt", "value": "A", "weight": 1}]
-    right = [{"role": "system", "content": "S"}, user(), said("", tool_calls=[call({"a": 1})]),
-             {"role": "tool", "content": "1"}, said()]
-    for kind in "jsonl", "parquet":
-        row = of(learned, {"conversations": stored, "tools": SCHEMAS[0]}, tmp_path, kind)
-        assert row.prompt == template(right[:2], tools=SCHEMAS[0])
-        assert row.prompt + texts(row)[1] == template(right, False, tools=SCHEMAS[0]).rstrip()
-    assert of(asked, {"conversations": stored[:2]}, tmp_path).prompt == template(right[:2])
-    own = {"system": "S", "conversations": stored[1:2]}
+    stored = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A", "weight": 1}]
+    own = {"system": "S", "conversations": stored[:1]}
+    right = [{"role": "system", "content": "S"}, user(), said()]
     assert of(asked, own, tmp_path).prompt == template(right[:2])
     assert of(asked, own, tmp_path, system="T").prompt == template(
         [{"role": "system", "content": "T"}, user()])
-    assert "message 0 of conversations: its from cannot be used" in refusal(
-        asked, {"conversations": [{"from": "bing", "value": "x"}]}, tmp_path)
+    row = of(learned, {"conversations": [{"from": "system", "value": "S"}, *stored]}, tmp_path)
+    assert row.prompt + texts(row)[1] == template(right, False).rstrip()
+
+
+# Forms of other systems: by the general rule they are refused, and a function of convert.py reads
+# them. (form, the row, its messages; None: a row without)
+CALL = {"name": "f", "arguments": {"a": 1}}
+TURN = [user(), said("", tool_calls=[call({"a": 1})]), {"role": "tool", "content": "1"}, said()]
+ELSEWHERE = {
+    "llama-factory": ("chats", {"conversations": [
+        {"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "1"}, {"from": "gpt", "value": "A"}]}, TURN),
+    "ms-swift": ("chats", {"messages": [
+        user(), {"role": "tool_call", "content": json.dumps([CALL])},
+        {"role": "tool_response", "content": "1"}, said(loss=True)]}, TURN),
+    "openai, 2023": ("chats", {"messages": [user(), said(None, function_call=CALL),
+                                            {"role": "tool", "content": "1"}, said()]}, TURN),
+    "pandas": ("pandas", {"prompt": str([user()]), "reward_model": str({"ground_truth": "5"}),
+                          "extra_info": str({"n": 1})}, [user()]),
+    **{f"axolotl, {key}": ("chats", {"messages": [user(), said("no", **{key: off}), user(),
+                                                  said()]}, [user(), said("no"), user(), said()])
+       for key in convert.WEIGHTS for off in [0 if "loss" in key else False]}}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
+    form, stored, chat = ELSEWHERE[name]
+    load = learned if chat[-1]["role"] == "assistant" else asked
+    assert refusal(load, stored, tmp_path)
+    row = of(load, getattr(convert, form)(stored), tmp_path)
+    assert row.prompt + (texts(row)[1] if load is learned else "") == template(
+        chat, load is asked).rstrip("\n") + "\n" * (load is asked)
+    assert "no" not in (texts(row)[2] if load is learned else "") and row.answer in (None, "5")
+
+
+def test_alpaca_with_earlier_turns(tmp_path):
+    row = {"instruction": "q", "input": "x", "output": "A", "history": [["one", "two"]]}
+    assert "no place for history" in refusal(asked, row | {"prompt": "q"}, tmp_path)
+    made = of(learned, convert.alpaca(row), tmp_path)
+    assert made.prompt + texts(made)[1] == template(
+        [user("one"), said("two"), user("q\nx"), said("A")], False).rstrip()
 
 
 @pytest.mark.parametrize("load, row, words", [
@@ -285,7 +313,10 @@ def test_sharegpt(tmp_path):
     (learned, {"prompt": "q", "completion": "a", "loss_weight": 0.5}, "its loss_weight is 0.5"),
     (learned, {"messages": [user(), said()], "labels": [-100, 1]}, "its labels is [-100, 1]"),
     (learned, {"messages": [user(), said(mask=0)]}, "no place for mask"),
-    (learned, {"messages": [user(), said(loss_scale=0.3)]}, "its weight cannot be used"),
+    (learned, {"messages": [user(), said(loss_scale=0.3)]}, "no place for loss_scale"),
+    (asked, {"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
+    (asked, {"prompt": "q", "reward_model": "{'ground_truth': '1'}"}, "or its JSON text, not"),
+    (asked, {"prompt": "q", "extra_info": "{"}, "extra_info must be an object"),
     (learned, {"messages": [user(), said(train_detail=[1])]}, "no place for train_detail"),
     (learned, {"messages": [user() | {"train": True}, said()]}, "no place for train")])
 def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, load, row, words):
@@ -303,13 +334,6 @@ def test_thoughts_need_a_place(tmp_path):
         assert of(asked, chat, tmp_path).prompt == template(chat["prompt"])
         assert f"leaves out the message of role {role}" in refusal(
             asked, chat, tmp_path, tokenizer=deaf)
-
-
-def test_keys_that_are_there_twice(tmp_path):
-    for name, text in ("a.jsonl", '{"prompt": "a", "prompt": "b"}'), ("a.csv", "q,q\n1,2\n"):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(SettingsError, match="is there twice"):
-            data.read(str(tmp_path / name))
 
 
 # ---- paths

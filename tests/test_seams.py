@@ -3,9 +3,8 @@ would be legal. Stubs stand for what a test does not look at."""
 import asyncio
 import json
 import re
-import signal
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -23,15 +22,16 @@ import rollout
 import sft
 from chats import turns
 from data import Prompt, Row, Stream
+from examples import tiny
 from keeping.log import Log
 from preflight import inputs, memory, plan
 from preflight.plan import Plan, changed
-from preflight.shape import shape_of
 from rewards import Answer
 from rollout import Engine, Request, hash_seed
-from running import evaluate, run, same_policy
+from running import run, same_policy
 from scoring import waiting, worker
 from scoring.signatures import Item, Part, Reward
+from shapes import shape_of
 from trainer import model
 from trainer.batch import Batch, Completion, Sample
 
@@ -234,7 +234,8 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_kept(tmp_path):
     path.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (2, 3, 4)))
 
     class Letters:
-        added_tokens_decoder, chat_template, bos_token, eos_token_id = {}, None, None, None
+        added_tokens_decoder, chat_template = {}, None
+        bos_token = eos_token = eos_token_id = pad_token = None
 
         def __call__(self, text, **options):
             return {"input_ids": [1] * len(text)}
@@ -258,16 +259,6 @@ def test_a_mistake_of_another_rank_is_raised_here_too():
     world.gather = lambda mine: [*mine, "rank 1 has no disk"]
     with pytest.raises(errors.SettingsError, match="rank 1 has no disk"):
         world.together(int)
-
-
-def test_sigterm_is_noticed_after_the_step(monkeypatch):
-    kept = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    stop = dist.Stop(world_of())
-    stop.world.any_rank = bool
-    assert not stop.agreed()
-    signal.raise_signal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, kept)
-    assert stop.agreed()
 
 
 # ---- keeping/
@@ -311,29 +302,6 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
     critic = [] if teacher else [(model.ValueModel, "start", own)]
     assert loaded == [(model.LogprobModel, "start", own), *critic,
                       (model.LogprobModel, source, dict(seed=3, trained=False))]
-
-
-@pytest.mark.parametrize("every, evaluations, saves", [(0, [0], []), (2, [0, 2, 4], [0, 2, 4, 6])])
-def test_the_end_is_evaluated_once_and_saved(tmp_path, every, evaluations, saves):
-    it = run_of(tmp_path, args(steps=6, eval_every=every, save_every=every, update_tokens=4))
-    assert [*it.evaluations] == evaluations and sorted(it.saves) == saves
-
-
-def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch):
-    kept, loaded, it, again = [], [], run_of(tmp_path), run_of(tmp_path)
-    monkeypatch.setattr(run.checkpoint, "save", lambda folder, world, trained, state, keep: (
-        kept.append((state, keep))))
-    monkeypatch.setattr(run.checkpoint, "load", lambda *given: loaded.append(given))
-    for each in it, again:
-        each.args = SimpleNamespace(critic_args=True, kl_target=0.1, run_args=each.args.run_args)
-    it.kl_coef, it.log.bad_steps, it.stream.position = 0.3, 2, 7
-    it.save(4)
-    (state, keep), = kept
-    saved = SimpleNamespace(state=json.loads(json.dumps(state)))
-    again.restore(saved)
-    assert keep == 2 and state["step"] == 4 and state["settings"] == {"a": 1}
-    assert loaded == [(saved, again.world, again.trained)]
-    assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (0.3, 2, 7)
 
 
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
@@ -402,35 +370,6 @@ def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
     assert "more than --max_gap 0.15" in compared({pair: 0.2}, rounding=3.0)
 
 
-def test_an_evaluation_scores_the_completions_of_a_row_together(monkeypatch):
-    groups = []
-    monkeypatch.setattr(evaluate, "score_samples", lambda run, samples, group: groups.append(group))
-    monkeypatch.setattr(evaluate, "evaluation_metrics", lambda samples, args: {})
-
-    @contextmanager
-    def generating(policy):
-        yield
-
-    its = SimpleNamespace(
-        args=args(eval_samples=5, eval_temperature=0.5), policy=None,
-        inputs=SimpleNamespace(eval_rows=rows(2)), engine=SimpleNamespace(
-            generating=generating, sample=lambda *given: [], tokenizer=SimpleNamespace(
-                decode=None)),
-        log=SimpleNamespace(time=Log0().time))
-    monkeypatch.setattr(evaluate, "write_samples", lambda *given, **named: None)
-    evaluate.sampled_metrics(its, 0)
-    assert groups == [5]
-
-
-def test_only_bad_steps_in_a_row_end_a_run(tmp_path):
-    log = Log(tmp_path, world_of(), 9)
-    bad, good = {"grad/norm_not_finite": 1}, {"grad/norm_not_finite": 0}
-    for metrics in [bad, bad, good, bad, bad]:
-        log.watch(metrics)
-    with pytest.raises(RuntimeError, match="3 steps in a row"):
-        log.watch(bad)
-
-
 # ---- preflight/, chats/, trainer/
 
 @pytest.mark.parametrize("flags, old, reference", [
@@ -448,7 +387,7 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 
 @pytest.mark.parametrize("script", [grpo, sft])
 def test_generated_rows_follow_the_seed(script):
-    it = inputs.ModelFiles(None)
+    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, None)
     found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
              for seed in (0, 1, 0)]
     texts = [[row.columns for row in rows] for rows in found]

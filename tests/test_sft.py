@@ -1,4 +1,5 @@
 """sft.py learns of a chat what transformers' {% generation %} marks in its template."""
+import itertools
 import json
 import os
 import subprocess
@@ -19,9 +20,9 @@ from examples import tiny
 from forked import PYTHON
 from learning import begin_with
 from preflight import memory, plan
-from preflight.shape import shape_of
 from probes import World
 from running import evaluate
+from shapes import shape_of
 from trainer.batch import given
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
@@ -110,6 +111,11 @@ def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tm
     one, two = (tokenizer(m["content"], add_special_tokens=False)["input_ids"]
                 for m in (CHAT[1], CHAT[3]))
     assert said == one + [user] + two + [end]
+    given = [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:4], CHAT[4], CHAT[5] | {"weight": 0}]
+    for chat in given, [*CHAT[:2], *given[:2], *CHAT[2:4]]:  # the end of a given turn is given
+        (row,), _ = load(tmp_path, [{"messages": chat}], tokenizer, [user, end])
+        said = [i for i, here in zip(*row.target, strict=True) if here]
+        assert said == (one + [user]) * (len(chat) // 2 - 2 - (chat is given)) + two + [end]
     with pytest.raises(SettingsError, match="which is no end of a turn"):
         load(tmp_path, [{"messages": CHAT[:4]}], tokenizer, [end])
 
@@ -123,9 +129,65 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_in_one_sentence(tmp_p
     thought = [CHAT[0], {"role": "assistant", "content": "<think>a</think>13"}]
     (row,), _ = load(tmp_path, [{"messages": thought}], tokenizer)
     assert all(row.target[1])
-    with pytest.raises(SettingsError, match="row 1 .* rewrites what comes before .* Would work: "
-                       "one row for each turn"):
+    with pytest.raises(SettingsError, match="row 1 .* rewrites '<think>a</think>13' before .* Would"
+                       " work: one row for each turn"):
         load(tmp_path, [{"messages": thought}, {"messages": thought + CHAT[2:4]}], tokenizer)
+
+
+def with_traits(opens: bool, drops: bool, trims: bool, ends: bool):
+    """A tokenizer whose template opens a thought where the model is asked, drops thoughts, trims
+    what is said, ends turns."""
+    said = "m['content']" + ".split('</think>')[-1]" * drops
+    return tokenizer_of("<|im_start|> <|im_end|>", template(
+        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n",
+        f"<|im_start|>assistant\n{{{{ {said}{' | trim' * trims} }}}}{'<|im_end|>' * ends}\n",
+        "<|im_start|>assistant\n" + "<think>\n" * opens))
+
+
+def one_word(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("traits", itertools.product((False, True), repeat=4))
+def test_a_turn_may_begin_with_what_the_template_writes(tmp_path, traits):
+    """All words are learned, or a sentence says why not, and what would work works: R1-Distill's
+    and QwQ's templates had one sentence for three causes, and its way out was the row itself."""
+    tokenizer, seen = with_traits(*traits), set()
+
+    def learned(row) -> str:
+        (made,), _ = load(tmp_path, [row], tokenizer)
+        ids, marks = made.target
+        kept = tokenizer.decode([i for i, mark in zip(ids, marks, strict=True) if mark])
+        return one_word("<think>" * made.prompt.endswith("<think>\n") + kept)
+
+    for words, n in itertools.product(("yes", "<think>\nt\n</think>\n\nyes"), (1, 2)):
+        chat = [m for i in range(n) for m in (CHAT[0], {"role": "assistant", "content": words})]
+        try:
+            found = learned({"messages": chat})
+        except SettingsError as error:
+            way = str(error).split("row 0 (counted from 0): ")[1]
+        else:
+            assert one_word(words) in found
+            assert found.count(one_word(words.removeprefix("<think>"))) == n
+            continue
+        for cause in "rewrites", "leaves out", "begins a turn", "is no end":
+            seen |= {cause} if cause in way else set()
+        if "weight" in way:
+            chat[1] = chat[1] | {"weight": 0}
+            assert one_word(words) in learned({"messages": chat})
+        elif "own text" in way:
+            text = tokenizer.apply_chat_template(chat[:1], tokenize=False,
+                                                 add_generation_prompt=True)
+            rest = words.removeprefix("<think>\n") if traits[0] else words
+            assert one_word(words) in learned({"prompt": text, "completion": rest})
+        else:
+            assert repr(words)[1:-1] in way.split("Would work: ")[1]
+            chat[1] = chat[1] | {"content": "<think>\n" + words}
+            assert one_word(words) in learned({"messages": chat[:2]})
+    opens, drops, _, ends = traits
+    expected = {"begins a turn": opens, "leaves out": drops,
+                "is no end": not (opens and drops or ends)}
+    assert seen == {cause for cause, there in expected.items() if there}
 
 
 def test_prompt_and_answer_are_a_chat_of_two_messages(tmp_path):

@@ -94,8 +94,8 @@ def test_an_episode_is_the_templates_own_text(tmp_path, monkeypatch, name):
     episode."""
     tools, tokenizer = example(tmp_path, monkeypatch, name)
     bridge = turns.Bridge(tokenizer, [tokenizer.eos_token_id], 10**6, None)
-    prompt = data.make_row(0, {"prompt": "Do it.", "tools": tools.SCHEMAS}, "", tokenizer, [],
-                           data.DataArgs()).prompt_ids
+    prompt = data.make_row(0, {"prompt": "Do it.", "tools": tools.SCHEMAS}, "", tokenizer,
+                           data.marks_of(tokenizer), data.DataArgs()).prompt_ids
     assert json.dumps(tools.SCHEMAS[0]) in tokenizer.decode(prompt)
     chat = [said(FAMILIES[name][3](*TWO))]
     answers = messages(tools.answer(chat))
@@ -120,7 +120,7 @@ def test_thoughts_that_a_template_keeps_for_tools_alone(monkeypatch):
     tokenizer = tokenizer_of(*FAMILIES["qwen3"][1:3])
     rows = [data.Row(0, "q", [5], "a", columns, "") for columns in ({}, {"tools": [{}]})]
     assert turns.check(args, tokenizer, [0], 10**6, rows)
-    with pytest.raises(SettingsError, match="rewrites earlier turns before a message of role user"):
+    with pytest.raises(SettingsError, match="role user the chat template rewrites"):
         turns.check(args, tokenizer, [0], 10**6, rows[:1])
 
 

@@ -1,6 +1,7 @@
 """Several turns: ids are only appended, the mask is what the engine sampled, a bad reply costs its
 episode. Most tests have a fake engine; turns_worker.py has the real one."""
 import copy
+import itertools
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from learning import begin_with
 from rewards import Answer, RewardArgs, score_samples
 from scoring.replies import messages
 from scoring.signatures import Part
+from test_sft import with_traits
 from trainer import batch
 from trainer.batch import Batch, Completion, Sample
 
@@ -74,14 +76,24 @@ def test_the_bridge_is_what_the_template_puts_between_turns(template, said, expe
         assert encode(there.render([], True) + "yes" + expected)[-len(whole):] == whole
 
 
-def test_an_end_inside_the_reply_is_not_the_turns_end():
-    ids = bridge().ids(EOT, [USER | {"content": "<|endoftext|>"}])
-    assert ids[0] == END and ids.count(EOT) == 1
+@pytest.mark.parametrize("traits", itertools.product((False, True), repeat=4))
+def test_a_turn_is_appended_to_whatever_the_template_begins_it_with(traits):
+    """QwQ's template opens with <think> and keeps turns: it was said to rewrite them. Those that
+    drop thoughts (R1, Qwen3) do, and the sentence shows it."""
+    opens, drops, _, ends = traits
+    there = turns.Bridge(with_traits(*traits), [EOT, END], 320, None)
+    header = "<|im_start|>assistant\n" + "<think>\n" * opens
+    if drops:
+        with pytest.raises(SettingsError, match="rewrites the model's turn '<think>.*QX7': it wri"):
+            there.text([USER])
+    else:
+        assert there.text([USER]) == "<|im_end|>" * ends + (
+            f"\n<|im_start|>user\nz<|im_end|>\n{header}")
 
 
 @pytest.mark.parametrize("template, role, vocab, words", [
     (LLAMA2, "tool", 320, "takes no messages of the roles user, assistant, tool .*only user"),
-    (REWRITES, "user", 320, "rewrites earlier turns before a message of role user"),
+    (REWRITES, "user", 320, "before a message of role user the chat template rewrites"),
     (tiny.CHATML, "user", 50, r"has an id of \d+; the model has 50")])
 def test_a_template_that_cannot_go_on_is_refused_with_the_reason(template, role, vocab, words):
     with pytest.raises(SettingsError, match=words):
@@ -312,7 +324,7 @@ def test_the_examples_answer_the_last_words_of_the_model():
 
 @pytest.mark.parametrize("code, words", [
     ("def reply(row): return None", r"with a parameter turns \(it has \['row'\]"),
-    ("def reply(turns, colour): return None", "reply needs 'colour'; 1 of 1 rows"),
+    ("def reply(turns, colour): return None", "reply needs 'colour': row 0 of"),
     ("def reply(row, turns): return None", "system, user .*only user")])
 def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, code, words):
     (tmp_path / "own.py").write_text(code)

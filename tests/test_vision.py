@@ -36,10 +36,11 @@ from pictures import seeing
 from pictures.eyes import opened
 from pictures.idefics3 import Eyes
 from preflight import inputs, memory, plan
-from preflight.shape import shape_from, shape_of
+from preflight.memory import shape_from
 from ranks import results
 from rewards import Score
 from running import worst_case
+from shapes import shape_of
 from tools import float64, report
 from trainer import lora, model
 from trainer.batch import Batch, Completion, Sample

@@ -55,7 +55,7 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
         raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
     settings = read(path / "state.json")["settings"]
     name = settings["model"]
-    source = inputs.find_model(name, make=True)
+    source = inputs.find_model(name)
     files = checkpoint.digest_of_files(source)
     if files != settings.get("model_files", files):  # an older checkpoint has none
         raise SettingsError(f"--model {name} has other weights than when the run began.")

@@ -23,8 +23,8 @@ SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
 
 
-def find(model: str, flag: str = "model") -> str:
-    """A folder, or a name on the Hugging Face hub → a folder."""
+def find(model: str, flag: str = "model", weights: bool = True) -> str:
+    """A folder, or a name on the Hugging Face hub → a folder. weights: fetch them too."""
     if Path(model, "config.json").is_file():
         return model
     why = "this folder has no config.json"
@@ -32,7 +32,7 @@ def find(model: str, flag: str = "model") -> str:
         why = "this is a checkpoint: tools/export.py makes a model of it"
     if not Path(model).is_dir():
         try:
-            return fetch(model)
+            return fetch(model, weights)
         except SettingsError:
             raise
         except Exception as error:
@@ -41,9 +41,11 @@ def find(model: str, flag: str = "model") -> str:
                         f"*.safetensors, or a name on the Hugging Face hub ({why}).")
 
 
-def fetch(model: str) -> str:
+def fetch(model: str, weights: bool) -> str:
     """Of a repository the small files, and the weights that are the model → a folder."""
     folder, listed = snapshot_download(model, allow_patterns=FILES), None
+    if not weights:
+        return folder
     commit = Path(folder).name
     with suppress(Exception):  # no connection: of many kinds
         listed = list_repo_files(model, revision=commit)

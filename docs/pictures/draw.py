@@ -158,12 +158,12 @@ def packed() -> str:
 def memory_table() -> str:
     """memory.py's own plan for one GPU."""
     import grpo
+    from bench.gpu import skeleton
     from preflight import plan
-    from preflight.memory import GIB, Memory
-    from preflight.shape import shape_of
+    from preflight.memory import GIB, Memory, shape_from
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096), checkpointing=True)
-    found = Memory(plan.Plan(args, 4, None, 0), shape_of(args.model), 80 * GIB)
+    found = Memory(plan.Plan(args, 4, None, 0), shape_from(skeleton("7b")), 80 * GIB)
     color = {"set aside": LINE, "weights": "#0969da", "gradients": "#cf222e",
              "moments": "#54aeff", "micro-batch": "#2da44e", "logits": "#a6e3b5",
              "engine": "#fb8f44"}
