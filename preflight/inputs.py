@@ -85,7 +85,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     shape, teacher, eyes = files.shape, None, None
     args.choose_rates(shape.params)
     if args.teacher:
-        teacher, of_teacher = find_teacher(args, files, notes, sketches)
+        teacher, of_teacher = find_teacher(args, files, sketches)
         shape = replace(shape, teacher=of_teacher)
     if sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, teacher)
@@ -183,8 +183,7 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
-def find_teacher(args, files: ModelFiles, notes: list[str],
-                 sketches: str | None = None) -> tuple[str, Shape]:
+def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> tuple[str, Shape]:
     """--teacher → its folder and sizes. SettingsError unless it has the vocabulary of the model,
     whose `files` these are."""
     folder, lm, tokenizer = open_model(args.teacher, "teacher", sketches)
