@@ -85,7 +85,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     shape, teacher, eyes = files.shape, None, None
     args.choose_rates(shape.params)
     if args.teacher:
-        teacher, of_teacher = find_teacher(args, files, notes, sketches)
+        teacher, of_teacher = find_teacher(args, files, sketches)
         shape = replace(shape, teacher=of_teacher)
     if sees(files.lm.config):
         eyes = find_eyes(args, files.lm, files.folder, teacher)
@@ -137,20 +137,19 @@ class ModelFiles(NamedTuple):
 def load_model(args, notes: list[str], began: str | None = None,
                sketches: str | None = None) -> ModelFiles:
     """--model. It may add a sentence to `notes`. began, sketches: see read_files."""
-    folder, lm, tokenizer = open_model(args.model, "model", notes, sketches)
+    folder, lm, tokenizer = open_model(args.model, "model", sketches)
     tokenizer.chat_template = dated(tokenizer.chat_template, began)
     found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
     ends = check_ends(args, eos_ids(folder, tokenizer), found.vocab, notes)
     return found._replace(ends=ends)
 
 
-def open_model(name: str, flag: str, notes: list[str], sketches: str | None = None):
+def open_model(name: str, flag: str, sketches: str | None = None):
     """The value of --model or --teacher → (its folder, the model without weights, tokenizer)."""
     folder = find_model(name, flag, sketches)
     lm = model.skeleton(folder, flag=flag)
     if not sketches or Path(name).is_dir():
         model_files.names_in_files(lm, folder, flag)
-        notes += model_files.unread(folder, flag)
     return folder, lm, load_tokenizer(name, folder, flag)
 
 
@@ -184,11 +183,10 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
 
 
-def find_teacher(args, files: ModelFiles, notes: list[str],
-                 sketches: str | None = None) -> tuple[str, Shape]:
+def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> tuple[str, Shape]:
     """--teacher → its folder and sizes. SettingsError unless it has the vocabulary of the model,
     whose `files` these are."""
-    folder, lm, tokenizer = open_model(args.teacher, "teacher", notes, sketches)
+    folder, lm, tokenizer = open_model(args.teacher, "teacher", sketches)
     if tokenizer.get_vocab() != files.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")

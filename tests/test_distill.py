@@ -199,7 +199,7 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
         args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
             student)
         tokenizer = inputs.load_tokenizer("it", student)
-        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm), [])[0]
+        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm))[0]
 
     student, wide = saved("student", 320), saved("wide", 328)
     assert found(student, "jsd") == student and found(wide, "none") == wide
