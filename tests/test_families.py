@@ -11,14 +11,15 @@ from transformers import AutoConfig, AutoModel
 import data
 import families
 import grpo
+import inputs
+import model
+import plan
 import sft
+from batch import pack
 from errors import SettingsError
 from examples import tiny
-from preflight import inputs, plan
 from ranks import results
 from tools import float64
-from trainer import model
-from trainer.packing import pack
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
 RISKY = ("Mistral", "Qwen3.5", "Gemma 2", "Gemma 3", "Gemma 4", "Granite", "Cohere", "Phi",
