@@ -15,16 +15,15 @@ import torch
 
 import dist
 import losses
-from chats.teacher import behind_teacher_prompts, beside
+from batch import Batch, Meter, Micro, Sample, sample_metrics
 from dist import World
 from errors import not_default
-from preflight.inputs import show_plan
+from flags import ClipArgs, CommonArgs, parse
+from inputs import show_plan
+from model import Policy, learning_rate
+from parts.distill.teacher import behind_teacher_prompts, beside
 from rewards import score_samples
-from running.args import CommonArgs, parse
-from running.loss_flags import ClipArgs
-from running.run import set_up
-from trainer.batch import Batch, Meter, Micro, Sample, sample_metrics
-from trainer.model import Policy, learning_rate
+from run import set_up
 
 
 @dataclass

@@ -22,22 +22,22 @@ from typing import ClassVar, Literal
 import torch
 
 import dist
+import flags
 import losses
-from chats.carry import CarryArgs
+from batch import Batch, Meter, Sample, sample_metrics
 from dist import World
 from errors import SettingsError
-from preflight.inputs import show_plan
+from flags import CommonArgs, parse
+from inputs import show_plan
+from model import Policy, learning_rate
+from parts.carry.carry import CarryArgs
 from rewards import parse as parse_rewards
 from rewards import score_samples
-from running import loss_flags
-from running.args import CommonArgs, parse
-from running.run import Run, set_up
-from trainer.batch import Batch, Meter, Sample, sample_metrics
-from trainer.model import Policy, learning_rate
+from run import Run, set_up
 
 
 @dataclass
-class Args(loss_flags.LossArgs, CommonArgs):
+class Args(flags.LossArgs, CommonArgs):
     """The flags of grpo.py. Those that ppo.py has too are in LossArgs and CommonArgs."""
     advantage: str = "dr_grpo"
     """dr_grpo: R - mean of the group. grpo: (R - mean)/(std + eps). rloo: R - mean of the others.
@@ -68,12 +68,12 @@ class Args(loss_flags.LossArgs, CommonArgs):
     def needs_old_logprobs(self) -> bool:
         """Whether something needs old_logprobs before the update."""
         return (self.minibatches * self.epochs > 1 or self.engine_correction != "none"
-                or self.kl_reward_coef > 0 or loss_flags.own("advantage", self.advantage).uses_old)
+                or self.kl_reward_coef > 0 or flags.own("advantage", self.advantage).uses_old)
 
     @property
     def token_advantages(self) -> bool:
         """Whether tokens of a completion have different advantages."""
-        return (loss_flags.own("advantage", self.advantage).per == "token"
+        return (flags.own("advantage", self.advantage).per == "token"
                 or (self.advantage == "reinforce++" and self.kl_reward_coef > 0))
 
     @property
@@ -88,7 +88,7 @@ class Args(loss_flags.LossArgs, CommonArgs):
                    "least 2 (got 1).")
         if self.kl_loss_coef and self.kl_reward_coef:
             yield "--kl_loss_coef and --kl_reward_coef must not both be on: set one of them to 0."
-        yield from loss_flags.rules(self)
+        yield from flags.rules(self)
         yield from super().rules(plan)
 
 
@@ -103,7 +103,7 @@ def train(args: Args) -> int:
         with run.log.time("step"):
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
-                # 1. Rollout: G completions of each of P prompts. (--carry: chats/carry.py does it.)
+                # 1. Rollout: G completions of each of P prompts. (--carry: parts/carry/ does it.)
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
@@ -170,7 +170,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     others_act = bool(args.kl_loss_coef or args.entropy_coef) or args.loss not in losses.LOSSES
     size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
     learns = (size > 0) | others_act  # (N,) bool
-    policy_loss = loss_flags.own("loss", args.loss).function  # a built-in one too
+    policy_loss = flags.own("loss", args.loss).function  # a built-in one too
     prompts = torch.arange(len(samples)) // args.group  # (N,): the number of each one's prompt
     for rows in batch.minibatches(args.minibatches, args.epochs):
         weights = torch.zeros(len(samples), dtype=torch.float64)  # (N,)
@@ -243,7 +243,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     if args.kl_reward_coef:  # R_i - beta * sum_t k1_it
         kl = losses.kl_estimate(old_logprobs, ref_logprobs, kind="k1")  # (M,)
         rewards = rewards - args.kl_reward_coef * batch.of_tokens(kl)
-    if args.advantage not in loss_flags.NAMES["advantage"]:
+    if args.advantage not in flags.NAMES["advantage"]:
         return advantages_of_a_file(args, batch, rewards, loss_tokens, old_logprobs)
     advantages = losses.group_advantages(rewards, args.group, kind=args.advantage,
                                          eps=args.advantage_eps, scored=batch.scored)  # (N,)
@@ -257,7 +257,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     """By the function of --advantage FILE.py:NAME, which variants/__init__.py describes: (M,)."""
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
-    own = loss_flags.own("advantage", args.advantage)
+    own = flags.own("advantage", args.advantage)
     turn, paid, engine_logprobs = batch.turns()  # (M,)
     row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
     A = own.function(

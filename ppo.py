@@ -19,16 +19,15 @@ import torch
 
 import dist
 import losses
-from chats.carry import CarryArgs
+from batch import Batch, Meter, Sample, sample_metrics
 from dist import World
 from errors import Count, Positive, Range
-from preflight.inputs import show_plan
+from flags import CommonArgs, LossArgs, parse
+from inputs import show_plan
+from model import Critic, Policy, learning_rate
+from parts.carry.carry import CarryArgs
 from rewards import score_samples
-from running.args import CommonArgs, parse
-from running.loss_flags import LossArgs
-from running.run import set_up
-from trainer.batch import Batch, Meter, Sample, sample_metrics
-from trainer.model import Critic, Policy, learning_rate
+from run import set_up
 
 
 @dataclass

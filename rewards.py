@@ -1,11 +1,11 @@
-"""rewards.py: completions → numbers, in the processes of scoring/worker.py.
+"""rewards.py: completions → numbers, in the processes of worker.py.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
-    --reward mine.py:tidy:0.5     your own function: scoring/signatures.py
+    --reward mine.py:tidy:0.5     your own function: worker.py
 
 An Item is a completion with its row. A call has what a reward gets at once: one item, or all of a
 prompt. A Pool has workers, which answer calls: an Answer for each item, and `score_of` makes a
-Score of it. chats/turns.py has a Pool too, for --reply, and reads messages.
+Score of it. parts/turns/turns.py has a Pool too, for --reply, and reads messages.
 """
 import contextlib
 import json
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from errors import Range, SettingsError, as_sentence
-from scoring import waiting
-from scoring.replies import Move
-from scoring.signatures import Item, Part, names_twice
-from scoring.verifiers import REWARDS, answers_of
+from parts.judges import waiting
+from parts.turns.replies import Move
+from verifiers import REWARDS, answers_of
+from worker import Item, Part, names_twice
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
@@ -199,7 +199,7 @@ class Worker:
         self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # sets in the same order
-        start = f"from scoring import worker; worker.work({theirs.fileno()})"
+        start = f"import worker; worker.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", start], stdin=subprocess.DEVNULL,

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from batch import Completion, Sample
 from data import Prompt, reader
 from dist import World, assert_divisible, share
 from errors import Count, Range
-from pictures.eyes import opened
-from pictures.seeing import NEVER
-from trainer import lora
-from trainer.batch import Completion, Sample
-from trainer.model import Policy, Trained
+from model import Policy, Trained
+from parts.lora import lora
+from parts.pictures.eyes import opened
+from parts.pictures.seeing import NEVER
 
 HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
@@ -66,7 +66,7 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     seed: int
     room: int | None = None  # tokens at most; None: --max_tokens
-    pictures: object = None  # of the prompt: pictures/rows.py
+    pictures: object = None  # of the prompt: parts/pictures/rows.py
 
 
 def hash_seed(*parts: int | str) -> int:

@@ -69,7 +69,7 @@ setup() {
   fi
   # What a run imports is compiled now: half a minute. What fails here fails in a run, and is
   # shown there.
-  .venv/bin/python -c 'import running.run; from vllm import LLM' >.venv/first-import 2>&1 || true
+  .venv/bin/python -c 'import run; from vllm import LLM' >.venv/first-import 2>&1 || true
   touch "$stamp"
 }
 

@@ -7,8 +7,8 @@ It is grpo.py without the rollout and the reward. The completions are in the dat
 -log π of each token that the assistant says. Nothing is sampled, so there is no engine. With
 --eval_data and --reward there is one: it shows what a reward could teach next.
 
-Read `train`, then `learn`. Which tokens the assistant says: chats/targets.py. The trainer's memory:
-ModelArgs in trainer/model.py.
+Read `train`, then `learn`. Which tokens the assistant says: parts/sft/targets.py. The trainer's
+memory: ModelArgs in model.py.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ import torch
 
 import dist
 import losses
+from batch import Batch, Meter, Sample, given
 from dist import World
 from errors import not_default
-from preflight.inputs import show_plan
-from running.args import CommonArgs, parse
-from running.run import set_up
-from trainer.batch import Batch, Meter, Sample, given
-from trainer.model import Policy, learning_rate
+from flags import CommonArgs, parse
+from inputs import show_plan
+from model import Policy, learning_rate
+from run import set_up
 
 
 @dataclass

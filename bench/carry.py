@@ -4,8 +4,9 @@
     python bench/carry.py --steps 20    quicker, and less exact: the table of bench/RESULTS.md
     python bench/carry.py --train       grpo.py on knights and knaves, five seeds
 
-The first plays the shipped chats/carry.py with an engine that samples nothing. In a decode step
-each completion of an engine grows by one token, so a round takes as many as its longest one grows.
+The first plays the shipped parts/carry/carry.py with an engine that samples nothing. In a decode
+step each completion of an engine grows by one token, so a round takes as many as its longest one
+grows.
 """
 import argparse
 import json
@@ -20,8 +21,8 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from chats.carry import Carry, CarryArgs  # noqa: E402
-from trainer.batch import Completion  # noqa: E402
+from batch import Completion  # noqa: E402
+from parts.carry.carry import Carry, CarryArgs  # noqa: E402
 
 JOBS = [(1500, 0.8, 8192), (1500, 1.0, 16384), (4000, 1.0, 32768)]  # median, sigma, --max_tokens
 

@@ -43,15 +43,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import dist
 import grpo
+import log
+import model
+import plan
 import rollout
+from batch import Batch, Completion, Sample
 from data import DataArgs, Prompt, Row
 from examples import tiny
-from keeping import log
-from preflight import memory, plan
-from preflight.memory import shape_from
+from plan import shape_from
 from rewards import Score
-from trainer import model
-from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
@@ -195,16 +195,16 @@ def update(bench: Bench) -> list[str]:
     """Forward, backward and AdamW's step on two micro-batches. They are as large as fits, by the
     plan, without an engine."""
     def needs(**flags) -> float:
-        found = memory.Memory(bench.plan(**flags), bench.shape, bench.card)
+        found = plan.Memory(bench.plan(**flags), bench.shape, bench.card)
         return found.sums[1] - found.parts["engine"][1]  # in training
 
     ways = [dict(update_tokens=budget, checkpointing=on)
             for on in (False, True) for budget in bench.budgets]
     way = next((way for way in ways if not bench.card or needs(**way) < bench.card), None)
     if way is None:
-        least = min(needs(**way) for way in ways) / memory.GIB
+        least = min(needs(**way) for way in ways) / plan.GIB
         raise Skip(f"by the plan the smallest update needs {least:.0f} GiB, and the GPU has "
-                   f"{bench.card / memory.GIB:.0f}")
+                   f"{bench.card / plan.GIB:.0f}")
     policy, batch = bench.policy(way["checkpointing"]), bench.batch(way["update_tokens"])
     rows = list(range(len(batch.samples)))
     micros = batch.micros(bench.world, rows, way["update_tokens"], "update")
@@ -259,7 +259,7 @@ def head(bench: Bench) -> list[str]:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             run(chunk)
-            peaks.append(f"{(torch.cuda.max_memory_allocated() - before) / memory.GIB:.2f}")
+            peaks.append(f"{(torch.cuda.max_memory_allocated() - before) / plan.GIB:.2f}")
     return [*cells, " / ".join(peaks) or "only on GPU"]
 
 
@@ -295,7 +295,7 @@ def sleep(bench: Bench) -> list[str]:
     bench.load()
     # Level 2 drops the weights, so they are loaded again.
     down, up, _ = bench.seconds(bench.engine.sleep, wake, bench.load)
-    freed, taken = (awake - asleep) / memory.GIB, (awake - bench.before) / memory.GIB
+    freed, taken = (awake - asleep) / plan.GIB, (awake - bench.before) / plan.GIB
     return [f"{freed:.1f} / {taken:.1f}", median(down), median(up)]
 
 
@@ -348,7 +348,7 @@ def planned(bench: Bench) -> list[str]:
     if bench.card:
         small = dict(checkpointing=True, update_tokens=4096, score_tokens=4096)
         ways = ({}, dict(checkpointing=True), small, small | dict(offload=("params", "optimizer")))
-        flags = next((way for way in ways if memory.Memory(
+        flags = next((way for way in ways if plan.Memory(
             bench.plan(**way), bench.shape, bench.card).fits), None)
     if flags is None:
         raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
@@ -365,7 +365,7 @@ def planned(bench: Bench) -> list[str]:
     rows = log.read_metrics(bench.folder / "runs/plan/metrics.jsonl")
 
     most = max(row["memory/peak_gb"] for row in rows)
-    planned = max(memory.Memory(bench.plan(**flags), bench.shape, bench.card).sums) / memory.GIB
+    planned = max(plan.Memory(bench.plan(**flags), bench.shape, bench.card).sums) / plan.GIB
     return [f"{planned:.2f} / {most:.2f}", " ".join(spelled(flags)) or "none"]
 
 

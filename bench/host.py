@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import grpo
+from batch import Completion, Sample
 from data import Prompt, Row
 from rewards import Score
-from trainer.batch import Completion, Sample
 
 
 def make_samples(prompts: int, group: int, max_tokens: int, longest: int) -> list[Sample]:

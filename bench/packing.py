@@ -30,12 +30,12 @@ import torch
 
 import dist
 import grpo
+import model
+from batch import Batch, Completion, Sample
 from data import Prompt, Row
-from preflight.inputs import find_model
+from inputs import find_model
 from rewards import Score
 from step import random_model
-from trainer import model
-from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 # name: (model, prompts, completions of each, prompt tokens, completion tokens, equal groups)

@@ -35,12 +35,12 @@ import torch
 
 import dist
 import grpo
+from batch import Batch, Completion, Sample
 from data import DataArgs
 from examples import tiny
+from flags import RunArgs
 from rewards import Score, score_samples
-from running.args import RunArgs
-from running.run import Run, set_up
-from trainer.batch import Batch, Completion, Sample
+from run import Run, set_up
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"3m": dict(hidden_size=256, intermediate_size=640, num_hidden_layers=4,

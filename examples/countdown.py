@@ -5,8 +5,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from scoring.numbers import SAME, number_of
-from scoring.verifiers import answers_of, last_answer
+from verifiers import SAME, answers_of, last_answer, number_of
 
 SIGNS = SAME | str.maketrans("×∗·⋅÷", "****/")
 

@@ -5,8 +5,7 @@
 import re
 from fractions import Fraction
 
-from scoring.numbers import FORM, plain, value
-from scoring.verifiers import any_answer, last_boxed
+from verifiers import FORM, any_answer, last_boxed, plain, value
 
 SCALES = {"": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
           "trillion": 10**12}

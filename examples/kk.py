@@ -5,7 +5,7 @@
 import re
 
 from examples.formats import format_tags
-from scoring.verifiers import any_answer, last_answer
+from verifiers import any_answer, last_answer
 
 
 @any_answer

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import zlib
 
-from scoring.verifiers import any_answer, last_answer, shut_sympy
+from verifiers import any_answer, last_answer, shut_sympy
 
 MAKE = """import pickle, random, sys, numpy, reasoning_gym
 task, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

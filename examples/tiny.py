@@ -33,7 +33,7 @@ from transformers import (
 
 from errors import SettingsError
 from examples import guess
-from trainer.experts import pieces
+from parts.experts.experts import pieces
 
 
 def sort_digits(rng, clumsy):

@@ -17,4 +17,4 @@ def test():
     assert why is None, why
 
 
-# In the project: `self.optimizer.param_groups[0]["lr"] = lr` in trainer/model.py.
+# In the project: `self.optimizer.param_groups[0]["lr"] = lr` in model.py.

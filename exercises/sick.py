@@ -89,7 +89,7 @@ def train(name: str, steps: int):
     import dist
     import grpo
     from examples import tiny
-    from running.args import parse
+    from flags import parse
     Path("runs").mkdir(exist_ok=True)
     rows = [json.dumps(row) + "\n" for row in tiny.rows(16, 0, "kk")]
     Path("runs/sick-kk.jsonl").write_text("".join(rows))

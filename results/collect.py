@@ -14,8 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import SettingsError
-from keeping.files import read
-from keeping.log import finished_steps, is_evaluation, read_metrics
+from log import finished_steps, is_evaluation, read, read_metrics
 
 KEPT = ("step|reward/.*|eval/(.*/)?(pass@1.*|rows)|policy/entropy|grad/norm|loss/policy|time/step|"
         "memory/peak_gb|rollout/(length_mean|truncated_frac|logprob_gap_max|tokens)")

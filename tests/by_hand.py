@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from batch import Batch, Completion, Sample
 from data import Prompt, Row
 from rewards import Score
-from trainer.batch import Batch, Completion, Sample
 
 torch.set_printoptions(precision=4, sci_mode=False, linewidth=96)
 

@@ -15,13 +15,12 @@ import torch._dynamo
 import data
 import dist
 import families
+import model
 import rewards
+from batch import Batch, Sample
+from checkpoint import export_model
 from errors import SettingsError
-from keeping.checkpoint import export_model
 from rollout import Request, hash_seed
-from running import same_policy
-from trainer import model
-from trainer.batch import Batch, Sample
 
 
 def main(folder: str, out: str) -> None:
@@ -50,7 +49,7 @@ def main(folder: str, out: str) -> None:
     def guard() -> str:
         """What compare_policies says of engine and trainer as they are now: nothing is loaded."""
         try:
-            same_policy.compare_policies(run)
+            run.compare_policies(run)
         except SettingsError as error:
             return str(error)
         return "they agree"

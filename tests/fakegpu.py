@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from trainer import logprobs as head
+import model as head
 
 aten, ROOT = torch.ops.aten, Path(__file__).parent.parent
 SIZED = (aten.nonzero.default, aten.masked_select.default,  # sizes that are on the device

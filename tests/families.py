@@ -18,16 +18,16 @@ import torch
 
 import data
 import dist
+import model
+from batch import Batch, Completion, Sample
+from checkpoint import export_model
 from errors import SettingsError
 from forked import PYTHON
-from keeping.checkpoint import export_model
+from model_files import STATES
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
-from running.same_policy import compare_policies
+from run import compare_policies
 from tools import float64
-from trainer import model
-from trainer.batch import Batch, Completion, Sample
-from trainer.model_files import STATES
 
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature

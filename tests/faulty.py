@@ -13,13 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import batch
+import checkpoint
 import dist
+import log
+import model
 import rewards
 import rollout
-from chats import turns
-from keeping import checkpoint, log
-from running import run
-from trainer import batch, model
+import run
+from parts.turns import turns
 
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),

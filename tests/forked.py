@@ -117,7 +117,7 @@ def preload() -> None:
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
 
-    from running import run  # noqa: F401
+    import run  # noqa: F401
     for name in LATER:
         importlib.import_module(name)
     # vLLM does these two in each engine, and walks through all loggers and all modules.

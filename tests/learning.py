@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 import data
 import grpo
+import model
+import plan
 import rewards
-from preflight import plan
+from batch import Batch, Completion, Sample
+from parts.lora import lora
 from tools import float64
-from trainer import lora, model
-from trainer.batch import Batch, Completion, Sample
 
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION

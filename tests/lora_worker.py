@@ -10,9 +10,9 @@ import torch
 import data
 import dist
 import families
-from keeping.checkpoint import export_adapter, export_model
+from checkpoint import export_adapter, export_model
+from parts.lora import lora
 from rollout import Request, hash_seed
-from trainer import lora
 
 
 def main(folder: str, out: str, tp: str) -> None:

@@ -5,9 +5,9 @@ import torch
 
 import grpo
 import learning
+import model
 import test_packing
 from learning import fabricate
-from trainer import model
 
 
 class World(SimpleNamespace):

@@ -8,14 +8,14 @@ import numpy as np
 
 import data
 import distill
+import flags
 import grpo
 import losses
+import plan
 import ppo
 import rewards
 import sft
-from preflight import plan
-from running import loss_flags
-from trainer.batch import Completion, Sample
+from batch import Completion, Sample
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
@@ -142,7 +142,7 @@ FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()] for kind
 CHOICES = {
     "grpo": REWARDED | {
         "loss": (*losses.LOSSES, *FILES["loss"]),
-        "advantage": (*loss_flags.NAMES["advantage"], *FILES["advantage"]),
+        "advantage": (*flags.NAMES["advantage"], *FILES["advantage"]),
         "kl_loss_coef": (0.0, 0.3), "kl_estimator": ("k1", "k2", "k3", "k3_ratio"),
         "overlong_filter": (False, True), "reward": (("exact", "short:0.5"),)},
     "ppo": REWARDED | {"gamma": (1.0, 0.9), "lam": (0.95, 0.0), "value_clip": (0.2, None)},

@@ -14,12 +14,12 @@ import tyro
 
 import grpo
 import losses
+import plan
 import test_layouts
-from chats.carry import Carry, CarryArgs
+from batch import Completion
 from data import Row, Stream
-from preflight import plan
+from parts.carry.carry import Carry, CarryArgs
 from rollout import Request, hash_seed
-from trainer.batch import Completion
 
 END = 99
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import checkpoint
 import learning
+import log
+import model
 from errors import SettingsError
-from keeping import checkpoint, files
+from parts.lora import lora
 from ranks import results
 from tools import float64
-from trainer import lora, model
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def save(world, trained, out, step: int, keep: int, **state) -> str:
     """What it says if it fails."""
     try:
         checkpoint.save(Path(out), world, trained, {"step": step} | state, keep)
-    except files.NotWritten as error:
+    except log.NotWritten as error:
         return str(error)
     return ""
 
@@ -106,7 +108,7 @@ def bad_disks(world, folder, out):
     with limited(300):
         try:
             checkpoint.export_model(trained["policy"], folder, f"{out}/model")
-        except files.NotWritten as error:
+        except log.NotWritten as error:
             export_said = str(error)
     own = save(world, trained, Path(out, f"own-{world.rank}"), 1, 1)
     return SimpleNamespace(full=full, left=left, again=again, after=after, export=export_said,

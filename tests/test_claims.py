@@ -11,11 +11,11 @@ import pytest
 
 import distill
 import grpo
+import plan
 import ppo
 import sft
 from errors import ranges
-from preflight import plan
-from running.loss_flags import NAMES
+from flags import NAMES
 from shapes import shape_of
 
 SCRIPTS = [grpo, ppo, sft, distill]

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import data
+import flags
 import grpo
+import plan
+from batch import Batch, Completion, Micro, Sample
 from errors import SettingsError
-from preflight import plan
 from rewards import Score
-from running import loss_flags
 from test_losses import F64, close, gradient, variant
-from trainer.batch import Batch, Completion, Micro, Sample
 
 ROOT = Path(__file__).parent.parent
 TURNS = [(2,), *itertools.product((0, 1), (0, 1, 2))]  # all that a turn may be
@@ -97,12 +97,12 @@ class World:
 
 
 def turn_credit():
-    return loss_flags.own("advantage", variant("turn_credit")).function
+    return flags.own("advantage", variant("turn_credit")).function
 
 
 def one_number(rewards, group, *, scored, eps, row, **others):
     """Of an episode: its reward minus the mean of the others'."""
-    return loss_flags.losses.group_advantages(
+    return flags.losses.group_advantages(
         rewards, group, kind="rloo", eps=eps, scored=scored)[row]
 
 
@@ -315,7 +315,7 @@ def test_settings_that_do_not_fit_are_one_sentence(flags, words):
 # ---- pass_at_k, clip_cov
 
 def test_pass_at_k_needs_rewards_of_0_and_1_and_its_mean_is_0():
-    function, scored = loss_flags.own("advantage", variant("pass_at_k")).function, torch.tensor(
+    function, scored = flags.own("advantage", variant("pass_at_k")).function, torch.tensor(
         [True] * 8 + [False] + [True] * 7)
     R = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0], dtype=F64)
     A = function(R, 8, scored=scored)

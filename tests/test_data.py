@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 import data
-from chats.teacher import add_teacher_prompts
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
+from parts.distill.teacher import add_teacher_prompts
 
 QA = {"question": "q", "answer": "a"}
 

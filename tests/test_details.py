@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import evaluate
 import learning
+import model
 import probes
 import test_packing
+from batch import Batch, Micro
 from rollout import completion_of, hash_seed
-from running import evaluate
-from trainer import model
-from trainer.batch import Batch, Micro
 
 
 def test_log_probs_are_at_least_float32():

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import dist
 import forked
 import ranks
+from batch import Batch
 from dist import KEYS, assert_divisible, balance, cut, share, tokens
 from errors import SettingsError
 from learning import fabricate
-from trainer.batch import Batch
 
 # ---- share ----
 

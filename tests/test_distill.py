@@ -8,20 +8,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import data
 import distill
 import faults
+import inputs
 import losses
+import model
+import model as head
+import plan
 import ranks
+import run
 import sft
-from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
 from live import Live
-from preflight import inputs, memory, plan
-from running import worst_case
+from parts.distill.teacher import add_teacher_prompts
 from shapes import shape_of
 from tools import float64
-from trainer import logprobs as head
-from trainer import model
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 
@@ -101,7 +102,7 @@ def test_the_divergences_memory_is_within_the_plan(kind):
         (logp + divergence).sum().backward()
     assert live.largest <= chunk * vocab * 4
     copies = (live.peak - 3 * weight.nbytes) / (chunk * vocab * 4)
-    assert 0.5 < copies / (memory.UPDATE_HEAD + memory.TEACHER_HEAD) <= 1
+    assert 0.5 < copies / (plan.UPDATE_HEAD + plan.TEACHER_HEAD) <= 1
 
 
 def test_the_plan_counts_a_larger_teacher():
@@ -109,7 +110,7 @@ def test_the_plan_counts_a_larger_teacher():
 
     def total(teacher=None, **flags):
         made = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
-        found = memory.Memory(made, replace(small, teacher=teacher), 80 * memory.GIB)
+        found = plan.Memory(made, replace(small, teacher=teacher), 80 * plan.GIB)
         return found.parts, {phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
     (alone, _), (with_large, passes), (_, exact) = (
@@ -150,7 +151,7 @@ def tried(world, folder: str) -> dict[str, tuple]:
 
         head.divergence = counted
         reference = models[1] if args.needs_reference else None
-        peaks = worst_case.measure_phases(
+        peaks = run.measure_phases(
             plan.Plan(args, world.size, 64, 0), world, 64, models[0], reference)
         found[name] = sorted(peaks), set(calls)
         assert all(p.grad is None for p in models[0].module.parameters())
@@ -199,7 +200,7 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
         args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
             student)
         tokenizer = inputs.load_tokenizer("it", student)
-        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm), [])[0]
+        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm))[0]
 
     student, wide = saved("student", 320), saved("wide", 328)
     assert found(student, "jsd") == student and found(wide, "none") == wide

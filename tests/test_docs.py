@@ -12,16 +12,16 @@ import pytest
 import torch
 import tyro
 
+import checkpoint
 import conftest
 import distill
 import grpo
 import losses
+import plan
 import ppo
 import sft
 from docs import check_links
 from forked import PYTHON
-from keeping import checkpoint
-from preflight import memory, plan
 from results import environments, roads
 from results.table import task_reward
 from shapes import in_cache, shape_of
@@ -301,7 +301,7 @@ def test_the_script_for_several_machines_passes_the_checks_and_fits():
     script, = blocks("docs/use/memory_and_machines.md", "bash")
     args, problems = problems_of(script[script.index("grpo.py --name"):], 64, 7473)
     made = plan.Plan(args, 64, 7473, 0)
-    assert not problems and memory.Memory(made, shape_of(args.model), 80 * 2**30).fits
+    assert not problems and plan.Memory(made, shape_of(args.model), 80 * 2**30).fits
 
 
 @pytest.mark.parametrize(

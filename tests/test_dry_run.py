@@ -10,12 +10,13 @@ import torch
 from transformers import AutoConfig
 
 import grpo
+import model
+import plan
 import ppo
 from dist import KEYS, World
 from fakegpu import FakeGpu, on_gpu
-from preflight import plan
+from parts.lora import lora
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
-from trainer import lora, model
 
 WAITS = 0  # of the host, in one micro-batch of an update
 GPU = torch.device("cuda", 0)

@@ -12,22 +12,23 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+import checkpoint
 import data
 import grpo
+import inputs
 import sft
-from chats import targets, turns
-from chats.teacher import add_teacher_prompts
+from batch import Completion, Sample
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
 from examples.formats import format_tags
-from keeping import checkpoint
-from keeping.samples import sample_row
-from preflight import inputs
-from preflight.plan import changed
+from log import sample_row
+from parts.distill.teacher import add_teacher_prompts
+from parts.sft import targets
+from parts.turns import turns
+from plan import changed
 from rewards import Score
 from test_sft import SAID, TEMPLATES, load, template, tokenizer_of
-from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()

@@ -13,17 +13,17 @@ import pytest
 
 import data
 import ranks
-from chats import turns
-from chats.turns import said
 from errors import SettingsError
 from examples import tiny
 from faults import Attempt, differences, metrics
-from keeping.files import read
+from log import read
+from parts.turns import turns
+from parts.turns.replies import Move
+from parts.turns.turns import said
 from rewards import Pool, RewardArgs
-from scoring.replies import Move
-from scoring.verifiers import environment
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
+from verifiers import environment
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"

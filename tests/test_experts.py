@@ -13,18 +13,19 @@ from transformers import AutoModelForCausalLM
 import families
 import grpo
 import learning
+import model
+import plan
 import reference
 import rollout
+import run
+from batch import Batch
+from checkpoint import export_model
 from dist import World
-from keeping.checkpoint import export_model
-from preflight import plan
-from preflight.memory import shape_from
+from parts.experts import experts
+from plan import shape_from
 from ranks import results
-from running import run
 from shapes import shape_of
 from tools import float64
-from trainer import experts, model
-from trainer.batch import Batch
 
 KINDS = ("Mixtral", "OLMoE", "Qwen3-MoE")
 

@@ -5,11 +5,11 @@ from transformers import AutoModelForCausalLM
 
 import data
 import families
+import model
+from batch import Batch
 from learning import difference
 from ranks import results
 from tools import float64
-from trainer import model
-from trainer.batch import Batch
 
 
 def samples_of() -> Batch:

@@ -9,12 +9,13 @@ import torch
 
 import dist
 import grpo
+import inputs
+import model as head
+import plan
 import rollout
 from dist import World
 from errors import SettingsError
-from preflight import inputs, plan
-from preflight.memory import GIB
-from trainer import logprobs as head
+from plan import GIB
 
 ROOT = Path(__file__).parent.parent
 

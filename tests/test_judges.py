@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+import verifiers
+import worker
 from examples import countdown, formats, gsm8k, kk, tiny
-from scoring import signatures, verifiers, waiting, worker
+from parts.judges import waiting
 from test_rewards import KK, ROOT, item, own, score, totals  # noqa: F401
 
 # ---- the verifiers, by hand
@@ -141,7 +143,7 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         return len(tries)
 
     monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
-    reward = signatures.Reward("ours", f, ["completion"], [], True)
+    reward = worker.Reward("ours", f, ["completion"], [], True)
     for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
         pauses.clear(), tries.clear()
         call = worker.Call([item(needed)], [reward])

@@ -1,4 +1,4 @@
-"""keeping/log.py and samples.py: lines, times, memory, and what Weights & Biases gets."""
+"""log.py and samples.py: lines, times, memory, and what Weights & Biases gets."""
 import json
 import mmap
 import resource
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import log
+from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
-from keeping import files, log, samples, summary
 from rewards import Score
-from trainer.batch import Completion, Sample
 
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
 
@@ -140,12 +140,12 @@ def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
         opened(tmp_path / "a")
     first.close()
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(files.NotWritten, match="/file cannot be written"):
+    with pytest.raises(log.NotWritten, match="/file cannot be written"):
         opened(tmp_path / "file")
     other = log.Log(tmp_path / "b", SimpleNamespace(**vars(WORLD) | {"rank": 1}), 3, "test")
     other.open({}, "", 0)
     other.step(0, {"reward/mean": 1.0})
-    samples.write_samples(other, "x", [])
+    log.write_samples(other, "x", [])
     other.say("nothing")
     other.finish(3)
     other.close()
@@ -160,7 +160,7 @@ def sample(text: str, total: float | None, prompt="p", answer: object = "a", **m
 
 def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_path, capsys):
     it = opened(tmp_path)                                  # JSON may have it: "\\ud83d"
-    samples.write_samples(it, "x", [
+    log.write_samples(it, "x", [
         sample("é\ud83d", None, answer="\ud83d"), sample("b\n", 0.5, advantage=-0.25)], show=1)
     it.close()
     first, second = map(json.loads, (tmp_path / "samples/x.jsonl").read_text().splitlines())
@@ -176,7 +176,7 @@ def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_pat
 def test_the_step_that_sampled_a_token_is_a_whole_number():
     it = sample("ab", 1.0, advantages=torch.full((3,), -1 / 3))
     it.completion.steps = np.array([4, 4, 5], np.int32)
-    row = json.loads(files.as_lines([samples.sample_row(it, lambda ids, **_: "x" * len(ids))]))
+    row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
     assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
     assert row["advantages"] == [-0.3333333] * 3
 
@@ -232,19 +232,19 @@ def full_disk(most: int = 1):
 
 def fill(folder: Path):
     """As the export does."""
-    with files.whole_folder(folder / "model") as unfinished:
+    with log.whole_folder(folder / "model") as unfinished:
         (unfinished / "weights").write_text("y" * 99)
 
 
 @pytest.mark.parametrize("file, write", [
     ("metrics.jsonl", lambda it: it.step(2, {"reward/mean": 0.6})),
-    ("samples/step_1.jsonl", lambda it: samples.write_samples(
+    ("samples/step_1.jsonl", lambda it: log.write_samples(
         it, "step_1", [sample("y" * 999, 1.0)])),
-    ("curve.png", summary.draw_curve), ("model", lambda it: fill(it.folder))])
+    ("curve.png", log.draw_curve), ("model", lambda it: fill(it.folder))])
 def test_a_full_disk_ends_the_run_in_a_sentence_and_leaves_no_half_of_a_file(tmp_path, file, write):
     it = opened(tmp_path)
     it.step(1, {"reward/mean": 0.5})
-    with full_disk(), pytest.raises(files.NotWritten) as error:
+    with full_disk(), pytest.raises(log.NotWritten) as error:
         write(it)
     assert error.value.status == 1 and "with space on its disk" in str(error.value)
     assert str(error.value).startswith(f"{tmp_path}/{file} cannot be written (")
@@ -258,12 +258,12 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_leaves_no_half_of_a_file(tmp
 def test_what_is_renamed_into_place_was_on_the_disk_before(tmp_path, monkeypatch):
     """A crash of the machine leaves the old file or the new one, never an empty one."""
     order, shipped = [], Path.replace
-    monkeypatch.setattr(files.os, "fsync", lambda number: order.append("fsync"))
-    monkeypatch.setattr(files.os, "sync", lambda: order.append("fsync"))
+    monkeypatch.setattr(log.os, "fsync", lambda number: order.append("fsync"))
+    monkeypatch.setattr(log.os, "sync", lambda: order.append("fsync"))
     for name in "replace", "rename":
         monkeypatch.setattr(Path, name, lambda self, to: (order.append("rename"),
                                                           shipped(self, to)))
-    files.write_whole(tmp_path / "done.json", "{}")
+    log.write_whole(tmp_path / "done.json", "{}")
     fill(tmp_path)
     assert order == ["fsync", "rename"] * 2
 
@@ -277,7 +277,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path, file, content, words):
     if content is not None:
         (tmp_path / file).write_bytes(content)
     with pytest.raises(SettingsError) as error:
-        files.read(tmp_path / file)
+        log.read(tmp_path / file)
     assert words.format(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 

@@ -8,12 +8,12 @@ import pytest
 
 import grpo
 import learning
+import model
+import plan
 import ppo
 import probes
 import reference_losses
-from preflight import plan
 from reference_settings import SCRIPTS, hostile
-from trainer import model
 
 
 def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1):

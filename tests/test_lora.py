@@ -10,18 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import checkpoint
 import families
 import grpo
+import model
+import plan
 from errors import SettingsError
 from examples import tiny
 from families import ROOT
 from forked import PYTHON
-from keeping import checkpoint
-from preflight import plan
-from preflight.memory import shape_from
+from parts.lora import lora
+from plan import shape_from
 from ranks import results
 from shapes import shape_of
-from trainer import lora, model
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:

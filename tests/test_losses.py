@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import evaluate
+import flags
 import grpo
 import losses
 import reference_losses
+from batch import Batch, Completion, Sample
 from data import Prompt, Row
 from rewards import Score
-from running import evaluate, loss_flags
 from tools import score as score_tool
-from trainer.batch import Batch, Completion, Sample
 
 F64, nan = torch.float64, math.nan
 DRAWS = torch.linspace(0, 1, 21, dtype=F64)  # of the first tokens
@@ -48,7 +49,7 @@ def variant(name: str) -> str:
 
 def loss(name: str, logp, old, A, row, engine=None, **bounds):
     """Of a name, with the bounds above."""
-    function = loss_flags.own("loss", name if name in losses.LOSSES else variant(name)).function
+    function = flags.own("loss", name if name in losses.LOSSES else variant(name)).function
     return function(logp, old, A, row, n_rows=ROWS,
                     engine_logprobs=old if engine is None else engine,
                     draws=lambda: DRAWS[:len(row)], **BOUNDS[name] | bounds)
@@ -56,10 +57,10 @@ def loss(name: str, logp, old, A, row, engine=None, **bounds):
 
 def advantages(name: str, rewards, group, scored=None, eps=1e-6):
     scored = ~rewards.isnan() if scored is None else torch.as_tensor(scored)
-    if name in loss_flags.NAMES["advantage"]:
+    if name in flags.NAMES["advantage"]:
         return losses.group_advantages(rewards, group, kind=name, eps=eps, scored=scored)
     row = torch.arange(len(rewards))  # a token of each
-    return loss_flags.own("advantage", variant(name)).function(
+    return flags.own("advantage", variant(name)).function(
         rewards, group, scored=scored, eps=eps, parts={"only": (1.0, rewards)}, trained=scored,
         row=row, turn=0 * row, turn_rewards=torch.zeros(len(row), dtype=F64))
 
@@ -288,7 +289,7 @@ def one_by_one(name: str, logp, old, engine, A, row):
 def act_more(monkeypatch, name: str, **constants):
     """Other constants in a file of variants/: its own leave out everything, or nothing."""
     for constant, value in constants.items():
-        own = loss_flags.own("loss", variant(name)).function
+        own = flags.own("loss", variant(name)).function
         monkeypatch.setitem(own.__globals__, constant, value)
 
 

@@ -11,22 +11,22 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
+import inputs
 import learning
+import model
+import plan
 import ppo
+import run
+from batch import Batch, Micro, pack, put_in_rows
 from dist import KEYS
 from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from preflight import inputs, memory, plan
-from preflight.memory import Memory, shape_from
+from plan import Memory, shape_from
 from ranks import on_ranks, results
-from running import worst_case
 from shapes import shape_of
 from tools import float64
-from trainer import model
-from trainer.batch import Batch, Micro
-from trainer.packing import pack, put_in_rows
 
 ROOT = Path(__file__).parent.parent
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
@@ -187,12 +187,12 @@ def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
     def chunks(count):
         return (count + 1) * chunk * vocab * 4
 
-    assert peaks[64] <= chunks(memory.UPDATE_HEAD) + 3 * weight.nbytes
+    assert peaks[64] <= chunks(plan.UPDATE_HEAD) + 3 * weight.nbytes
     assert peaks[1024] - peaks[64] <= (1024 - 64) * (3 * hidden + 8) * 4     # states, results
     h, t = torch.randn(1024, hidden), torch.zeros(1024, dtype=torch.long)
     with torch.no_grad(), Live() as live:
         model.token_logprobs(h, head, t, 1.0, chunk, "value")
-    assert live.peak <= chunks(memory.SCORE_HEAD) + 1024 * (hidden + 8) * 4
+    assert live.peak <= chunks(plan.SCORE_HEAD) + 1024 * (hidden + 8) * 4
 
 
 # ---- what the trainer holds ----
@@ -255,7 +255,7 @@ def planned_bytes(shape, phase: str, tokens: int, keys: float) -> float:
 
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
-    samples = [worst_case.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
+    samples = [run.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
     micro = Micro(Batch(samples), list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro
@@ -269,7 +269,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
         if keys == KEYS:
-            micro = worst_case.worst_micro(tokens, 64, KEYS, 256, world.device)
+            micro = run.worst_micro(tokens, 64, KEYS, 256, world.device)
         with Live() as live, torch.set_grad_enabled(grad):
             logprobs, _ = policy.logprobs(micro, 1.0, "value")
             policy.backward(logprobs.sum())
@@ -340,7 +340,7 @@ def run_phases(world, folder: str) -> tuple[dict, bool, bool]:
                 for t in [*policy.module.parameters(), *moments]]
     before = state()
     made = plan.Plan(args, world.size, 64, 0)
-    peaks = worst_case.measure_phases(made, world, learning.VOCAB, policy)
+    peaks = run.measure_phases(made, world, learning.VOCAB, policy)
     same = all(map(torch.equal, before, state()))
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
 
@@ -356,7 +356,7 @@ def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
 @pytest.mark.parametrize("keys", [2, 3, KEYS])
 @pytest.mark.parametrize("tokens", [1000, 32, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
-    micro = worst_case.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
+    micro = run.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
     lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]     # prompt and completion
     assert max(lengths) <= 32
@@ -379,7 +379,7 @@ def out_of_memory(world, folder: str, whom: tuple[int, ...]) -> None:
         return shipped(*inputs, **options)
 
     layer.forward = forward
-    worst_case.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
+    run.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
 
 
 @pytest.mark.parametrize("whom", [(1,), (0, 1)])

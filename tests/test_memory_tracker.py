@@ -23,14 +23,16 @@ from transformers import (
     Idefics3Config,
 )
 
+import batch
 import grpo
+import model
+import plan
 import ppo
 from dist import KEYS
-from pictures import seeing
-from preflight import memory, plan
-from preflight.memory import shape_from
+from parts.lora import lora
+from parts.pictures import seeing
+from plan import shape_from
 from shapes import config_of
-from trainer import lora, model, packing
 
 LENGTH = 1024
 def with_tower(kind: str, text):
@@ -103,7 +105,7 @@ def packed_rows(tokens: int, group: int):
     prompt = LENGTH - new
     owners = [owner for owner in range(tokens // room) for _ in range((room - prompt) // new)]
     completions = [torch.zeros(new + 1, dtype=torch.long) for _ in owners]
-    ids, positions, packed, _ = packing.pack(
+    ids, positions, packed, _ = batch.pack(
         owners, [[0] * prompt for _ in owners], completions, torch.device("cpu"))
     keys = sum(segment.length + segment.prefix for segment in packed.segments) / packed.tokens
     return ids, positions, packed, keys
@@ -145,7 +147,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                 root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
             root.eval()
             model.shard(root, blocks_of, mesh, compute, torch.float32, checkpointing, False)
-            AttentionInterface.register("packed", packing.attention)
+            AttentionInterface.register("packed", batch.attention)
             text.set_attn_implementation("packed")
             turn = partial(tree_map_only, torch.Tensor, fake.from_tensor)
             source = torch.arange(ids.numel())
@@ -174,7 +176,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
         head_chunk=head_chunk, checkpointing=checkpointing, train_vision=train_vision)
     name = ("critic " if critic else "") + ("update" if grad else "score")
     phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
-    found = memory.Memory(plan.Plan(args, ranks, None, 0), shape, 80 * memory.GIB)
+    found = plan.Memory(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)
     theirs = held + sum(found.micro_batch(phase))
     return ours, theirs + (found.parts["gradients"][1] if grad else 0)
 

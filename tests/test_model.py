@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import model
+from batch import pack
+from checkpoint import export_model
 from errors import SettingsError
 from examples import tiny
 from families import ROUNDINGS
-from keeping.checkpoint import export_model
 from ranks import results
 from test_families import refused
-from trainer import model
-from trainer.packing import pack
 
 IDS = torch.arange(24).view(2, 12)
 SOURCE = torch.tensor([0, 3, 11, 12, 22])

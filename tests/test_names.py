@@ -12,9 +12,9 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 VLLM = Path(torch.__file__).parent.parent / "vllm"
-OURS = ("trainer/model.py", "trainer/logprobs.py", "trainer/packing.py", "trainer/lora.py",
-        "trainer/batch.py", "dist.py", "running/worst_case.py", "preflight/inputs.py",
-        "keeping/checkpoint.py")
+OURS = ("model.py", "model.py", "batch.py", "parts/lora/lora.py",
+        "batch.py", "dist.py", "run.py", "inputs.py",
+        "checkpoint.py")
 
 
 def tree(path: Path) -> ast.Module:

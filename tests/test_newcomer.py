@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import grpo
+import inputs
+import plan
 import ppo
 import sft
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
-from preflight import inputs, plan
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))

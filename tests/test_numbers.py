@@ -5,11 +5,11 @@ from fractions import Fraction
 
 import pytest
 
+import verifiers
 from examples import formats
 from examples.countdown import countdown
 from examples.gsm8k import gsm8k
-from scoring import verifiers
-from scoring.numbers import number_of
+from verifiers import number_of
 
 APART = [",", "{,}", r"\,", r"\;", r",\!", " ", "\u00a0", "\u202f", "\u2009", "'", "’"]
 MINUS = ["-", "−", "–", "‒", "﹣", "－"]

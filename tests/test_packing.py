@@ -1,4 +1,4 @@
-"""trainer/packing.py: a packed group is its rows, to the last digits."""
+"""batch.py: a packed group is its rows, to the last digits."""
 import random
 from itertools import groupby
 
@@ -21,13 +21,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import batch
+import model
+import run
+from batch import Batch, Micro
 from learning import difference
-from running import worst_case
 from tools import float64
-from trainer import model, packing
-from trainer.batch import Batch, Micro
 
-AttentionInterface.register("packed", packing.attention)
+AttentionInterface.register("packed", batch.attention)
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
              initializer_range=0.2, bos_token_id=None, eos_token_id=None)
@@ -54,7 +55,7 @@ def samples_of(groups, seed: int = 0) -> list:
 
     for prompt, completions in groups:
         prompt = ids(prompt)
-        samples += [worst_case.sample(prompt, np.array(ids(c))) for c in completions]
+        samples += [run.sample(prompt, np.array(ids(c))) for c in completions]
     return samples
 
 
@@ -128,7 +129,7 @@ def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     samples = samples_of(GROUPS)
     packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
     q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    ours, theirs = (way(q, k, v, packed, 0.3, window) for way in (packing.blocks, packing.varlen))
+    ours, theirs = (way(q, k, v, packed, 0.3, window) for way in (batch.blocks, batch.varlen))
     assert difference(ours, theirs) < 1e-14
 
 

@@ -14,16 +14,17 @@ import pytest
 
 import distill
 import grpo
+import inputs
+import plan
 import ppo
 import sft
+from batch import Batch, Completion, Sample
 from data import Row, Stream
 from dist import balance
 from errors import SettingsError
 from examples import tiny
-from preflight import inputs, plan
 from rewards import Score
 from shapes import shape_of
-from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 

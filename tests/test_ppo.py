@@ -5,11 +5,12 @@ import torch
 from safetensors.torch import load_file
 
 import learning
+import model
 import ppo
 import ranks
 from learning import LONGEST, difference, fabricate, make_models, whole
+from parts.lora import lora
 from tools import float64
-from trainer import lora, model
 
 LIMIT = 1e-12
 BASE = dict(critic_lr=1e-3, minibatches=1, critic_update_tokens=4096, critic_score_tokens=4096)

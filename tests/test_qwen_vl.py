@@ -1,5 +1,5 @@
-"""pictures/qwen2_vl.py: what is seen is what transformers' processor and model see, in trainer and
-engine. Their processor needs torchvision, here too."""
+"""Qwen-VL: what is seen is what transformers' processor and model see, in trainer and engine.
+Their processor needs torchvision, here too."""
 import json
 import math
 import os
@@ -23,24 +23,27 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import data
 import families
 import grpo
+import inputs
+import model
+import model_files
+import plan
+import run
+from batch import Batch, Micro
+from checkpoint import export_model
 from data import Row
 from errors import SettingsError
 from examples import squares
 from forked import PYTHON
-from keeping.checkpoint import export_model
 from learning import difference
-from pictures import rows as pictured
-from pictures import seeing
-from pictures.rows import Pictures
-from preflight import inputs, memory, plan
-from preflight.memory import shape_from
+from parts.lora import lora
+from parts.pictures import rows as pictured
+from parts.pictures import seeing
+from parts.pictures.rows import Pictures
+from plan import shape_from
 from ranks import results
 from rollout import HELD, Request, parts_of
-from running import worst_case
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
-from trainer import lora, model, model_files
-from trainer.batch import Batch, Micro
 
 ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
@@ -196,7 +199,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
     assert shape.tower.layer == sum(p.numel() for p in tower.blocks[0].parameters())
     for trained in False, True:
         args = plan.changed(grpo.Args(), train_vision=trained)
-        parts = memory.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
+        parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
         moments.append(parts["moments"][1])
     assert moments[1] - moments[0] == 8 * shape.tower.params
 
@@ -210,7 +213,7 @@ def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
                            np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
     seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
     rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
-    samples = [worst_case.sample(row.prompt_ids, np.arange(n), row.pictures)
+    samples = [run.sample(row.prompt_ids, np.arange(n), row.pictures)
                for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
     found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
     line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
@@ -262,7 +265,7 @@ def tried(world, folder: Path) -> list[int]:
     rows, patches = read(folder, {"prompt": "q", "image": "a.png"}, kind="split"), []
     seeing.tower_of(module.lm)[0].register_forward_pre_hook(
         lambda tower, given: patches.append(len(given[0])))
-    worst_case.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
     return [*patches, len(rows[0].prompt_ids)]
 
 
@@ -388,7 +391,7 @@ def test_easyr1s_job_passes_the_checks_and_fits_by_the_plan():
         shape = shape_from(AutoModelForImageTextToText.from_config(config))
     assert shape.params == 8_292_166_656  # as the hub says
     assert not plan.problems(args, 8, 2101, 601, shape)
-    planned = memory.Memory(plan.Plan(args, 8, 2101, 601), shape, 80 * memory.GIB)
+    planned = plan.Memory(plan.Plan(args, 8, 2101, 601), shape, 80 * plan.GIB)
     assert planned.fits, planned.text()
 
 

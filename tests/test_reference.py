@@ -21,10 +21,13 @@ from transformers import (
 )
 
 import losses
+import model
 import ranks
 import reference
 import reference_losses
+from batch import Sample
 from learning import difference
+from parts.lora import lora
 from reference_settings import (
     SCRIPTS,
     SETTINGS,
@@ -35,8 +38,6 @@ from reference_settings import (
     samples_of,
 )
 from tools import float64
-from trainer import lora, model
-from trainer.batch import Sample
 
 LIMIT = 1e-11
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

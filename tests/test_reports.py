@@ -6,7 +6,7 @@ import pytest
 
 import test_docs
 from examples import tiny
-from running.args import OTHERS, theirs
+from flags import OTHERS, theirs
 from test_docs import FLAGS, ROOT, TEXT, blocks, rows
 from test_script import script
 

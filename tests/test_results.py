@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import log
 from errors import SettingsError
 from examples import instructions
-from keeping import log
 from results import collect, speedrun, table
 from test_report import write_run
 from tools import compare, plot, report, samples, score

@@ -13,17 +13,19 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
+import checkpoint
 import distill
 import faults
 import grpo
+import inputs
+import log
+import plan
 import ppo
 import sft
+from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
-from keeping import checkpoint, log
-from keeping.checkpoint import FIXED
-from preflight import inputs, plan
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}

@@ -21,15 +21,15 @@ import torch
 from pyarrow import parquet
 
 import data
+import flags
 import ranks
 import rewards
+from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
 from rewards import Item, Pool, RewardArgs, Score, scores_of
-from running import loss_flags
-from scoring.signatures import Part, Reward
-from scoring.verifiers import answers_of
-from trainer.batch import Completion, Sample
+from verifiers import answers_of
+from worker import Part, Reward
 
 ROOT = Path(__file__).resolve().parent.parent
 KK = "(1) Zoey is a knight\n(2) Ben is a knave"
@@ -125,8 +125,8 @@ def test_a_mistake_names_its_own_flag(own, spec):
 
 def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):
     """In another folder than the project's."""
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scoring import worker\n"
-            f"from scoring.signatures import Part\nfor name in 'kk', 'math':\n"
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import worker\n"
+            f"from worker import Part\nfor name in 'kk', 'math':\n"
             f"    worker.load('reward', [Part(name, 1, None)])\n"
             f"    print({{'torch', 'transformers', 'sympy', 'numpy'}} & set(sys.modules))")
     found = subprocess.check_output([sys.executable, "-c", code], text=True).split("\n")
@@ -279,7 +279,7 @@ def test_what_a_function_of_trl_may_return():
 # ---- a file and its folder
 
 NEIGHBOURS = {
-    "one/mine.py": "import utils, data\nfrom scoring.verifiers import last_boxed\n"
+    "one/mine.py": "import utils, data\nfrom verifiers import last_boxed\n"
                    "def f(completion):\n    import rewards, utils as late\n"
                    "    assert late is utils\n    return utils.N + data.N + rewards.N",
     "one/utils.py": "N = 1", "one/data.py": "N = 10", "one/rewards.py": "N = 100",
@@ -303,7 +303,7 @@ def test_what_lies_beside_a_reward_is_its_own_and_hides_nothing(own, specs, expe
 def test_a_loss_has_its_neighbours_and_the_trainer_keeps_its_modules(own):
     for name, code in NEIGHBOURS.items():
         own(code, name)
-    loss, _ = loss_flags.own("loss", "two/loss.py:own").function(1, 2, 3, 4)
+    loss, _ = flags.own("loss", "two/loss.py:own").function(1, 2, 3, 4)
     assert loss == 5 * len(sys.modules["losses"].LOSSES)
 
 
@@ -336,7 +336,7 @@ def test_a_worker_ends_in_silence_when_the_trainer_does():
     message = pickle.dumps(("reward", rewards.parse(["exact"]), 2**32, 1.0, 0))
     for sent in b"", message, message + message[:20]:
         ours, theirs = socket.socketpair()
-        code = f"from scoring import worker; worker.work({theirs.fileno()})"
+        code = f"import worker; worker.work({theirs.fileno()})"
         with theirs:
             process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()],
                                        cwd=ROOT, stderr=subprocess.PIPE, text=True)

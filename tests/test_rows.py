@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 import data
+import flags
+import inputs
+import plan
 import rewards
 import sft
-from chats import targets
-from chats.teacher import add_teacher_prompts
 from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
-from preflight import inputs, plan
-from running import loss_flags
-from scoring.signatures import Part
+from parts.distill.teacher import add_teacher_prompts
+from parts.sft import targets
+from worker import Part
 
 TEMPLATE = (
     "{% if effort %}Effort: {{ effort }}{% endif %}"
@@ -362,7 +363,7 @@ def test_flags_of_files_may_hold_them_too(tmp_path):
     for weight in "", ":0.5":
         assert rewards.parse([f"{path}:tidy{weight}"]) == [
             Part("tidy", float(weight[1:] or 1), str(path))]
-    assert loss_flags.find("loss", f"{path}:tidy") == (path, "tidy")
+    assert flags.find("loss", f"{path}:tidy") == (path, "tidy")
     (path.parent / "config.json").write_text("{}")
     assert inputs.find_model(str(path.parent), flag="teacher") == str(path.parent)
 

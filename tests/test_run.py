@@ -11,17 +11,18 @@ import torch
 import tyro
 
 import dist
+import evaluate
 import grpo
+import log
 import losses
+import run
+from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
-from keeping import log, summary
-from keeping.files import NotWritten
+from flags import RunArgs
+from log import NotWritten
 from rewards import Score
-from running import evaluate, run
-from running.args import RunArgs
 from tools import compare, export, plot, report, samples
-from trainer.batch import Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2024, 2, 3, 4, 5, 6)
@@ -223,8 +224,8 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
             for r in rewards]
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     said = []
-    monkeypatch.setattr(summary, "draw_curve", lambda log: None)
-    found = summary.grade(SimpleNamespace(rows=rows, say=said.append), RunArgs(**flags))
+    monkeypatch.setattr(log, "draw_curve", lambda log: None)
+    found = log.grade(SimpleNamespace(rows=rows, say=said.append), RunArgs(**flags))
     lines = capsys.readouterr().err.splitlines()
     assert found == bool(missed) and [line.split()[1].strip(":") for line in lines] == missed
     assert "reward, first 3 and last 10 of 13 steps: 0.100 -> 0.950" in said

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import model
 from examples import tiny
 from forked import PYTHON
 from test_report import parts
-from trainer import model
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}

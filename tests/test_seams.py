@@ -16,24 +16,26 @@ import dist
 import distill
 import errors
 import grpo
+import inputs
+import model
+import plan
 import ppo
 import rewards
 import rollout
+import run
 import sft
-from chats import turns
+import worker
+from batch import Batch, Completion, Sample
 from data import Prompt, Row, Stream
 from examples import tiny
-from keeping.log import Log
-from preflight import inputs, memory, plan
-from preflight.plan import Plan, changed
+from log import Log
+from parts.judges import waiting
+from parts.turns import turns
+from plan import Plan, changed
 from rewards import Answer
 from rollout import Engine, Request, hash_seed
-from running import run, same_policy
-from scoring import waiting, worker
-from scoring.signatures import Item, Part, Reward
 from shapes import shape_of
-from trainer import model
-from trainer.batch import Batch, Completion, Sample
+from worker import Item, Part, Reward
 
 
 def args(**flags):
@@ -346,7 +348,7 @@ def compared(gaps: dict, rounding: float = 0.0, max_gap: float | None = None) ->
     said, bfloat16 = [], rounding > 0
     lm = SimpleNamespace(config=SimpleNamespace(model_type="kind"))
     try:
-        same_policy.judge(SimpleNamespace(
+        run.judge(SimpleNamespace(
             dtype=torch.bfloat16 if bfloat16 else torch.float32,
             max_gap=max_gap or (0.15 if bfloat16 else 1e-3), log=SimpleNamespace(say=said.append),
             policy=SimpleNamespace(module=SimpleNamespace(lm=lm)),
@@ -415,7 +417,7 @@ def test_what_offload_names_moves(monkeypatch):
 
 def test_ranks_share_parameters_and_moments():
     shape = shape_of("tiny")
-    one, four = (memory.Memory(Plan(args(), ranks, 64, 0), shape, 80 * memory.GIB).parts
+    one, four = (plan.Memory(Plan(args(), ranks, 64, 0), shape, 80 * plan.GIB).parts
                  for ranks in (1, 4))
     for name in "weights", "gradients", "moments":
         assert one[name][1] == 4 * four[name][1] > 0
@@ -423,7 +425,7 @@ def test_ranks_share_parameters_and_moments():
 
 def test_a_rank_has_whole_experts():
     shape = shape_of("Qwen3-30B-A3B")
-    found = memory.Memory(Plan(args(), 3, 64, 0), shape, 80 * memory.GIB)
+    found = plan.Memory(Plan(args(), 3, 64, 0), shape, 80 * plan.GIB)
     assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)
 
 

@@ -12,18 +12,18 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import evaluate
+import plan
 import sft
-from chats import targets as chats
+from batch import given
 from data import Prompt
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from learning import begin_with
-from preflight import memory, plan
+from parts.sft import targets as chats
 from probes import World
-from running import evaluate
 from shapes import shape_of
-from trainer.batch import given
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
 # the reference, nothing in what is tested.
@@ -273,7 +273,7 @@ def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
             held_out | dict(reward=("exact",)), ["update", "score"], True):
         made = plan.Plan(plan.changed(sft.Args(), **flags), 2, 1000, 100 if flags else 0)
         assert list(dict.fromkeys(phase.name for phase in made.phases(64))) == phases
-        assert (memory.Memory(made, shape, 80 * memory.GIB).parts["engine"][0] > 0) == engine
+        assert (plan.Memory(made, shape, 80 * plan.GIB).parts["engine"][0] > 0) == engine
 
 
 # ---- a run ----

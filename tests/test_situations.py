@@ -6,13 +6,13 @@ import pytest
 
 import grpo
 import learning
+import model
+import plan
 import ranks
 from data import Row, Stream
 from learning import GROUP, Case, difference, fabricate, learn_all, make_models, whole
 from live import Live
-from preflight import plan
 from tools import float64
-from trainer import model
 
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
 EIGHT = [Case(1, (("batch", 1), ("group", 8), ("update_tokens", 77))),

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 import data
-from chats import turns
-from chats.turns import said
 from errors import SettingsError
+from parts.turns import turns
+from parts.turns.replies import Move, messages
+from parts.turns.turns import said
 from rewards import Pool, RewardArgs
-from scoring.replies import Move, messages
-from scoring.signatures import load
 from test_sft import tokenizer_of
+from worker import load_file
 
 FILE = Path(__file__).parent.parent / "examples/tools.py"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -85,7 +85,7 @@ def example(folder, monkeypatch, name, parser=None):
     tokenizer.save_pretrained(folder)
     monkeypatch.setenv("TOOL_MODEL", str(folder))
     monkeypatch.setenv("TOOL_PARSER", parser or usual)
-    return load(FILE), tokenizer
+    return load_file(FILE), tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
+import batch
 import data
 import families
 import learning
 import ranks
 import rollout
-from chats import turns
+from batch import Batch, Completion, Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
 from forked import PYTHON
 from learning import begin_with
+from parts.turns import turns
+from parts.turns.replies import messages
 from rewards import Answer, RewardArgs, score_samples
-from scoring.replies import messages
-from scoring.signatures import Part
 from test_sft import with_traits
-from trainer import batch
-from trainer.batch import Batch, Completion, Sample
+from worker import Part
 
 ROOT = Path(__file__).parent.parent
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}

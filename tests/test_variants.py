@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint
+import flags
 import grpo
+import plan
 import ranks
 from errors import SettingsError
-from keeping import checkpoint
-from preflight import plan
-from running import loss_flags
 from test_losses import (
     BOUNDS,
     advantages,
@@ -71,7 +71,7 @@ def test_what_makes_no_sense_is_one_sentence_with_a_way_out(words, settings, tmp
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "torn.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
-    loss_flags.own.cache_clear()
+    flags.own.cache_clear()
     found, = plan.problems(plan.changed(grpo.Args(), lr=1e-6, **settings), 1)
     assert words in found
 

@@ -24,26 +24,28 @@ import data
 import distill
 import families
 import grpo
-from chats import targets
+import inputs
+import log
+import model
+import plan
+import run
+from batch import Batch, Completion, Sample
+from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
 from forked import PYTHON
-from keeping import samples
-from keeping.checkpoint import export_model
 from learning import begin_with, difference
-from pictures import rows as pictured
-from pictures import seeing
-from pictures.eyes import opened
-from pictures.idefics3 import Eyes
-from preflight import inputs, memory, plan
-from preflight.memory import shape_from
+from parts.lora import lora
+from parts.pictures import rows as pictured
+from parts.pictures import seeing
+from parts.pictures.eyes import opened
+from parts.pictures.idefics3 import Eyes
+from parts.sft import targets
+from plan import shape_from
 from ranks import results
 from rewards import Score
-from running import worst_case
 from shapes import shape_of
 from tools import float64, report
-from trainer import lora, model
-from trainer.batch import Batch, Completion, Sample
 
 ROOT = Path(__file__).parent.parent
 GROUP, COMPLETION = 3, 10
@@ -178,13 +180,6 @@ def test_a_limit_scales_every_picture_down(folder):
 
 # ---- settings ----
 
-@pytest.mark.parametrize("kind", ("internvl", "llava", "qwen3_vl_moe", "gemma3", "paligemma"))
-def test_other_models_that_see_are_refused(tmp_path, kind):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(SettingsError, match=f"has model_type {kind}, which is not supported"):
-        model.config_of(str(tmp_path))
-
-
 @pytest.mark.parametrize("flags, words", [
     (dict(reply="x.py:Y"), "--reply is for models that read text alone"),
     (dict(carry=1.0, engine_correction="truncate"), "--carry is for models that read text alone"),
@@ -299,7 +294,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
     tower = sum(p.numel() for part in seeing.tower_of(lm) for p in part.parameters())
     for trained in False, True:
         args = plan.changed(grpo.Args(), train_vision=trained)
-        parts = memory.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
+        parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
         moments.append(parts["moments"][1])
         assert parts["weights"][1] == 4 * shape.params
     assert moments[1] - moments[0] == 8 * tower
@@ -321,7 +316,7 @@ def fabricate(folder: Path, kind: str = "one") -> list[Sample]:
             ids = rng.integers(3, 324, rng.integers(1, COMPLETION + 1)).astype(np.int32)
             if g == 1:
                 ids[-1] = ids[0] = found[0].pictures.eyes.token
-            samples.append(Sample(data.Prompt(i, row), Completion(
+            log.append(Sample(data.Prompt(i, row), Completion(
                 ids, np.full(len(ids), -6.0, np.float32), False), "t", Score(
                 float(rng.random()), {"exact": 0.0}, None)))
     return samples
@@ -455,7 +450,7 @@ def tried(world, folder: Path) -> list[int]:
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     seeing.tower_of(module.lm)[0].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
-    worst_case.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
     return [*tiles, len(rows[1].prompt_ids)]
 
 
@@ -499,7 +494,7 @@ def test_adapters_are_in_the_text_model_alone(folder):
 
 def test_the_report_has_the_pictures_of_each_prompt(folder):
     """Equal texts with other pictures are other prompts."""
-    rows = [samples.sample_row(sample) for sample in fabricate(folder)[:7]]
+    rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
     made = json.loads(gzip.decompress(base64.b64decode(report.block(rows, False, None))))
     assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
     for (source,), name in zip(made["pictures"], "ab", strict=True):

@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Qwen2Config
 
 import data
+import inputs
+import model
+import model_files
+from checkpoint import export_model
 from errors import SettingsError
 from examples import tiny
-from keeping.checkpoint import export_model
-from preflight import inputs
 from ranks import results
-from trainer import model, model_files
 
 INDEX = "model.safetensors.index.json"
 SIZES = dict(vocab_size=16, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=True,

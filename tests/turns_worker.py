@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 import data
 import dist
 import families
-from chats.turns import Bridge, Episodes, TurnArgs
+import model
+from batch import Batch
+from parts.turns.turns import Bridge, Episodes, TurnArgs
 from rewards import RewardArgs, Score
 from rollout import Engine, EngineArgs
-from trainer import model
-from trainer.batch import Batch
 
 
 def main(folder: str, reply: str, out: str) -> None:

@@ -13,13 +13,14 @@ import torch
 
 import dist
 import families
-from keeping.checkpoint import export_model
-from pictures import seeing
-from preflight import inputs
+import inputs
+import model
+import run
+from checkpoint import export_model
+from parts.lora import lora
+from parts.pictures import seeing
 from rollout import Engine, EngineArgs, Request
-from running import same_policy
 from test_vision import fabricate, in_float64, naive
-from trainer import lora, model
 
 HEAT = 0.9  # the temperature
 
@@ -43,7 +44,7 @@ def gap_to_transformers(world, policy, samples, folder: str) -> tuple[float, flo
     ours = batch.score(world, 400, "score", lambda m: policy.logprobs(m, HEAT)[0])
     lm, gaps, rounds = in_float64(folder), [0.0], [0.0]
     for sample, own in zip(batch.samples, batch.split(ours), strict=True):
-        plain = same_policy.plain_logprobs(policy, sample, HEAT, world.device)
+        plain = run.plain_logprobs(policy, sample, HEAT, world.device)
         ids = torch.tensor(sample.completion.ids)
         with torch.no_grad():
             exact = (naive(lm, sample) / HEAT).log_softmax(-1)[range(len(ids)), ids.long()]

@@ -13,14 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import checkpoint
 import dist
+import inputs
+import model
 from data import eos_ids
 from errors import SettingsError
-from keeping import checkpoint
-from keeping.files import read
-from preflight import inputs
-from trainer import model
-from trainer.lora import LoraArgs
+from log import read
+from parts.lora.lora import LoraArgs
 
 
 def find(run: Path, step: int | None) -> Path:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pictures import seeing
-from trainer import model
+import model
+from parts.pictures import seeing
 
 
 class Float64(TorchFunctionMode):

@@ -22,16 +22,17 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+import checkpoint
 import data
 import dist
 import losses
-from keeping import checkpoint
-from preflight import plan
+import model
+import plan
+from batch import Batch, Completion, Micro, Sample
+from flags import parse
+from parts.lora import lora
 from rewards import Score
-from running.args import parse
 from tools import float64
-from trainer import lora, model
-from trainer.batch import Batch, Completion, Micro, Sample
 
 LIMIT = 1e-12  # as README.md promises
 VOCAB, PROMPT, LONGEST = 64, 8, 24  # ids; tokens of the longest prompt and completion

@@ -23,11 +23,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import plan  # noqa: E402
 from dist import SettingsError  # noqa: E402
-from keeping.files import read, write_whole  # noqa: E402
-from keeping.log import finished_steps, is_evaluation, read_metrics  # noqa: E402
-from pictures.eyes import opened  # noqa: E402
-from preflight import plan  # noqa: E402
+from log import finished_steps, is_evaluation, read, read_metrics, write_whole  # noqa: E402
+from parts.pictures.eyes import opened  # noqa: E402
 from tools import plot  # noqa: E402
 
 PAGE = 7_800_000  # bytes at most

@@ -17,12 +17,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import log
 import losses
 import rewards
 from errors import SettingsError
-from keeping import samples
-from scoring.signatures import Item
 from tools.samples import read
+from worker import Item
 
 KEPT = {"prompt", "answer"}
 
@@ -79,7 +79,7 @@ def page(rows: list[dict], specs: list[str], show: int) -> str:
         lines.append(f"the first that has no score: {error}")
     most = sorted(both, key=lambda i: -abs(new[i] - kept[i]))[:show]
     lines += ["the largest differences:"] if most else []
-    lines += [f"  {kept[i]:g} -> {new[i]:g} {samples.short(rows[i]).lstrip()}" for i in most]
+    lines += [f"  {kept[i]:g} -> {new[i]:g} {log.short(rows[i]).lstrip()}" for i in most]
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
     python docs/pictures/draw.py             # all of them
     python docs/pictures/draw.py memory      # one
 
-Numbers come from where they are made: docs/learn/one_step.md, preflight/memory.py, results/,
+Numbers come from where they are made: docs/learn/one_step.md, plan.py, results/,
 exercises/curves/.
 """
 import json
@@ -158,9 +158,9 @@ def packed() -> str:
 def memory_table() -> str:
     """memory.py's own plan for one GPU."""
     import grpo
+    import plan
     from bench.gpu import skeleton
-    from preflight import plan
-    from preflight.memory import GIB, Memory, shape_from
+    from plan import GIB, Memory, shape_from
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096), checkpointing=True)
     found = Memory(plan.Plan(args, 4, None, 0), shape_from(skeleton("7b")), 80 * GIB)

@@ -1,0 +1,448 @@
+"""batch.py: the global batch, the same on every rank, and how it is cut and packed.
+
+    batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
+    minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
+
+N completions have M sampled tokens together. What is one number a completion is (N,). What is one
+number a token is (M,): one completion after another. What a reply put in is in the input, and is no
+token of the batch. A micro-batch has n of the tokens: (n,). Nothing is padded.
+
+A micro-batch is one input with each prompt once. Its completions attend to it, and to themselves:
+
+    rows, one after another    [p p p a a]  [p p p b b b]  [q c]
+    packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
+
+All prompts come first, then all completions without their last tokens, which predict nothing. A
+row's attention is what it was: this changes no log-prob (bench/packing.py).
+"""
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data import Prompt
+from dist import World, balance, share
+from rewards import Score
+
+# ---- packing ----
+
+EVEN = 0.7  # segments of one block have at least this share of the longest one's length
+
+
+class Segment(NamedTuple):
+    """A prompt, or a completion without its last token: `length` tokens of the input from `start`.
+
+    It attends to its prefix, which is its prompt, and to itself. A prompt has no prefix.
+    """
+    start: int
+    length: int
+    prefix_start: int
+    prefix: int  # tokens
+
+
+@dataclass
+class Packed:
+    """Who attends to whom in an input of S tokens."""
+    segments: list[Segment]
+    tokens: int  # S
+    device: torch.device
+
+    @cached_property
+    def blocks(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int]], torch.Tensor]:
+        """Segments of one prefix length and similar lengths as matrices of token numbers:
+
+        [(queries (n, L), keys (n, prefix + L), prefix)], and (S,): where each token is among all
+        queries. Padding is to the right, so the causal mask hides it.
+        """
+        groups: list[list[Segment]] = []
+        for s in sorted(self.segments, key=lambda s: (s.prefix, -s.length)):
+            longest = groups[-1][0] if groups else s
+            if not groups or s.prefix != longest.prefix or s.length < EVEN * longest.length:
+                groups.append([])
+            groups[-1].append(s)
+        blocks, place, done = [], torch.empty(self.tokens, dtype=torch.long), 0
+        for group in groups:
+            start, length, prefix_start, prefix = torch.tensor(group).unsqueeze(-1).unbind(1)
+            at, prefix = torch.arange(int(length.max())), int(prefix[0])  # (L,)
+            queries, real = start + at, at < length  # (n, L)
+            place[queries[real]] = done + real.flatten().nonzero().flatten()
+            done += queries.numel()
+            queries = queries.clamp(max=self.tokens - 1)
+            keys = torch.cat([prefix_start + torch.arange(prefix), queries], 1)
+            blocks.append((to_device(queries, self.device), to_device(keys, self.device), prefix))
+        return blocks, to_device(place, self.device)
+
+    @cached_property
+    def varlen(self) -> tuple:
+        """varlen_attn's arguments, and the token numbers of all keys, one segment after another."""
+        keys = []
+        for s in self.segments:
+            keys += [torch.arange(s.prefix_start, s.prefix_start + s.prefix),
+                     torch.arange(s.start, s.start + s.length)]
+        queries = torch.tensor([s.length for s in self.segments])
+        with_prefix = queries + torch.tensor([s.prefix for s in self.segments])
+        ends = [to_device(F.pad(n.cumsum(0), (1, 0)).int(), self.device)
+                for n in (queries, with_prefix)]
+        return (to_device(torch.cat(keys), self.device), *ends,
+                int(queries.max()), int(with_prefix.max()))
+
+
+def to_device(x, device: torch.device):
+    """A copy there."""
+    if device.type == "cuda":  # pinned: the host does not wait for the GPU
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Tensor],
+         device: torch.device):
+    """Rows → one input. Rows of one owner share their prompt.
+
+    → ids (1, S), positions (1, S), Packed, and for each row (c,): where in S the token stands that
+    predicts each token of the completion. The prompt's last token predicts the first one.
+    """
+    ids, segments, sources, starts, size = [], [], [], {}, 0
+    for owner, prompt in zip(owners, prompts, strict=True):
+        if owner not in starts:
+            starts[owner] = size
+            segments.append(Segment(size, len(prompt), 0, 0))
+            ids.append(torch.tensor(prompt))
+            size += len(prompt)
+    for owner, prompt, completion in zip(owners, prompts, completions, strict=True):
+        p, n, start = len(prompt), len(completion) - 1, starts[owner]
+        segments.append(Segment(size, n, start, p))
+        ids.append(completion[:-1])
+        sources.append(torch.tensor([start + p - 1, *range(size, size + n)]))
+        size += n
+    positions = torch.cat([torch.arange(s.prefix, s.prefix + s.length) for s in segments])
+    packed = Packed([s for s in segments if s.length], size, device)
+    return torch.cat(ids).unsqueeze(0), positions.unsqueeze(0), packed, sources
+
+
+def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
+              sliding_window=None, softcap=None, **options):
+    """The models' attention: (1, heads, S, d) → (1, S, heads, d). transformers calls it.
+
+    sliding_window: keys that a query sees, itself included (Mistral, Gemma 3). softcap: a bound on
+    the scores (Gemma 2). None: none.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
+    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    if query.is_cuda and half and softcap is None:  # the kernel has no larger heads
+        return varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
+    return blocks(q, k, v, packed, scaling, sliding_window, softcap).unsqueeze(0), None
+
+
+def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
+    """torch's kernel for bfloat16 on a GPU, (S, heads, d) → the same. It aligns the ends of queries
+    and keys: a completion's keys are its prompt and itself."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import
+    keys, *sizes = packed.varlen
+    left = -1 if window is None else window - 1
+    return varlen_attn(q, k.index_select(0, keys), v.index_select(0, keys), *sizes,
+                       window_size=(left, 0), scale=scale, enable_gqa=True)
+
+
+def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
+           cap: float | None = None):
+    """The same with plain attention over rows of gathered keys."""
+    parts, place = packed.blocks
+    done = []
+    for queries, keys, prefix in parts:
+        mask = None  # causal: what the kernel has of its own
+        if prefix or cap or (window and window < keys.shape[1]):
+            mask = visible(queries.shape[1], prefix, window, q.device)
+        attend = partial(capped_attention, cap=cap) if cap else F.scaled_dot_product_attention
+        out = attend(gather(q, queries), gather(k, keys), gather(v, keys),  # (n, heads, L, d)
+                     attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        done.append(out.transpose(1, 2).flatten(0, 1))  # (n·L, heads, d)
+    return torch.cat(done).index_select(0, place)
+
+
+def put_in_rows(lm):
+    """In the place of the layers of a Qwen3.5 that have a state, layers that compute a packed input
+    row by row. All names stay."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    class Rows(Qwen3_5GatedDeltaNet):
+        def forward(self, hidden_states, packed: Packed | None = None, **inputs):
+            """(1, S, H) → the same. Each completion goes through it behind a copy of its prompt, so
+            nothing of a row reaches another."""
+            if packed is None:  # transformers' own
+                return super().forward(hidden_states, **inputs)
+            parts, place = packed.blocks
+            done = []
+            for _, row, prefix in parts:
+                out = super().forward(F.embedding(row, hidden_states[0]), **inputs)
+                done.append(out[:, prefix:].flatten(0, 1))
+            return torch.cat(done).index_select(0, place).unsqueeze(0)
+
+    for name, layer in [*lm.named_modules()]:
+        if isinstance(layer, Qwen3_5GatedDeltaNet):
+            with torch.device("meta"):
+                lm.set_submodule(name, Rows(lm.config, layer.layer_idx).to(lm.dtype))
+
+
+def gather(x, index):
+    """(S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index] depends
+    on the threads; that of F.embedding does not."""
+    return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]).transpose(1, 2)
+
+
+def visible(length: int, prefix: int, window: int | None, device) -> torch.Tensor:
+    """(length, prefix + length) bool: which keys each query of a segment sees."""
+    mask = torch.ones(length, prefix + length, dtype=torch.bool, device=device).tril(prefix)
+    return mask if window is None else mask.triu(prefix - window + 1)
+
+
+def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options):
+    """Attention whose scores are cap * tanh(score / cap): no kernel of torch has it.
+
+    (n, heads, L, d) → the same. https://arxiv.org/abs/2408.00118, section 2
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * scale / cap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~attn_mask, -torch.inf).softmax(-1).to(v.dtype) @ v
+
+
+# ---- the batch ----
+
+@dataclass
+class Completion:
+    """What came after a prompt."""
+    ids: np.ndarray  # (T,) int32
+    logprobs: np.ndarray  # (T,) float32, 0 where not sampled
+    truncated: bool  # it reached --max_tokens and has no end-of-sequence token
+    sampled: np.ndarray = None  # (T,) bool: not what a reply put in (turns.py)
+    turns: list[dict] | None = None  # messages; None: one turn
+    failed: bool = False  # its reply failed
+    steps: np.ndarray | None = None  # (T,) int32, of --carry: the step whose policy sampled it
+    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): the experts of each token
+
+    def __post_init__(self):
+        if self.sampled is None:
+            self.sampled = np.ones(len(self.ids), bool)
+
+    @property
+    def tokens(self) -> int:
+        """The sampled ones."""
+        return int(self.sampled.sum())
+
+
+@dataclass
+class Sample:
+    """A completion with its prompt."""
+    prompt: Prompt
+    completion: Completion
+    text: str = ""  # decoded when it is scored
+    score: Score | None = None  # its reward
+    advantage: float | None = None  # mean of its tokens; None: not in the loss
+    advantages: torch.Tensor | None = None  # of each sampled token
+
+
+def given(prompt: Prompt) -> Sample:
+    """A sample that nobody sampled: its row has the completion (targets.py)."""
+    ids, learned = prompt.row.target
+    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
+                            np.array(learned))
+    return Sample(prompt, completion, "", Score(0.0, {}, None))
+
+
+class Batch:
+    """N samples in request order."""
+
+    def __init__(self, samples: list[Sample]):
+        self.samples, done = samples, [s.completion for s in samples]
+        self.lengths = torch.tensor([len(c.ids) for c in done], dtype=torch.long)  # (N,)
+        self.tokens = torch.tensor([c.tokens for c in done], dtype=torch.long)  # (N,) sampled ones
+        self.starts = (self.tokens.cumsum(0) - self.tokens).tolist()  # N places among the M tokens
+        self.truncated = torch.tensor([c.truncated for c in done], dtype=torch.bool)  # (N,)
+        rewards = [s.score.total for s in samples]  # None: not scored
+        self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
+        self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
+        self.sizes, last = [], None  # of each row: see dist.Size
+        for i, sample in enumerate(samples):
+            row = sample.prompt.row
+            if last != (row.prompt_ids, row.pictures):  # equal neighbours share a prompt
+                owner, last = i, (row.prompt_ids, row.pictures)
+            self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """(N,) → (M,): each token gets its completion's number."""
+        return x.repeat_interleave(self.tokens)
+
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """(M,) → (N,) float64: the sum over each completion's tokens."""
+        sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
+        return torch.tensor(sums, dtype=torch.float64)
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(M,) → N views, each of one completion's tokens."""
+        return x.split(self.tokens.tolist())
+
+    def part(self, name: str) -> torch.Tensor:
+        """(N,) float64: one of the rewards that --reward adds up, without its weight. NaN: it has
+        no number, or does not apply."""
+        parts = [s.score.parts[name] for s in self.samples]
+        return torch.tensor([math.nan if x is None else x for x in parts], dtype=torch.float64)
+
+    def turns(self) -> list[torch.Tensor]:
+        """Of each token, (M,): the number of its turn; if it is the last one there, what the turn
+        was paid (turns.py), else 0; the engine's log-prob."""
+        found = []
+        for c in (s.completion for s in self.samples):
+            turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
+            paid = np.zeros(len(turn))
+            paid[np.flatnonzero(np.diff(turn, append=-1))] = [
+                one["paid"] for one in c.turns or () if "paid" in one] or 0
+            found.append((turn, paid, c.logprobs[c.sampled]))
+        return [torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True)]
+
+    def minibatches(self, count: int, epochs: int) -> list[list[int]]:
+        """The row numbers of each optimizer step."""
+        rows = list(range(len(self.sizes)))
+        return [rows[share(len(rows), count, k)] for k in range(count)] * epochs
+
+    def micros(self, world: World, rows: list[int], budget: int, phase: str,
+               learns=None) -> list["Micro"]:
+        """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks.
+
+        learns (N,) bool: the rows with a gradient. The others come last, in other micro-batches.
+        """
+        micros = []
+        for has_grad in True, False:
+            part = [row for row in rows if has_grad == (learns is None or bool(learns[row]))]
+            if part or has_grad:  # without a row too: the optimizer needs a gradient, even if 0
+                lanes = balance([self.sizes[row] for row in part], world.size, budget)
+                micros += [Micro(self, [part[i] for i in micro], world.device, has_grad)
+                           for micro in lanes[world.rank]]
+        world.same_phase(phase, len(micros))
+        return micros
+
+    def score(self, world: World, budget: int, phase: str, forward) -> torch.Tensor:
+        """forward(micro) → (n,), without gradient, over all rows → (M,) on every rank."""
+        micros = self.micros(world, range(len(self.sizes)), budget, phase)
+        with torch.no_grad():
+            found = [forward(micro).cpu() for micro in micros]
+        scores = found[0].new_zeros(int(self.tokens.sum()))
+        for micro, values in zip(micros, found, strict=True):
+            scores[micro.places] = values
+        return world.sum(scores)  # one rank computed each row, the others add zero
+
+    def note_advantages(self, advantages, loss_tokens) -> None:
+        """(M,), for samples/: each sample gets its own, and their mean if it is in the loss."""
+        for sample, own, bears in zip(self.samples, self.split(advantages), loss_tokens > 0,
+                                      strict=True):
+            sample.advantages, sample.advantage = own, float(own.mean()) if bears else None
+
+
+# The input without rows: its only token was not sampled.
+NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), False, np.zeros(1, bool))
+
+
+class Micro:
+    """Rows of the batch as one packed input, and their n sampled tokens. Without rows the model
+    computes one dummy token, and n is 0: a sum over its tokens has the gradient 0.
+
+    Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
+    shift by one is made in packing.pack, and nowhere else.
+    """
+
+    def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
+        self.batch, self.rows, self.device, self.learns = batch, rows, device, learns
+        done = [batch.samples[row].completion for row in rows] or [NOTHING]
+        prompts = [batch.samples[row].prompt.row.prompt_ids for row in rows] or [[0]]
+        owners = [batch.sizes[row][0] for row in rows] or [0]
+        completions = [torch.from_numpy(c.ids).long() for c in done]
+        ids, positions, packed, sources = pack(owners, prompts, completions, device)
+        self.tokens = ids.numel()  # of the input
+        self.inputs = {"input_ids": to_device(ids, device), "packed": packed,
+                       "position_ids": to_device(positions, device)}
+        sampled = torch.cat([torch.from_numpy(c.sampled) for c in done])
+        self.source = to_device(torch.cat(sources)[sampled], device)  # (n,)
+        self.targets = to_device(torch.cat(completions)[sampled], device)  # (n,)
+        engine_logprobs = torch.cat([torch.from_numpy(c.logprobs) for c in done])[sampled]
+        self.engine_logprobs = to_device(engine_logprobs, device)  # (n,)
+        counts = [c.tokens for c in done]
+        row = torch.arange(len(done)).repeat_interleave(torch.tensor(counts))
+        self.row = to_device(row, device)  # (n,): whose each token is, counted in `rows`
+        starts = [batch.starts[row] for row in rows] or [0]
+        self.places = torch.cat([torch.arange(start, start + count) for start, count in zip(
+            starts, counts, strict=True)])  # (n,): where each token is among the batch's M
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """(N,) of the batch → (n,): each token gets its completion's number."""
+        return to_device(x[self.rows], self.device)[self.row]
+
+    def draws(self) -> torch.Tensor:
+        """(n,) in [0, 1), at random: a token has the same one in any order and batch."""
+        samples = [self.batch.samples[row] for row in self.rows]
+        found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
+            s.completion.tokens) for s in samples]
+        return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """(M,) of the batch → (n,): what it has for the tokens that are here."""
+        return to_device(x[self.places], self.device)
+
+
+GAP = "rollout/logprob_gap_mean"  # of |trainer - engine| in nats: is the engine the policy?
+
+
+class Meter:
+    """Means of per-token metrics, with the loss's own weights. Its sums stay on the device."""
+
+    def __init__(self, world: World):
+        self.world, self.sums = world, defaultdict(float)  # name → sum of weight * value
+        self.weight = self.gap_max = torch.zeros(1, dtype=torch.float64, device=world.device)
+        self.norms: list[float] = []  # gradient norm of each optimizer step
+        self.skipped = 0  # minibatches without a token to learn from
+
+    def add(self, weights, metrics):
+        """One micro-batch: metrics {name: (n,)}, to average with weights (n,)."""
+        self.weight = self.weight + weights.sum()
+        for name, values in metrics.items():
+            values = values.detach().double()
+            self.sums[name] = self.sums[name] + (weights * values).sum()
+            if name == GAP:
+                self.gap_max = torch.cat([self.gap_max, values]).max().view(1)
+
+    def metrics(self, prefix: str = "policy/", norm: str = "grad/norm") -> dict[str, float]:
+        """Over all ranks and optimizer steps; a name without "/" gets the prefix."""
+        finite = [n for n in self.norms if math.isfinite(n)]  # only these were applied
+        out = {norm: sum(finite) / max(1, len(finite)), "update/steps": len(finite),
+               f"{norm}_not_finite": len(self.norms) - len(finite), "update/skipped": self.skipped}
+        sums = [float(x) for x in (self.weight, *self.sums.values())]
+        weight, *sums = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        for name, value in zip(self.sums, sums, strict=True):
+            out[name if "/" in name else prefix + name] = value / (weight or 1.0)
+        if GAP in self.sums:
+            out["rollout/logprob_gap_max"] = float(self.world.max(self.gap_max.cpu()))
+        return out
+
+
+def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
+    """A step's metrics of all its completions, which took `seconds` to sample."""
+    done, scores = [s.completion for s in samples], [s.score for s in samples]
+    tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
+    turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens
+    metrics = {
+        "rollout/completions": len(done), "rollout/unscored": len(done) - len(scored),
+        "rollout/tokens": tokens, "rollout/tokens_per_s": tokens / (seconds or math.inf),
+        "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
+        "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
+        "rollout/reply_failed": sum(c.failed for c in done),
+        "rollout/reward_retries": sum(s.retries for s in scores)}
+    for name in scores[0].parts:
+        values = [s.parts[name] for s in scores if s.parts[name] is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    if scored and scores[0].parts:  # else there is no --reward
+        metrics |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
+    return metrics

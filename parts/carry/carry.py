@@ -1,0 +1,153 @@
+"""carry.py: --carry: a completion may go on in the next step, so no step waits for its longest one.
+
+    step 1    trains on a, b      a a a <end>   b b b b <end>   c c c <end>   d d d d
+    step 2    trains on c, d      d d d <end>   e e e           f f f <end>   (c had ended)
+
+With C batches ahead, P·(1 + C) prompts are in flight, in the order of the data. A step gives each
+unfinished completion --carry_tokens more tokens, round after round, until the oldest P prompts have
+ended, and trains on these. The others go on with the next weights.
+
+What a step trains on depends on positions in the data alone. The first P prompts that are *ready*
+would be the short ones, and their mean is not the mean of all. Each token keeps the log-prob and
+the step of the policy that sampled it. To go on, the engine gets the prompt and the tokens so far
+as one prompt.
+Partial rollouts: https://arxiv.org/abs/2501.12599, https://arxiv.org/abs/2509.18521
+"""
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+
+from batch import Completion, Sample
+from data import Prompt, Row
+from errors import Count, Range
+from parts.turns.turns import append
+from rollout import Request, hash_seed
+
+
+@dataclass
+class CarryArgs:
+    """Long completions go on in later steps."""
+    carry: Annotated[int, Range(0, 8)] = 0
+    """C: batches in flight ahead of the one that a step trains on. 0: a step waits for its longest
+    completion."""
+    carry_tokens: Count = 256
+    """Tokens of a round. After each round the step looks whether its prompts have ended."""
+    switch: ClassVar[str] = "carry"
+
+    def rules(self, plan):
+        """See plan.problems."""
+        if not self.carry:
+            return
+        if plan.args.engine_correction == "none":
+            yield ("--carry needs --engine_correction: older policies sampled some of a step's "
+                   "tokens. Would work: --engine_correction truncate.")
+        whole = {"reply": plan.args.turn_args.reply, "stop": plan.args.engine_args.stop}
+        for name, value in whole.items():
+            if value:
+                yield (f"--{name} needs whole completions, and --carry stops them between rounds: "
+                       "give one of them.")
+        if plan.shape and plan.shape.tower:
+            yield "--carry is for models that read text alone, and --model sees pictures."
+
+
+@dataclass
+class Group:
+    """A prompt in flight with its G completions. `truncated` of one that has not ended: it may
+    have more tokens."""
+    prompt: Prompt
+    completions: list[Completion]
+
+
+def ended(c: Completion, max_tokens: int) -> bool:
+    """Has it an end token, or all the tokens that it may have?"""
+    return len(c.ids) > 0 and (not c.truncated or len(c.ids) == max_tokens)
+
+
+class Carry:
+    """The groups in flight, in the order of the data. The same on every rank."""
+
+    def __init__(self, args, stream):
+        self.args, self.flags, self.stream = args, args.carry_args, stream
+        self.flight: list[Group] = []
+        # Of a step: its number, the groups that it took, the new tokens of each round.
+        self.step, self.taken, self.rounds = -1, [], []
+
+    def sample(self, engine, prompts: list[Prompt]) -> list[Sample]:
+        """G completions of each of the oldest P prompts. `prompts` are the newest in flight. It
+        sets engine.metrics. A collective."""
+        if self.step != engine.world.step:  # --dynamic_sampling comes here again in a step
+            self.step, self.taken, self.rounds = engine.world.step, [], []
+        most = self.args.batch * (1 + self.flags.carry)
+        self.start(prompts)
+        while len(self.flight) < most:  # an epoch may end in between
+            self.start(self.stream.next(most - len(self.flight)))
+        oldest = self.flight[:self.args.batch]
+        while any(self.unfinished(oldest)):
+            self.rounds.append(self.round(engine))
+        self.flight = self.flight[self.args.batch:]
+        self.taken += oldest
+        engine.metrics = self.metrics(engine.log.times["time/rollout"])
+        return [Sample(group.prompt, c) for group in oldest for c in group.completions]
+
+    def start(self, prompts: list[Prompt]):
+        """The prompts are in flight, each with G empty completions."""
+        none = np.zeros(0, np.int32)
+        for prompt in prompts:
+            self.flight.append(Group(prompt, [
+                Completion(none, none.astype(np.float32), truncated=True, steps=none)
+                for _ in range(self.args.group)]))
+
+    def unfinished(self, groups: list[Group]):
+        """Yields (prompt, number in its group, completion)."""
+        for group in groups:
+            for i, c in enumerate(group.completions):
+                if not ended(c, self.args.max_tokens):
+                    yield group.prompt, i, c
+
+    def round(self, engine) -> list[int]:
+        """Each unfinished completion gets at most --carry_tokens more → how many. A collective."""
+        growing, requests = [*self.unfinished(self.flight)], []
+        for prompt, i, c in growing:
+            # The seed of what is behind the first tokens: a seed used twice draws the same again.
+            begun = [len(c.ids)] if len(c.ids) else []
+            seed = hash_seed(self.args.seed, "train", prompt.position, i, *begun)
+            room = min(self.flags.carry_tokens, self.args.max_tokens - len(c.ids))
+            requests.append(Request(prompt.row.prompt_ids + c.ids.tolist(), seed, room))
+        engine.world.same_phase("rollout", len(requests))
+        with engine.log.time("rollout"):
+            new = engine.complete(requests, self.args.temperature)
+        for (_, _, c), more in zip(growing, new, strict=True):
+            append(c, more.ids, more.logprobs, True)
+            c.steps = np.append(c.steps, np.full(len(more.ids), self.step, np.int32))
+            c.truncated = more.truncated
+        return [len(more.ids) for more in new]
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Of all completions that this step took, and of its rounds. Ages are in steps."""
+        ages = [self.step - c.steps for group in self.taken for c in group.completions]
+        first, ages = np.array([of_one[0] for of_one in ages]), np.concatenate(ages)  # of tokens
+        new = sum(map(sum, self.rounds))
+        return {"carry/age_mean": float(first.mean()), "carry/age_max": int(first.max()),
+                "carry/token_age_mean": float(ages.mean()), "carry/token_age_max": int(ages.max()),
+                "carry/old_tokens_frac": float((ages > 0).mean()),
+                "carry/in_flight": len(self.flight) * self.args.group,
+                "rollout/decode_steps": sum(map(max, self.rounds)),
+                "rollout/tokens_per_s": new / seconds if new else math.nan}  # no round: no rate
+
+    def state(self) -> list[dict]:
+        """What is in flight. A float32 number is exact in JSON."""
+        return [{"position": group.prompt.position, "row": group.prompt.row.index, "completions": [
+                    [c.ids.tolist(), c.logprobs.tolist(), c.steps.tolist(), c.truncated]
+                    for c in group.completions]} for group in self.flight]
+
+    def restore(self, flight: list[dict], rows: list[Row]):
+        """What `state` gave."""
+        by_index = {row.index: row for row in rows}
+        self.flight = [
+            Group(Prompt(group["position"], by_index[group["row"]]), [
+                Completion(np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
+                           steps=np.array(steps, np.int32))
+                for ids, logprobs, steps, cut in group["completions"]])
+            for group in flight]

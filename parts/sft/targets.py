@@ -1,0 +1,202 @@
+"""targets.py: a whole chat → the ids after its prompt, and which of them the assistant says.
+
+    <user> x <end> <assistant> | y1 <end> | \\n <user> z <end> \\n <assistant> | y2 <end>
+    the prompt                   learned    given                               learned
+
+A row has `messages`, or a prompt with its completion. The chat template renders the chat up to the
+begin and up to the end of each turn that is learned. A turn ends where the engine would stop: what
+a template writes after that is left out (Phi-3's puts `<|endoftext|>` after the last turn). So the
+texts are prefixes of each other, and so are their ids. Nothing is decoded.
+"""
+import json
+import re
+from functools import partial
+from os.path import commonprefix
+
+import data
+from data import (
+    ANSWERS,
+    CHATS,
+    PROMPTS,
+    Marks,
+    Row,
+    chat_of,
+    ids_after,
+    messages_of,
+    not_null,
+    options_of,
+    templated,
+    texts_of,
+)
+from errors import SettingsError
+
+ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the turns before it.'
+COMPLETIONS = ("completion", "response", *ANSWERS, "output")
+
+
+def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
+         seed: int = 0):
+    """The rows of `spec`, each with its target, and a sentence with their counts.
+
+    args: those of the script. eos_ids: what ends a turn; []: the model is not here. make: in
+    the place of make_row.
+    """
+    make = make or partial(make_row, eos_ids=eos_ids)
+    rows, note = data.load(
+        spec, tokenizer, args.data_args, seed=seed, make=make, eos_ids=eos_ids)
+    if not eos_ids:
+        return rows, note
+    lengths = sorted(len(row.target[0]) for row in rows)
+    kept = [row for row in rows if len(row.target[0]) <= args.max_tokens]
+    if not kept:
+        raise SettingsError(
+            f"{spec}: no chat is left; after its prompt the shortest has more than "
+            f"{args.max_tokens} tokens: --max_tokens {lengths[0]} keeps it, {lengths[-1]} keeps "
+            f"all.")
+    learned = sum(sum(row.target[1]) for row in kept)
+    return kept, (f"{note}; after the prompt {lengths[0]} to {lengths[len(kept) - 1]} tokens, "
+                  f"{learned:,} in all to learn; left out: {len(rows) - len(kept)} longer than "
+                  f"{args.max_tokens}")
+
+
+def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args,
+             eos_ids: list[int], parts=None) -> Row | None:
+    """A row with its target. None: its prompt is empty. parts: see messages.templated."""
+    prompt, replies = split(columns)
+    if prompt is not None:
+        columns = columns | {"prompt": prompt}
+    json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
+    row = data.make_row(index, columns, name, tokenizer, marks, args, parts=parts)
+    if row and eos_ids:
+        marks.check(replies)
+        options = options_of(columns, replies, tokenizer)
+        texts = plain_texts(row.prompt, replies, tokenizer)
+        if tokenizer.chat_template and not row.finished:
+            texts = chat_texts(messages_of(columns, args), replies, tokenizer, options, parts)
+        row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
+    return row
+
+
+def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
+    """The prompt of a row, and the messages after it. The last one is the assistant's. None:
+    --prompt_template makes the prompt, or there is none."""
+    there = not_null(columns)
+    column = next((name for name in (*CHATS, *COMPLETIONS) if name in there), None)
+    if column is None:
+        raise SettingsError(f"a row to learn needs messages, or a prompt and a text in one of "
+                            f"{', '.join(COMPLETIONS)}; this one has {', '.join(columns)}.")
+    for name, value in there.items():
+        if re.search("label|weight|mask", name) and (
+                isinstance(value, list) or isinstance(value, int | float) and value != 1):
+            raise SettingsError(f"its {name} is {value!r:.300}, and {column} would be learned all "
+                                "the same.")
+    if column in CHATS:
+        chat = chat_of(column, there[column], None)
+        first = next((i for i, m in enumerate(chat) if is_learned(m)), len(chat))
+        while first and chat[first - 1]["role"] == "assistant":
+            first -= 1
+        prompt, replies = chat[:first], chat[first:]
+    else:
+        replies = chat_of(column, there[column], "assistant")
+        prompt = next((there[name] for name in PROMPTS if name in there), None)
+    said = [i for i, m in enumerate(replies) if is_learned(m)]
+    if not said:
+        raise SettingsError("a chat to learn needs a message of the role assistant whose weight is "
+                            "not 0.")
+    return prompt, replies[:said[-1] + 1]
+
+
+def is_learned(message: dict) -> bool:
+    """Does the assistant say it, with a weight that is not 0?"""
+    return message["role"] == "assistant" and "weight" not in message
+
+
+# ---- texts: for each turn that is learned (its message, the chat before it, the chat with it) ----
+
+def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict, parts):
+    """By the chat template. The turn's header is part of what is before the turn."""
+    for k, message in enumerate(replies):
+        if is_learned(message):
+            chat = [*asked, *replies[:k + 1]]
+            before = templated(chat[:-1], tokenizer, options, parts, add_generation_prompt=True)
+            yield message, before, templated(chat, tokenizer, options, parts)
+
+
+def plain_texts(prompt: str, replies: list[dict], tokenizer):
+    """Without a template, as in turns.Bridge: an empty line around what others say."""
+    text = prompt
+    for message in replies:
+        before, said = text, message["content"]
+        assistant = message["role"] == "assistant"
+        text += said + (tokenizer.eos_token or "") if assistant else f"\n\n{said}\n\n"
+        if is_learned(message):
+            yield message, before, text
+
+
+# ---- ids ----
+
+def target(text: str, prompt_ids: list[int], texts, tokenizer, eos_ids: list[int]):
+    """(ids after the prompt, which of them are learned). A turn is learned with its end.
+
+    Where the template ends no turn (GLM), the control token after it does.
+    """
+    ids, learned, is_open, last = list(prompt_ids), [], False, None
+    for message, before, whole in texts:
+        check(text, before, whole, message, last)
+        given = extended(ids, text, before, tokenizer)
+        marks = [False] * (len(given) - len(ids))
+        if is_open:
+            if not marks or given[len(ids)] not in eos_ids:
+                raise SettingsError(f"the chat template has {before[len(text):][:20]!r} after a "
+                                    f"turn of the assistant, which is no end of a turn by "
+                                    f"eos_token_id in generation_config.json. {ONE_EACH}")
+            marks[0] = True
+        text, is_open = up_to_end(before, whole, texts_of(eos_ids, tokenizer))
+        ids, last = extended(given, before, text, tokenizer), message
+        learned += marks + [True] * (len(ids) - len(given))
+    found = ids[len(prompt_ids):]
+    if is_open:
+        end = tokenizer.eos_token_id
+        found.append(end if end in eos_ids else eos_ids[0])
+        learned.append(True)
+    return found, learned
+
+
+def check(text: str, before: str, whole: str, message: dict, last: dict | None) -> None:
+    """SettingsError: the template writes the chat in another way once it goes on. text: up to the
+    end of `last`, the turn learned before; before, whole: without and with `message`."""
+    said, same = message["content"], commonprefix([before, whole])
+    if not before.startswith(text):
+        at, old = len(commonprefix([before, text])), repr(last["content"]) if last else "the prompt"
+        raise SettingsError(f"the chat template rewrites {old:.80} before {said!r:.80}: "
+                            f"{text[at:]!r:.60} becomes {before[at:]!r:.60}. {ONE_EACH}")
+    words = without_space(said)
+    if words not in without_space(whole)[max(0, 1 + len(without_space(same)) - len(words)):]:
+        raise SettingsError(
+            f"the chat template leaves out words of {said!r:.80}: {whole[len(same):]!r:.60}. Would "
+            f"work: a prompt that is its own text up to {before[-30:]!r}, with a completion.")
+    if opened := before[len(same):]:
+        raise SettingsError(
+            f"the chat template begins a turn with {opened!r:.80} where the model is asked, and "
+            f"{said!r:.80} does not. Would work: {opened + said!r:.80}.")
+
+
+def without_space(text: str) -> str:
+    """Templates trim words, and put lines between them."""
+    return "".join(text.split())
+
+
+def up_to_end(text: str, longer: str, ends: list[str]) -> tuple[str, bool]:
+    """`longer` up to the first end after `text`, where the engine stops; whether there is none. The
+    words hold none: Marks.check."""
+    places = [longer.find(end, len(text)) + len(end) for end in ends if end in longer[len(text):]]
+    return longer[:min(places, default=None)], not places
+
+
+def extended(ids: list[int], text: str, longer: str, tokenizer) -> list[int]:
+    """The ids of `longer`, which begin with `ids`, those of `text`. Where a tokenizer would join
+    tokens over the end of `text`, the rest has ids of its own, as in a rollout."""
+    whole = tokenizer(longer, add_special_tokens=False)["input_ids"]
+    if whole[:len(ids)] == ids:
+        return whole
+    return ids + ids_after(longer[len(text):], tokenizer)

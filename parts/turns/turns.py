@@ -1,0 +1,268 @@
+"""turns.py: several turns: what is appended to the sampled ids, and when an episode ends.
+
+    prompt | y1 <end> | \\n <user> z1 <end> \\n <assistant> | y2 <end> | …
+             sampled    the reply z1, not sampled           sampled
+
+Ids are only appended: what was sampled is never decoded and encoded again. See docs/use/turns.md.
+"""
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError
+
+from batch import Completion
+from data import Prompt, Row, ids_after, marks_of, reader, texts_of
+from errors import Count, SettingsError
+from parts.turns.replies import Move
+from rewards import Answer, Pool, check_rows, report
+from rollout import Request
+
+WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
+
+
+@dataclass
+class TurnArgs:
+    """Several turns."""
+    reply: str | None = None
+    """FILE.py:FUNCTION that answers the model, or ends the episode; or FILE.py:CLASS, an
+    environment with a state. Not given: one turn."""
+    max_turns: Count = 8
+    """The model's turns in an episode, at most."""
+    switch: ClassVar[str] = "reply"
+
+    def rules(self, plan):
+        """See plan.problems."""
+        if self.reply and plan.shape and plan.shape.tower:
+            yield ("--reply is for models that read text alone: --model sees pictures, and answers "
+                   "in one turn.")
+
+
+def said(text: str) -> dict:
+    """A turn of the model."""
+    return {"role": "assistant", "content": text}
+
+
+@dataclass
+class Bridge:
+    """What the chat template puts between two turns of the model."""
+    tokenizer: object
+    eos_ids: list[int]
+    vocab: int
+    system: str | None
+
+    def __post_init__(self):
+        self.read = reader(self.tokenizer, self.eos_ids)
+        self.marks = marks_of(self.tokenizer, self.eos_ids)
+
+    def render(self, messages: list[dict], goes_on: bool) -> str:
+        """A chat of a question and these messages. goes_on: the model's turn is next."""
+        chat = [{"role": "user", "content": "x"}, *messages]
+        if self.system is not None:
+            chat = [{"role": "system", "content": self.system}, *chat]
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=goes_on)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            roles = ", ".join(m["role"] for m in chat)
+            raise SettingsError(f"--reply: the chat template takes no messages of the roles "
+                                f"{roles} ({error}).") from None
+
+    def text(self, messages: list[dict]) -> str:
+        """What the template writes from the model's words to its next ones: in ChatML
+        <|im_end|>\\n<|im_start|>user\\nz<|im_end|>\\n<|im_start|>assistant\\n. Where it opens a
+        turn with <think> (QwQ), the model's words are what follows. SettingsError if it refuses the
+        messages, or writes the model's turn in another way.
+        """
+        if not self.tokenizer.chat_template:  # as in data.render
+            return "\n\n".join(["", *(m["content"] for m in messages), ""])
+        start = self.render([], True)
+        header = self.render([said("QX7"), *messages], True).partition("QX7")[0]
+        opened = start[len(commonprefix([start, header])):]
+        words = WORDS.removeprefix(opened)
+        whole, start = self.render([said(opened + words), *messages], True), start.rstrip()
+        after = whole[len(start):].lstrip()  # the model may begin with a space
+        if not (whole.startswith(start) and after.startswith(words.lstrip())):
+            roles = " and ".join(dict.fromkeys(m["role"] for m in messages))
+            raise SettingsError(
+                f"--reply: before a message of role {roles} the chat template rewrites the model's "
+                f"turn {opened + words!r}: it writes {whole[len(commonprefix([whole, start])):]!r}."
+                " Would work: a model whose chat template keeps earlier turns as they were said.")
+        return after[len(words.lstrip()):]
+
+    def ids(self, last: int, messages: list[dict]) -> list[int]:
+        """To append to a turn whose last id is `last`. Its end is not doubled."""
+        self.marks.check(messages)
+        text = self.text(messages)
+        found, ends = ids_after(text, self.tokenizer), texts_of([last], self.tokenizer)
+        # Else a --stop string ended it, or another end.
+        if ends and ends == self.marks.end and text.lstrip().startswith(ends[0]):
+            found = found[found.index(last) + 1:]
+        if max(found) >= self.vocab:  # it would break the engine
+            raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
+                                f"{self.vocab:,}.")
+        return found
+
+
+def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
+    """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
+    spec = args.turn_args.reply
+    with closing(Pool([spec], args.reward_args, "reply")) as pool:
+        pool.wait()
+        check_rows(pool.needs, rows, "reply")
+    rewards = [reward.partition(":")[0] for reward in args.reward]
+    needy = {"environment", "turns"} & {*rewards}
+    if needy and "reward" not in pool.methods:
+        raise SettingsError(
+            f"--reward {min(needy)} needs a class with reward() in --reply {spec}.")
+    if not tokenizer:
+        return None
+    bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
+    try:
+        bridge.ids(-1, [{"role": "user", "content": "z"}])
+    except SettingsError:
+        if not any(row.columns.get("tools") for row in rows):
+            raise
+        # Some templates keep the thoughts of a turn only where a tool answers it.
+        bridge.ids(-1, [{"role": "tool", "content": "z", "name": "f", "tool_call_id": "0" * 9}])
+    return bridge
+
+
+@dataclass
+class Episode:
+    """A completion that goes on for several turns."""
+    number: int  # of the completion
+    row: Row
+    completion: Completion
+    seed: int
+    seen: list[int] = field(default_factory=list)  # how many turns there were at each reply
+    worth: float = 0.0  # the reward of its environment so far
+
+    def asked(self, over: bool, pays: bool) -> Move:
+        """What a worker is asked: its reply, or the reward of an environment."""
+        row, turns = self.row, self.completion.turns
+        columns = row.columns | {"prompt": row.prompt, "answer": row.answer}
+        return Move(columns, self.seed, turns, self.seen, over, pays, turns[-1]["content"])
+
+
+class Reply(NamedTuple):
+    """How an episode was answered."""
+    value: list[dict] | float | None  # messages, or of an episode that is over its reward
+    ids: list[int]  # of the messages, to append
+    worth: float | None  # the reward so far, where turns are paid
+    error: str | None  # None: nothing failed
+
+
+class Episodes:
+    """Goes on with completions until their episodes are over."""
+
+    def __init__(self, args, bridge: Bridge, world, log):
+        self.bridge, self.world, self.log = bridge, world, log
+        self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
+        self.workers = Pool([args.turn_args.reply], args.reward_args, "reply")
+        self.workers.wait()
+        self.stateful = bool(self.workers.methods)  # of a class
+        # --reward turns: a turn is paid what reward() grows by.
+        self.pays = "turns" in [spec.partition(":")[0] for spec in args.reward]
+        self.told = False  # that no reply fits
+
+    def play(self, prompts: list[Prompt], completions: list[Completion],
+             complete: Callable, seed: Callable) -> None:
+        """Adds replies and further turns to the completions, the same on all ranks. A collective.
+
+        complete(requests): the engine's. seed(i, turn): of a turn of completion i.
+        """
+        for c in completions:
+            c.turns = []
+        episodes = [Episode(i, prompt.row, c, seed(i, 0))
+                    for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
+        self.mine = set(self.world.mine(range(len(completions))))  # this rank answers them
+        new, running = completions, episodes  # `new` has a turn of each `running`
+        for turn in range(1, self.max_turns + 1):
+            for it, message in zip(running, self.read(new), strict=True):
+                it.completion.turns.append(message)
+            running = [it for it in running if not it.completion.truncated]
+            last = turn == self.max_turns
+            if not running or (last and not self.stateful):
+                break
+            replies = self.reply(running)
+            if last:  # it is only seen
+                break
+            answered = sum(bool(reply.value) for reply in replies)
+            running = [it for it, reply in zip(running, replies, strict=True)
+                       if self.goes_on(it.completion, reply.value, reply.ids)]
+            if turn == 1 and answered and not running and not self.told:
+                self.told = True
+                self.log.say(f"  no reply fits: of {answered:,} none had room after the first turn."
+                             f" --max_tokens {self.max_tokens} is for a whole episode, with its "
+                             f"replies. Would work: a larger --max_tokens.")
+            new = complete([Request(
+                it.row.prompt_ids + it.completion.ids.tolist(), seed(it.number, turn),
+                self.max_tokens - len(it.completion.ids)) for it in running])
+            for it, c in zip(running, new, strict=True):
+                append(it.completion, c.ids, c.logprobs, True)
+                it.completion.truncated = c.truncated
+        if self.stateful:
+            self.end([it for it in episodes if not it.completion.failed])
+
+    def end(self, episodes: list[Episode]) -> None:
+        """Ends the environments. The last turn gets their rewards as `reward`. A collective."""
+        for it, reply in zip(episodes, self.reply(episodes, over=True), strict=True):
+            if "reward" in self.workers.methods:
+                it.completion.turns[-1]["reward"] = reply.value
+
+    def read(self, turns: list[Completion]) -> list[dict]:
+        """The messages of these turns. Each rank decodes its share. A collective."""
+        mine, pay = self.world.mine(turns), {"paid": 0.0} if self.pays else {}
+        return self.world.gather([said(self.bridge.read(c.ids)) | pay for c in mine])
+
+    def reply(self, episodes: list[Episode], over: bool = False) -> list[Reply]:
+        """For each its messages, or if it is over its reward. A rank answers the same episodes in
+        each turn: it has their environments. A collective."""
+        mine = [it for it in episodes if it.number in self.mine]
+        answers = self.workers.ask([it.asked(over, self.pays) for it in mine],
+                                   homes=[it.number for it in mine])
+        replies = self.world.gather([self.reply_of(it.completion, answer, over)
+                                     for it, answer in zip(mine, answers, strict=True)])
+        for it, reply in zip(episodes, replies, strict=True):
+            it.seen.append(len(it.completion.turns))
+            it.completion.failed = bool(reply.error)
+            if self.pays and reply.worth is not None:
+                it.completion.turns[-1]["paid"] += reply.worth - it.worth
+                it.worth = reply.worth
+        errors = [reply.error for reply in replies]
+        report(self.workers, self.log, errors, len(errors))
+        return replies
+
+    def reply_of(self, c: Completion, answer: Answer, over: bool) -> Reply:
+        """What a worker answered, with the ids of its messages. The first one has the `reward` so
+        far, and loses it."""
+        value, ids, worth = answer.values[0], [], None
+        try:
+            if over:
+                worth = value
+            elif value:
+                worth = value[0].pop("reward", None)
+                ids = self.bridge.ids(int(c.ids[-1]), value)
+        except SettingsError as error:
+            return Reply(None, [], None, str(error))
+        return Reply(value, ids, worth, answer.error)
+
+    def goes_on(self, c: Completion, messages: list[dict] | None, ids: list[int]) -> bool:
+        """Appends a reply, if the episode goes on and a token has room after it."""
+        c.truncated = bool(messages) and len(c.ids) + len(ids) >= self.max_tokens
+        if not messages or c.truncated:
+            return False
+        append(c, ids, np.zeros(len(ids)), False)
+        c.turns += messages
+        return True
+
+
+def append(c: Completion, ids, logprobs, sampled: bool) -> None:
+    """In place: ids (n,), log-probs (n,) in nats, and whether they were sampled."""
+    c.ids = np.append(c.ids, ids).astype(np.int32)
+    c.logprobs = np.append(c.logprobs, logprobs).astype(np.float32)
+    c.sampled = np.append(c.sampled, np.full(len(ids), sampled))

@@ -1,0 +1,498 @@
+"""plan.py: the sizes and the memory of every part of a step, from the settings alone, and what is
+wrong there.
+
+docs/use/memory_and_machines.md has the formulas of the memory in words. Each is an upper bound.
+"""
+from collections import Counter
+from dataclasses import dataclass, is_dataclass, replace
+
+from batch import EVEN
+from dist import KEYS, assert_divisible
+from errors import Count, Positive, SettingsError, needed, outside
+from model import HEAD_LOGITS
+from parts.experts import experts
+from parts.pictures import seeing
+from rollout import HELD, engine_limits
+
+
+@dataclass
+class PlanArgs:
+    """The plan"""
+    plan: bool = False
+    """Print the plan for these settings and exit."""
+    ranks: Count = 1
+    """Ranks to plan for."""
+    gpu_gb: Positive = 80.0
+    """GiB of the GPU to plan for. A run plans for the GPU it has."""
+    strict: bool = False
+    """The completions of every optimizer step must divide evenly over the ranks."""
+
+    def rules(self, plan):
+        """See plan.problems."""
+        if not self.plan and (self.ranks, self.gpu_gb) != (1, 80.0):
+            yield "--ranks and --gpu_gb need --plan."
+        if not self.strict:
+            return
+        if getattr(plan.args, "dynamic_sampling", False):
+            yield ("--strict cannot hold with --dynamic_sampling, where any number of groups may "
+                   "stay: give one of them.")
+        for prompts in plan.batches:
+            batch = "--batch" if prompts == plan.args.batch else "a batch of these rows"
+            try:
+                assert_divisible(prompts * plan.args.group, plan.ranks * plan.args.minibatches,
+                                 f"{batch} x --group", "ranks x --minibatches")
+            except SettingsError as error:
+                yield f"--strict: {error}"
+
+
+def flags(args) -> dict[str, object]:
+    """Every flag by its name, those in groups too."""
+    found = {}
+    for name, value in vars(args).items():
+        found |= vars(value) if is_dataclass(value) else {name: value}
+    return found
+
+
+def changed(args, **values):
+    """A copy of args with other values, in groups too."""
+    for name, group in vars(args).items():
+        if is_dataclass(group):
+            inside = {flag: values.pop(flag) for flag in vars(group) if flag in values}
+            if inside:
+                values[name] = replace(group, **inside)
+    return replace(args, **values)
+
+
+def save_every(args) -> int:
+    """Steps between two checkpoints. 0: there are none."""
+    given = args.run_args.save_every
+    if args.eval_args.eval_only:
+        return 0
+    return ceil_div(args.steps, 10) if given is None else given
+
+
+def ceil_div(n: int, size: int) -> int:
+    """n / size, rounded up."""
+    return -(-n // size)
+
+
+def count(n: int, word: str) -> str:
+    """1 row, or 2 rows."""
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
+def spread(n: int, parts: int) -> str:
+    """The size of each part: '64', or '85 or 86'."""
+    small, extra = divmod(n, parts)
+    return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
+
+
+# ---- the sizes ----
+
+@dataclass
+class Phase:
+    """A model's pass over completions, if every sequence is the longest possible."""
+    name: str
+    rows: int  # completions of all ranks
+    budget: int  # tokens of a micro-batch
+    longest: int  # tokens of a sequence
+    ranks: int
+    keys: int  # copies of keys that packing.py makes for each token of a micro-batch, at most
+
+    def __post_init__(self):
+        self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
+        self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
+        self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
+        # Micro-batches without a row. Each of the others has at least one row.
+        self.padding = max(0, self.micros * self.ranks - self.rows)
+
+    def __str__(self) -> str:
+        text = (f"{self.rows:,} completions, {spread(self.rows, self.ranks)} a rank, in at most "
+                f"{count(self.micros, 'round')} of {self.width} x {self.longest:,} tokens (budget "
+                f"{self.budget:,})")
+        return text + (f"; padding: {count(self.padding, 'row')}" if self.padding else "")
+
+
+@dataclass
+class Plan:
+    """The sizes of every part of a step."""
+    args: object
+    ranks: int
+    n_rows: int | None  # prompts in --data; None: not known
+    n_eval: int
+    shape: object = None  # the model's sizes (memory.Shape), if known
+    local_size: int | None = None  # ranks of a machine, if known
+    memory: object = None  # memory.Memory, if known
+
+    def __post_init__(self):
+        a, rows = self.args, self.n_rows or self.args.batch
+        full = min(a.batch, rows)
+        last = rows % a.batch or full  # the last batch of an epoch
+        self.longest = a.data_args.max_prompt_tokens + a.max_tokens
+        self.engines = max(1, self.ranks // a.engine_args.tp)
+        self.batches = sorted({full, last}, reverse=True)  # in prompts
+        self.in_flight = full  # prompts that the engine works on
+        if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
+            self.batches = [a.batch]
+            self.in_flight = a.batch * (1 + a.carry_args.carry)
+        most = self.n_eval * a.eval_args.eval_samples
+        if not a.eval_args.eval_only:
+            most = max(most, self.in_flight * a.group)
+        self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
+
+    def too_small(self, name: str, budget: int):
+        """Yields a sentence if a token budget does not hold the longest sequence."""
+        if budget < self.longest:
+            prompt = self.args.data_args.max_prompt_tokens
+            yield (f"--{name} must be at least {self.longest:,} (got {budget:,}): "
+                   f"--max_prompt_tokens {prompt} + --max_tokens {self.args.max_tokens}.")
+
+    def phases(self, prompts: int) -> list[Phase]:
+        """The passes over a batch. The largest of several sizes comes first."""
+        a, critic, rows, passes = self.args, self.args.critic_args, prompts * self.args.group, []
+        parts = sorted({ceil_div(rows, a.minibatches), rows // a.minibatches}, reverse=True)
+        if not a.eval_args.eval_only:
+            passes += [("update", part, a.update_tokens) for part in parts]
+            if critic:
+                passes += [("critic update", part, critic.critic_update_tokens) for part in parts]
+            if a.needs_old_logprobs or a.needs_reference:
+                passes.append(("score", rows, a.score_tokens))
+            if critic:
+                passes.append(("critic score", rows, critic.critic_score_tokens))
+        if a.supervised and self.n_eval:
+            passes.append(("score", self.n_eval, a.score_tokens))
+        # Completions that share a prompt have one copy of its tokens, but each copies its keys:
+        # less than group + 1 keys a token. packing.py allows no more than KEYS.
+        keys = min(KEYS, a.group + 1)
+        return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
+
+    def text(self, short: bool = False) -> str:
+        """What --plan prints. short: without details, which are indented by four."""
+        a, samples = self.args, self.args.eval_args.eval_samples
+        lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {self.step()}"]
+        if not a.eval_args.eval_only:
+            lines += self.training()
+        lines += [f"  {phase.name:<10} {phase}" for phase in self.phases(self.batches[0])]
+        if self.n_eval and a.needs_engine:
+            n = self.n_eval * samples
+            lines.append(f"  evaluation {self.n_eval:,} rows x {samples} = {n:,} requests, "
+                         f"{spread(n, self.engines)} an engine")
+        if self.memory:
+            lines += self.memory.text().splitlines()
+        lines.append(f"  saved      {self.saved()}")
+        return "\n".join(x for x in lines if not short or not x.startswith("    "))
+
+    def step(self) -> str:
+        """What one step trains on."""
+        a, prompts = self.args, self.batches[0]
+        if a.eval_args.eval_only:
+            return f"an evaluation of {count(self.n_eval, 'row')}, and no training"
+        steps = count(a.minibatches * a.epochs, "optimizer step")
+        text = (f"{prompts:,} prompts x {a.group:,} completions = {prompts * a.group:,} "
+                f"completions and {steps} a step")
+        if prompts < a.batch:
+            text += f" (--batch {a.batch:,}, but --data has only {prompts:,})"
+        return text
+
+    def training(self):
+        """Yields lines: what is trained, on which rows, and what the engines are asked for."""
+        a, prompts = self.args, self.batches[0]
+        yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
+        if self.n_rows:
+            yield (f"  data       {count(self.n_rows, 'prompt')}, "
+                   f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
+                   f"{count(self.batches[-1], 'prompt')} in the last")
+        if not a.supervised:
+            n = prompts * a.group
+            yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
+                   f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
+        if self.in_flight > prompts:
+            yield f"  carry      {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
+
+    def saved(self) -> str:
+        """How often a run keeps a checkpoint, and how much."""
+        every, keep = save_every(self.args), self.args.run_args.keep
+        if self.args.eval_args.eval_only:
+            return "nothing (--eval_only)"
+        if not every:
+            return "no checkpoint (--save_every 0), but after SIGTERM"
+        size = f": {keep} x {self.memory.checkpoint / 1e9:.3g} GB in runs/" if self.memory else ""
+        return f"every {count(every, 'step')}, the newest {keep} stay{size}"
+
+
+# ---- the rules of all flags ----
+
+def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
+             local_size: int | None = None) -> list[str]:
+    """A sentence for each rule that the settings break. The rules stand beside the flags: see
+    errors.py for the range of one, and `rules` of each dataclass for those of several.
+
+    n_rows, n_eval: rows to train and to evaluate on. shape, local_size: see Plan.
+    """
+    wrong, default = {}, flags(type(args)())
+    for group in (args, *filter(is_dataclass, vars(args).values())):
+        wrong |= outside(group)
+    # Those of several flags see the default in the place of a wrong value.
+    usable = changed(args, **{name: default[name] for name in wrong})
+    plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
+    values = flags(usable)
+    for group in (usable, *filter(is_dataclass, vars(usable).values())):
+        found += needed(group, values)
+        if hasattr(group, "rules"):
+            found += group.rules(plan)
+    return found
+
+
+# ---- memory ----
+#
+# A number that is computed has c bytes, and one that is trained has m.
+
+GIB = 2**30
+SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
+GRAPHS = 1.0 * GIB  # of the engine
+CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
+SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
+TEACHER_HEAD = 6  # more of them for --divergence
+
+
+# ---- a model ----
+
+@dataclass
+class Shape:
+    """The sizes of a model. Its parameters are counted on the model itself."""
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer: int  # parameters of a layer
+    root: int  # of the rest: embedding, head, last norm
+    params: int  # all
+    fused: bool  # attention; else its memory grows with length²
+    linears: dict  # {name: in + out} of the linear layers of a layer
+    mixture: experts.Sizes | None = None  # of experts
+    tower: seeing.Tower | None = None  # of a model that sees
+    state: int = 0  # columns of the values of a layer with a state (Qwen3.5)
+    teacher: "Shape | None" = None  # of --teacher
+
+    def adapter(self, lora) -> int:
+        """Parameters of LoRA's adapters. 0: all weights are trained."""
+        layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
+        return lora.lora_rank * self.layers * layer
+
+    def layer_bytes(self, c: int, keys: int) -> float:
+        """What a layer keeps for backward, per token. keys: copies of a token's keys and values
+        (plan.Phase)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
+        attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
+        mlp = 4 * c * self.wide
+        if self.state:  # packing.put_in_rows
+            mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
+        return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
+
+    @property
+    def wide(self) -> int:
+        """Columns of the MLP that a token uses."""
+        return self.intermediate * (self.mixture.used if self.mixture else 1)
+
+
+def shape_from(lm) -> Shape:
+    """A model's shape, with or without its weights."""
+    c, text, tower = lm.config.get_text_config(), seeing.text_of(lm), seeing.tower_sizes(lm)
+    layers, params = Counter(), sum(p.numel() for p in lm.parameters())
+    for name, p in text.named_parameters():
+        layers[next((part for part in name.split(".") if part.isdigit()), "")] += p.numel()
+    del layers[""]  # of no layer
+    linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
+    linears = {name.rpartition(".")[2]: m.in_features + m.out_features
+               for name, m in linear.items() if ".0." in name}
+    heads, mixture = c.num_attention_heads, experts.sizes(lm)
+    inner = mixture.inner if mixture else max(  # layers may differ: Gemma 4
+        (m.in_features for name, m in linear.items() if "mlp" in name
+         and m.in_features != c.hidden_size), default=getattr(c, "intermediate_size", None))
+    return Shape(
+        hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
+        intermediate=inner or 4 * c.hidden_size,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
+                     default=c.hidden_size // heads),
+        layer=max(layers.values()), params=params, linears=linears, mixture=mixture, tower=tower,
+        root=params - layers.total() - (tower.sharded if tower else 0),
+        state=max((m.value_dim for m in text.modules() if hasattr(m, "value_dim")), default=0),
+        fused=not getattr(c, "attn_logit_softcapping", None))
+
+
+# ---- a GPU ----
+
+class Memory:
+    """The memory of one GPU. Without a GPU: that of one rank of this machine.
+
+    card: bytes of the GPU; None: there is none. free: bytes that a rank may use without one.
+    parts: {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both.
+    cache: bytes of the engine's cache, which holds so many of the longest sequences: `holds`.
+    """
+
+    def __init__(self, plan: Plan, shape: Shape, card: float | None, free: float = 0.0):
+        self.plan, self.args, self.shape = plan, plan.args, shape
+        self.card, self.room = card, card or free
+        model = self.args.model_args
+        self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
+        self.m = max(4, self.c)
+        self.ranks = model.shard_size or plan.ranks  # that share the weights
+        if shape.mixture:  # a rank has whole experts
+            self.ranks = shape.mixture.experts / ceil_div(shape.mixture.experts, self.ranks)
+        if card and model.cpu_offload:
+            self.ranks = float("inf")
+        self.adapter = shape.adapter(self.args.lora_args)
+        self.cache = self.holds = 0.0
+        self.parts = {"set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
+                      **self.models(), **self.passes(),
+                      "engine": self.engine() if self.args.needs_engine else (0.0, 0.0)}
+        self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
+        cached = self.holds > 0 or not self.args.needs_engine
+        self.fits = max(self.sums) <= 0.97 * self.room and cached
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the policy that are trained."""
+        if self.args.eval_args.eval_only:
+            return 0
+        tower = self.shape.tower
+        frozen = tower.params if tower and not self.args.optimizer_args.train_vision else 0
+        return self.adapter or self.shape.params - frozen
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of one checkpoint: weights and moments."""
+        return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
+
+    def models(self) -> dict[str, tuple[float, float]]:
+        """Weights, and what their training keeps."""
+        args, shape, weights = self.args, self.shape, self.m * self.shape.params
+        if self.adapter:
+            weights = self.c * shape.params + self.m * self.adapter
+        weights, gradients = weights / self.ranks, self.m * self.trained / self.ranks
+        critic = reference = 0.0
+        if args.critic_args:  # it has all of these too
+            critic = weights + 3 * gradients
+        if args.needs_reference and (args.teacher or not self.adapter):  # else it is the policy
+            reference = self.c * (shape.teacher or shape).params / self.ranks
+        away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
+        reference = 0.0 if "reference" in away else reference
+        return {"weights": (0.0 if "params" in away else weights, weights),
+                "gradients": (0.0, gradients),
+                "moments": (0.0 if "optimizer" in away else 2 * gradients, 2 * gradients),
+                "critic": (critic, critic), "reference": (reference, reference)}
+
+    def passes(self) -> dict[str, tuple[float, float]]:
+        """The largest micro-batch of a step, and the largest chunk of logits."""
+        found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
+        micro, logits = (max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
+        return {"micro-batch": (0.0, micro), "logits": (0.0, logits)}
+
+    def micro_batch(self, phase: Phase) -> tuple[float, float]:
+        """Bytes of its largest one: (layers and what FSDP gathers for them, logits)."""
+        c, tokens, args, critic = self.c, phase.tokens, self.args, phase.name.startswith("critic")
+        update, shape, teacher = phase.name.endswith("update"), self.shape, self.shape.teacher
+        if phase.name == "score" and teacher and teacher.params > shape.params:
+            shape = teacher  # it scores too
+        root = shape.vocab * shape.hidden if critic else shape.root
+        gathered = c * (root + root / self.ranks + 2 * shape.layer)
+        again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
+        kept = shape.layers if update and not again else 1  # layers, for backward
+        mlp, layer = 4 * c * shape.wide, shape.layer_bytes(c, phase.keys)
+        size = kept * layer + mlp / 2 if update else max(mlp, layer - mlp)
+        size += 8 * c * shape.hidden  # what goes from layer to layer, and behind the last
+        if again:
+            size += shape.layers * c * shape.hidden
+        if update and not self.adapter:  # gradients before FSDP reduces them
+            gathered += self.m * (shape.layer + root / 2)
+        if shape.tower:
+            trained = 1 if again else shape.tower.layers
+            gathered += 2 * c * shape.tower.layer
+            learns = update and args.optimizer_args.train_vision
+            size += shape.tower.bytes(c, trained if learns else 0)
+        copies = UPDATE_HEAD if update else SCORE_HEAD
+        if update and args.divergence != "none":  # the teacher's head and hidden states
+            teacher, copies = teacher or shape, copies + TEACHER_HEAD
+            gathered, size = gathered + c * teacher.root, size + c * teacher.hidden
+        chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
+        layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
+        if critic:
+            logits = 0
+        if not update:  # a layer's work is gone when the head begins
+            layers, logits = max(layers - logits, tokens * 8 * c * shape.hidden), logits
+        return gathered + layers, logits
+
+    def engine(self) -> tuple[float, float]:
+        """Bytes while it samples, and while it sleeps. It sets `cache` and `holds`."""
+        e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
+        weights = c * shape.params / e.tp
+        if self.args.lora_args.in_engine(c == 2):  # else adapters are merged into the weights
+            weights += c * self.adapter
+        tokens, seqs = engine_limits(e, card)
+        graphs = GRAPHS if card and not e.eager else 0.0
+        work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
+        work += 3 * 4 * seqs * shape.vocab  # three float32 copies of the logits
+        if shape.tower:  # and the pixels that it holds
+            work += tokens * shape.tower.bytes(c, 0) + HELD * GIB
+        block_tokens = 16 if card else 128
+        kv = shape.head_dim * max(1, shape.kv_heads / e.tp)
+        block = 2 * c * block_tokens * shape.layers * kv  # keys and values
+        sequence = block * ceil_div(self.plan.longest, block_tokens)  # the longest
+        if e.kv_cache_gb:
+            self.cache = e.kv_cache_gb * GIB
+        elif card:
+            self.cache = max(0.0, e.gpu_memory_utilization * card - weights - work)
+        else:  # what one call can use, and one sequence at least
+            used = sequence * (1 + min(seqs, self.plan.requests))
+            self.cache = max(block + sequence, min(CPU_CACHE, used))
+        self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM has a block
+        # A sync holds a weight's parts and the whole, twice, before the cache is there.
+        awake = weights + work + max(self.cache, 4 * c * shape.vocab * shape.hidden)
+        return awake, graphs if card and e.sleep_level else awake
+
+    def sentence(self) -> str:
+        """It fits, or what does not."""
+        column = self.sums.index(max(self.sums))
+        when, total = ("rollout", "training")[column], self.sums[column] / GIB
+        whose = "per GPU" if self.card else "free per rank"
+        room = f"{self.room / GIB:.3g} GiB {'by --gpu_gb' if self.args.plan_args.plan else whose}"
+        if self.fits:
+            return f"fits: {total:.1f} of {room} at most, in {when}"
+        if self.args.needs_engine and not self.holds:
+            return (f"does not fit: the engine's cache holds no sequence of {self.plan.longest:,} "
+                    "tokens. Would work: more --gpu_memory_utilization or --kv_cache_gb")
+        part = max(self.parts, key=lambda name: self.parts[name][column])
+        return (f"does not fit: {total:.1f} of {room}, in {when}. The largest part is {part}, "
+                f"{self.parts[part][column] / GIB:.1f} GiB. {self.works()}")
+
+    def works(self) -> str:
+        """The first flags with which it fits, of those that change nothing but memory and time."""
+        least = {name: self.plan.longest for name in flags(self.args)
+                 if name.endswith(("update_tokens", "score_tokens"))}
+        for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
+            plan = replace(self.plan, args=changed(self.args, **change))
+            if Memory(plan, self.shape, self.card, self.room).fits:
+                words = " ".join(f"--{name} {value}" for name, value in change.items())
+                return f"Would work: {words.replace(' True', '')}"
+        return "What makes it smaller: docs/use/memory_and_machines.md"
+
+    def text(self) -> str:
+        """What the plan prints: a sentence, and the table."""
+        if not self.shape.fused:
+            return "  memory     no plan: attention is not fused in this model"
+        rows = {"GiB": ("rollout", "training")} | {
+            name: (f"{a / GIB:.2f}", f"{b / GIB:.2f}")
+            for name, (a, b) in {**self.parts, "sum": self.sums}.items() if a or b}
+        lines = [f"  memory     {self.sentence()}",
+                 *(f"    {name:<14}{a:>10}{b:>10}" for name, (a, b) in rows.items()),
+                 f"    {self.shape.params:,} parameters, {self.trained:,} are trained"]
+        if self.args.needs_engine:
+            lines.append(f"    the engine's cache holds {self.holds:,} of the longest sequences "
+                         f"({self.plan.longest:,} tokens); one call asks for "
+                         f"{self.plan.requests:,}")
+        return "\n".join(lines)

@@ -1,0 +1,556 @@
+"""run.py: what all training scripts share: set-up, saving, evaluation, the end.
+
+Before the first step engine, trainer and transformers are compared, and the largest micro-batch of
+each phase is tried.
+"""
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+import checkpoint
+import dist
+import log
+import model
+import plan
+import rewards
+from batch import Batch, Completion, Micro, Sample
+from checkpoint import export_adapter, export_model
+from data import Prompt, Row, Stream
+from dist import cut, peak_memory
+from errors import Mistakes, SettingsError
+from evaluate import held_out_metrics, sampled_metrics
+from flags import CommonArgs
+from inputs import Inputs, is_tiny, read_inputs
+from log import write_samples
+from parts.carry.carry import Carry
+from parts.distill.teacher import beside
+from parts.lora import lora
+from parts.pictures import seeing
+from parts.pictures.seeing import in_line
+from parts.turns.turns import Episodes
+from plan import GIB, Phase, Plan, ceil_div
+from rewards import Score
+from rollout import Engine, Request, hash_seed
+
+# ---- one policy? ----
+
+ROWS, TOKENS = 8, 64  # prompts that are compared, and the tokens after each
+ROUNDINGS, LEAST = 2, 0.005  # the limit in bfloat16: so many roundings, or so many nats
+CAUSES = {
+    "engine": "the engine did not take all weights, has an old prefix cache, samples otherwise, or "
+              "lacks what this config.json asks for",
+    "trainer": "LogprobModel in model.py or attention in packing.py lacks what this model does to "
+               "logits or scores, or a row reaches its neighbour"}
+
+
+def compare_policies(run):
+    """SettingsError if transformers, trainer and engine are not one policy; else the run says how
+    far they are apart. A teacher is compared with transformers too. A collective.
+
+    A gap is the mean over tokens of the difference of log-probs, in nats: rounding moves single
+    tokens much, and their mean little. Each rank compares its own engine.
+    """
+    prompts = prompts_of(run)
+    samples, engine = sampled(run, prompts)
+    plain, noise = transformers_logprobs(run.policy, run, samples)
+    trainer = trainer_logprobs(run.policy, run, samples)
+    gaps = {"trainer and transformers": trainer - plain}
+    if engine is not None:
+        gaps["engine and trainer"] = engine - trainer
+    if run.args.teacher:
+        theirs, _ = transformers_logprobs(run.reference, run, samples)
+        gaps["teacher and transformers"] = trainer_logprobs(run.reference, run, samples) - theirs
+    means = torch.stack([gap.abs().mean() for gap in (*gaps.values(), noise)])
+    *means, rounding = run.world.max(means.nan_to_num(torch.inf)).tolist()
+    judge(run, dict(zip(gaps, means, strict=True)), rounding)
+
+
+def judge(run, gaps: dict[str, float], rounding: float):
+    """gaps, rounding: the largest of all ranks, in nats a token. rounding is 0 but in bfloat16,
+    where gaps of right programs are about that (bench/RESULTS.md)."""
+    limit, what = run.max_gap, f"--max_gap {run.max_gap:g}"
+    measured = max(LEAST, ROUNDINGS * rounding)
+    if run.dtype == torch.bfloat16 and measured < limit and not run.args.run_args.max_gap:
+        limit = measured
+        what = f"{limit:.2g}: {ROUNDINGS} roundings of bfloat16, measured (or give --max_gap)"
+    for who, gap in gaps.items():
+        if gap > limit:
+            raise SettingsError(
+                f"{who} differ before an update by {gap:.2g} nats a token, more than {what}; "
+                f"likely cause: {CAUSES.get(who.split()[0], CAUSES['trainer'])}")
+    found = ", ".join(f"{who} {gap:.1g}" for who, gap in gaps.items())
+    run.log.say(f"  compared this {run.policy.module.lm.config.model_type} before its first step, "
+                f"in nats a token: {found} (limit {limit:.1g})")
+
+
+def prompts_of(run) -> list[Prompt]:
+    """Those of the first rows, pictures first, and one that is so long that the tokens after it
+    are the last ones that this run may have: what depends on the length (windows, scaled
+    frequencies) shows there alone."""
+    rows = run.inputs.rows + run.inputs.eval_rows
+    rows = sorted(rows, key=lambda row: not row.pictures)[:ROWS]
+    hidden = {row.pictures.eyes.token for row in rows if row.pictures}
+    words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
+             if i not in hidden]
+    longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
+    rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
+    return [Prompt(i, row) for i, row in enumerate(rows)]
+
+
+def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | None]:
+    """A completion of each, by this rank's engine, and its log-probs (M,). Without an engine: words
+    of other prompts, and None."""
+    room = min(TOKENS, run.args.max_tokens)
+    if run.engine:
+        with run.engine.generating(run.policy):
+            requests = [Request(p.row.prompt_ids, hash_seed(run.args.seed, "compare", p.position),
+                                room, p.row.pictures) for p in prompts]
+            done = run.engine.generate(requests, run.args.temperature)
+        engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
+    else:
+        words = np.resize(prompts[-1].row.prompt_ids, (len(prompts), room)).astype(np.int32)
+        done = [Completion(ids, np.zeros(room, np.float32), False) for ids in words]
+        engine = None
+    score = Score(0.0, {}, None)
+    return [Sample(p, c, "", score) for p, c in zip(prompts, done, strict=True)], engine
+
+
+def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
+    """(M,) of all sampled tokens. Each completion but the longest is computed twice in one packed
+    input, and the second one counts: it may not look at its neighbour. A collective."""
+    found = []
+    for sample in samples:
+        copies = [sample] if sample is samples[-1] else [sample, sample]
+        micro = Micro(Batch(copies), [*range(len(copies))], run.world.device)
+        with torch.no_grad():
+            logprobs, _ = policy.logprobs(micro, run.args.temperature)
+        found.append(logprobs[micro.row == len(copies) - 1].cpu().double())
+    return torch.cat(found)
+
+
+def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M,) of all sampled tokens, by transformers' own forward of each row alone; and in bfloat16
+    how far they move when the embeddings do, each by a rounding, else 0. So one sees how much right
+    programs may differ, for this model on this device. A collective."""
+    heat, device = run.args.temperature, run.world.device
+    plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
+    if run.dtype != torch.bfloat16:
+        return plain, torch.zeros_like(plain)
+    hook = policy.module.lm.get_input_embeddings().register_forward_hook(off_by_a_rounding)
+    moved = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
+    hook.remove()
+    return plain, moved - plain
+
+
+def off_by_a_rounding(embedding, inputs, x):
+    """A forward hook: each number goes up or down by at most half of bfloat16's last place."""
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) - 0.5
+    return (x.float() * (1 + 2**-7 * noise)).to(x.dtype)
+
+
+def plain_logprobs(policy, sample: Sample, heat: float, device):
+    """(n,) of the sampled tokens, by transformers' own forward. heat: the temperature.
+    A collective."""
+    module, lm = policy.module, policy.module.lm
+    micro = Micro(Batch([sample]), [0], device)  # one row: packed is as it is
+    seen = {"input_ids": micro.inputs["input_ids"]}
+    if seeing.sees(lm.config):
+        seen |= seeing.pictures_of(lm, micro)
+    register_fsdp_forward_method(module, "plain_logits")
+    with torch.no_grad():
+        logits = module.plain_logits(micro.source, **seen)
+    module.reshard()
+    logprobs = (logits.cpu().double() / heat).log_softmax(-1)  # (n, V)
+    return logprobs.gather(-1, micro.targets.cpu().unsqueeze(-1)).squeeze(-1)
+
+
+# ---- the largest micro-batches ----
+
+def try_worst_case(run):
+    """--try_worst_case: the largest micro-batch of each phase."""
+    wanted = run.args.run_args.try_worst_case
+    if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
+        return
+    peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
+                           run.reference, run.critic, run.inputs.rows)
+    peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
+    run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
+
+
+def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
+                   rows: list[Row] = ()) -> dict[str, float]:
+    """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
+    state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
+    """
+    a, peaks = plan.args, {}
+    seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
+        row.pictures.places) / len(row.prompt_ids))
+
+    def update(micro):
+        teacher = beside(reference, micro, a.temperature, a.divergence)
+        entropy = "grad" if a.entropy_coef else "value"
+        found = policy.logprobs(micro, a.temperature, entropy, teacher)
+        policy.backward(sum(found).sum())
+        if teacher:
+            reference.module.reshard()
+
+    def score(micro):
+        for scored in (reference, policy) if reference else (policy,):
+            scored.logprobs(micro, a.temperature)
+
+    def values(micro):
+        critic.backward(critic.values(micro).sum())  # of a score pass: nothing
+
+    forwards = {"update": update, "score": score, "critic update": values, "critic score": values}
+    models = [it for it in (policy, critic) if it]
+    moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
+               for it in models if not it.optimizer.state
+               for p in it.parameters.values()]  # held, as in the first optimizer step
+    for phase in plan.phases(max(plan.batches)):
+        if phase.name not in peaks:  # of several sizes, the largest comes first
+            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], seen)
+            for it in models:
+                it.optimizer.zero_grad()
+    del moments
+    torch.cuda.empty_cache()
+    most = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
+    return dict(zip(peaks, most, strict=True))
+
+
+def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -> float:
+    """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
+    for tokens in phase.tokens // 2, phase.tokens:
+        peak_memory(world.device)  # starts again
+        try:
+            with torch.set_grad_enabled("update" in phase.name):
+                forward(worst_micro(
+                    tokens, phase.longest, phase.keys, vocab, world.device, seen))
+        except (MemoryError, RuntimeError) as error:
+            if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
+                raise
+            end(world, phase, tokens)
+    return peak_memory(world.device)
+
+
+def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
+    """Of these ids, with log-probs of 0."""
+    row = Row(0, "", prompt, None, {}, "", pictures=pictures)
+    return Sample(Prompt(0, row), Completion(
+        completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
+        Score(0.0, {}, None))
+
+
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
+                seen: Row | None = None) -> Micro:
+    """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
+    long that attention gathers `keys` keys for each token (see plan.Phase). The tower computes the
+    pictures of `seen` as often as `tokens` have room for that row."""
+    rows = ceil_div(tokens, longest)
+    n = max(2, tokens // rows)  # tokens of a row
+    p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
+    pictures = None
+    if seen:
+        times = max(1, tokens // len(seen.prompt_ids))
+        places = [i % p for i in range(times * len(seen.pictures.places))]
+        pictures = seen.pictures._replace(
+            sources=seen.pictures.sources * times, places=places, positions=in_line(p).tolist())
+    batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
+    return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
+
+
+def end(world, phase: Phase, failed: int):
+    """Ends the run."""
+    flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
+    advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"
+    raise SettingsError(
+        f"{flag} {phase.budget} needs too much memory: a micro-batch with {failed} tokens does not "
+        f"fit on rank {world.rank}. Use {advice}.") from None
+
+
+# ---- set-up ----
+
+def set_up(args) -> "Run":
+    """Everything that a loop needs, in five phases. Weights load in the last."""
+    # 1. Join the other ranks. The time of this names the folder and dates the prompts.
+    world, mistakes = dist.join(args.run_args.timeout), Mistakes()
+    folder = mistakes.attempt(log.choose_folder, args, world.began)
+    began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
+    # 2. Check flags and files. Machines have their own command lines and disks: compare them.
+    inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
+    world.together(mistakes.stop)
+    flags, facts = plan.flags(args), checkpoint.facts(args, inputs, world)
+    same = {f"--{name}": value for name, value in flags.items()} | facts | {
+        "row_digests": checkpoint.digest(facts["row_digests"]),
+        "eval_digests": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
+    Mistakes(world.differences(same)).stop()
+    # 3. Find the newest checkpoint, if this run has one.
+    versions = log.versions()
+    settings = flags | facts | {"ranks": world.size} | versions
+    saved = checkpoint.newest(args, world, folder, settings)
+    if saved:
+        settings["changes"] = saved.state["settings"].get("changes", []) + saved.changed
+    # 4. Open the run's folder.
+    run_log = log.Log(folder, world, args.steps, args.run_args.wandb)
+    open_folder(run_log, args, inputs, saved.state["step"] if saved else 0, flags | {
+        "script": args.script, "ranks": world.size, "versions": versions, "began": began,
+        "changes": settings.get("changes", [])})
+    if not args.eval_args.eval_only:
+        world.again = again(world, folder.name)
+        after = "a kill" if plan.save_every(args) else "SIGTERM"
+        run_log.say(f"{folder}: after {after} this goes on: {world.again}")
+    run_log.say(inputs.plan.text(short=True))
+    about = [f"model {args.model}, reward {' + '.join(args.reward) or 'none'}, peak learning rate "
+             f"{args.lr:g}"]
+    resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
+    for note in about + inputs.notes + resumed:
+        run_log.say(f"  {note}")
+    # 5. Build the models, the engine, the reward workers.
+    with run_log.time("loading"):
+        return build(args, world, inputs, run_log, settings, saved)
+
+
+def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
+    """From here on only this run writes its folder. kept: what args.json gets. A collective."""
+    world, every, folder = run_log.world, plan.save_every(args), run_log.folder
+    world.together(run_log.open, kept, inputs.plan.text(), start)
+    # Rank 0 made .lock. A rank that does not see it has another disk.
+    if world.any_rank(every > 0 and not (folder / ".lock").exists()):
+        raise SettingsError(
+            f"--save_every {every} needs a folder that all machines share: some have no {folder}. "
+            f"Would work: --save_every 0.")
+
+
+def again(world: dist.World, name: str) -> str:
+    """The command that goes on with this run. run.sh says how it was started."""
+    folder, started = os.path.relpath(os.path.dirname(sys.executable)), os.environ.get("STARTED_AS")
+    start = [f"{folder}/python"]
+    if world.size > 1:
+        start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
+    command = started or shlex.join([*start, *sys.argv])
+    if not any(word.partition("=")[0] == "--name" for word in sys.argv):
+        command += f" --name {shlex.quote(name)}"
+    if world.size > 1 and not started:
+        command += " (with your flags of torchrun)"
+    return command
+
+
+def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
+          saved: checkpoint.Saved | None) -> "Run":
+    """The run with its models, engine and reward workers; a resumed one as its checkpoint has it.
+    settings: of the next checkpoint. A collective."""
+    scorer = rewards.Pool(list(args.reward), args.reward_args)  # its processes start now
+    scorer.progress["max_steps"] = args.steps
+    policy, reference, critic, adapter = build_models(args, world, inputs)
+    stream, carry, episodes = Stream(inputs.rows, args.seed), None, None
+    if args.carry_args and args.carry_args.carry:
+        carry = Carry(args, stream)
+    if args.needs_engine and inputs.bridge:
+        episodes = Episodes(args, inputs.bridge, world, run_log)
+    run = Run(args, world, inputs, run_log, settings, stream, scorer, policy, reference, critic,
+              adapter, carry, episodes, start=saved.state["step"] if saved else 0,
+              kl_coef=getattr(args, "kl_reward_coef", 0.0))
+    if args.needs_engine:
+        run.engine = build_engine(run)
+    world.together(scorer.wait)
+    if not args.eval_args.eval_only:
+        try_worst_case(run)
+        run.stop = dist.Stop(world)  # until here SIGTERM ends the process
+    if saved:
+        run.restore(saved)
+    compare_policies(run)
+    return run
+
+
+def build_models(args, world: dist.World, inputs: Inputs):
+    """(policy, reference, critic, adapter_config.json): None where the run has none. The critic is
+    of ppo.py. The reference is the teacher, or the starting model."""
+    source, shared = inputs.source, (world, args.model_args, args.optimizer_args)
+    adapters = args.lora_args if args.lora_args.lora_rank else None
+    critic = reference = adapter = None
+
+    def load(kind, source=source, **options):
+        return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
+
+    policy = load(model.LogprobModel, adapters=adapters)
+    policy = model.Policy(policy, *shared, args.expert_args)
+    if args.critic_args:
+        critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared)
+    if args.needs_reference and adapters and not args.teacher:
+        reference = lora.Base(policy)  # the same weights without the adapters
+    elif args.needs_reference:
+        teacher = load(model.LogprobModel, inputs.teacher or source, trained=False)
+        reference = model.Policy(teacher, *shared)
+    if adapters:
+        base = source if is_tiny(args.model) else args.model
+        adapter = lora.peft_config(policy.module.lm, adapters, base)
+    return policy, reference, critic, adapter
+
+
+def build_engine(run: "Run") -> Engine:
+    """The engine, asleep: the trainer has the GPU."""
+    args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
+    models = run.policy, run.reference, run.critic
+    engine = Engine(
+        inputs.source, run.world, args.engine_args, tokenizer=inputs.tokenizer,
+        eos_ids=inputs.ends, log=run.log,
+        trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
+        max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
+        adapter=run.adapter if args.lora_args.in_engine(bfloat16) else None,
+        kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
+        episodes=run.episodes, carry=run.carry, routes=args.expert_args.replay_routing,
+        eyes=inputs.eyes, pictures=inputs.for_pictures)
+    engine.sleep()
+    return engine
+
+
+@dataclass
+class Run:
+    """What a loop works with, and what stands between its steps."""
+    args: CommonArgs
+    world: dist.World
+    inputs: Inputs
+    log: log.Log
+    settings: dict  # that a resumed run is compared with
+    stream: Stream
+    scorer: rewards.Pool
+    policy: model.Policy
+    reference: model.Policy | lora.Base | None
+    critic: model.Critic | None  # of ppo.py
+    adapter: dict | None  # adapter_config.json, with --lora_rank
+    carry: Carry | None  # with --carry
+    episodes: Episodes | None  # of several turns
+    engine: Engine | None = None  # sft.py has none
+    stop: dist.Stop | None = None  # --eval_only has none
+    start: int = 0  # steps done
+    kl_coef: float = 0.0  # ppo.py may adapt it
+
+    @property
+    def end(self) -> int:
+        """Steps done when the loop ends."""
+        return self.start if self.args.eval_args.eval_only else self.args.steps
+
+    @property
+    def evaluations(self) -> range:
+        """Before which steps the loop evaluates. `finish` makes the last evaluation."""
+        every = self.args.eval_args.eval_every or self.args.steps
+        return range(0, self.args.steps if self.inputs.eval_rows else 0, every)
+
+    @property
+    def saves(self) -> set[int]:
+        """After which steps the loop saves."""
+        steps, every = self.args.steps, plan.save_every(self.args)
+        return {*range(0, steps, every), steps} if every else set()
+
+    @property
+    def trained(self) -> dict[str, model.Trained]:
+        """What a checkpoint has."""
+        models = {"policy": self.policy, "critic": self.critic}
+        return {name: it for name, it in models.items() if it}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation."""
+        return model.compute_dtype(self.args.model_args, self.world.device)
+
+    @property
+    def max_gap(self) -> float:
+        """Nats a token by which log-probs of trainer, engine and transformers may differ."""
+        usual = 0.15 if self.dtype == torch.bfloat16 else 1e-3
+        return self.args.run_args.max_gap or usual
+
+    def restore(self, saved: checkpoint.Saved):
+        """Goes on from the checkpoint. A collective."""
+        state = saved.state
+        checkpoint.load(saved, self.world, self.trained)
+        self.stream.position = state["position"]
+        if self.carry:
+            self.carry.restore(state["flight"], self.inputs.rows)
+        self.log.bad_steps = state["bad_steps"]
+        before = state["settings"].get("kl_reward_coef")  # another one begins anew
+        if self.args.critic_args and self.args.kl_target is not None and (
+                self.settings.get("kl_reward_coef") == before):
+            self.kl_coef = state["kl_coef"]
+
+    # ---- between the steps ----
+
+    def evaluate(self, step: int):
+        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py)."""
+        metrics = {}
+        if self.args.supervised:
+            with self.log.time("eval"):
+                metrics = held_out_metrics(self)
+        if self.engine:
+            metrics |= sampled_metrics(self, step)
+        self.log.step(step, metrics)
+
+    def record(self, step: int, samples: list):
+        """Each --samples_every steps the samples go to samples/, those that an update has learned
+        from with their tokens."""
+        if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
+            write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
+                          decode=self.engine.tokenizer.decode)
+
+    def save(self, step: int):
+        """A checkpoint. A collective."""
+        folder = self.log.folder / "checkpoints"
+        state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
+                 "bad_steps": self.log.bad_steps, "settings": self.settings}
+        if self.carry:
+            state["flight"] = self.carry.state()
+        checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
+        self.log.say(f"saved {folder}/step_{step}")
+
+    # ---- the end ----
+
+    def stopped(self, step: int) -> int:
+        """After SIGTERM, with a checkpoint → exit status."""
+        self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
+                     f"{self.world.again}")
+        self.close()
+        return dist.SAVED
+
+    def finish(self) -> int:
+        """The last evaluation, the exported model, the curve, the grade → exit status."""
+        missed, training = False, not self.args.eval_args.eval_only
+        if self.inputs.eval_rows:
+            self.evaluate(self.end)
+        if training and self.stop.agreed():
+            self.save(self.end)
+            return self.stopped(self.end)
+        if training:
+            if self.args.run_args.export:
+                self.export()
+            if self.world.rank == 0:
+                missed = log.grade(self.log, self.args.run_args)
+            self.log.finish(self.args.steps)
+        if self.args.run_args.report and self.world.rank == 0:
+            log.write_report(self.log)
+        missed = self.world.any_rank(missed)
+        self.log.say(f"the run is in {self.log.folder}/")
+        self.close()
+        return int(missed)
+
+    def export(self):
+        """The policy to model/, adapters alone to adapter/ too. A collective."""
+        export_model(self.policy, self.inputs.source, self.log.folder / "model",
+                     self.inputs.ends)
+        if self.adapter:
+            export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
+
+    def close(self):
+        """Ends workers and engine. A collective."""
+        self.log.close()
+        self.scorer.close()
+        if self.episodes:
+            self.episodes.workers.close()
+        if self.engine:
+            self.engine.close()
+        else:
+            self.world.barrier()  # all end together
