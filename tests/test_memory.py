@@ -1,4 +1,4 @@
-"""What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
+"""What bounds memory (plan.py, run.py, model.py); no knob for it changes the maths."""
 import re
 from dataclasses import replace
 from itertools import product
