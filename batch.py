@@ -351,7 +351,7 @@ class Micro:
     computes one dummy token, and n is 0: a sum over its tokens has the gradient 0.
 
     Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
-    shift by one is made in packing.pack, and nowhere else.
+    shift by one is made in `pack`, and nowhere else.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):

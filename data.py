@@ -282,7 +282,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
              args: DataArgs, flag: str = "--prompt_template", parts=None) -> Row | None:
     """A row as the model sees it. None: it asks nothing. flag: which one gave args.prompt_template.
-    parts: see messages.templated."""
+    parts: see templated."""
     columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
     messages, answer = messages_of(columns, args, flag), answer_of(columns)
     if not messages:

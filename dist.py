@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from errors import Mistakes, SettingsError
 
-KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: packing.py
+KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: batch.py
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # one rank; 0: any free port

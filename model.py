@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable import checkpoint as checkpoint_layer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
@@ -49,7 +49,8 @@ def of_logits(logits, targets, temperature: float, entropy: str):
     if temperature != 1:  # a pass over all logits
         logits = logits / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
-    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,) no view
+    # Both are squeezed before the difference: FSDP's hooks cannot take an output that is a view.
+    logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,)
     if entropy == "none":
         return logp, torch.zeros_like(logp)
     logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
@@ -115,13 +116,14 @@ def divergence(logits, teacher_logits, kind):
     # log m = log((p + q)/2), without a difference of large numbers.
     logm = torch.maximum(logp, logq) + torch.log1p(torch.expm1(-(logp - logq).abs()) / 2)
     other = {"reverse_kl": logq, "forward_kl": logp, "jsd": logm}[kind]
-    found, of_p = (q * (logq - other)).sum(-1), (p * (logp - other)).sum(-1)  # (n,)
+    of_q, of_p = (q * (logq - other)).sum(-1), (p * (logp - other)).sum(-1)  # (n,): KL(· || other)
     if kind == "reverse_kl":
         found, gradient = of_p, p * (logp - logq - of_p.unsqueeze(-1))
     elif kind == "forward_kl":
-        gradient = p - q
+        found, gradient = of_q, p - q
     else:
-        found, gradient = (found + of_p) / 2, p * (logp - logm - of_p.unsqueeze(-1)) / 2
+        found, gradient = (of_q + of_p) / 2, p * (logp - logm - of_p.unsqueeze(-1)) / 2
+    # The second term is 0: it changes no value, and its gradient in the logits is `gradient`.
     return found + (gradient * (logits - logits.detach())).sum(-1)
 
 
@@ -183,7 +185,7 @@ class OptimizerArgs:
 
 
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
-    """The model without weights. Its attention takes packed inputs (packing.py)."""
+    """The model without weights. Its attention takes packed inputs (batch.py)."""
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
@@ -225,14 +227,15 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
+    # What FSDP shards: the first ModuleList of the text part, and of each part of the tower.
     layers = [layer for part in (seeing.text_of(lm), *seeing.tower_of(lm))
               for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
-    for module in lm.modules():  # rotary frequencies are in no file
+    for module in lm.modules():  # non-persistent buffers (rotary frequencies) are in no file
         if module._non_persistent_buffers_set:
             for p in module.parameters():
-                p._is_hf_initialized = True  # left alone
+                p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
             lm.base_model._init_weights(module)
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             setattr(module, name, getattr(module, name).to(compute))
@@ -252,10 +255,10 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
         if checkpointing:  # inside FSDP's hooks
-            checkpoint(layer, preserve_rng_state=False)
+            checkpoint_layer(layer, preserve_rng_state=False)
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(root, **options)
-    if mesh.size() == 1:  # a factor costs a copy of every gradient there
+    if mesh.size() == 1:  # sum and mean are the same; a factor would copy each gradient
         return
     # Gradients are sums over ranks. As means, those of 3 ranks would round unlike those of 1.
     for module in (*layers, root):
@@ -269,8 +272,8 @@ def whole(tensor):
 
 
 def hidden_states(lm, inputs, source):
-    """(n, H) at `source`, which may repeat. On a CPU the gradient of index_select does not depend
-    on the threads, as that of x[source] does. On CUDA it is a sum by atomics, in any order."""
+    """(n, H) at `source`, which may repeat. On a CPU the gradient of x[source] depends on the
+    threads; that of index_select does not. On CUDA it is a sum by atomics, in any order."""
     base = lm.base_model
     if seeing.sees(lm.config):
         inputs, base = seeing.embedded(lm, **inputs), seeing.text_of(lm).base_model
@@ -303,6 +306,7 @@ class LogprobModel(nn.Module):
         """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
         if formula is None:
             formula = token_logprobs
+        # π = softmax(scale x head / temperature), so the scale goes into the temperature.
         return formula(hidden_states(self.lm, inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
@@ -334,7 +338,7 @@ class ValueModel(nn.Module):
     def forward(self, inputs, source):
         """The value before each sampled token, (n,), at least float32."""
         hidden = hidden_states(self.lm, inputs, source)
-        values = self.head(hidden).sum(-1)  # no squeeze: hooks need no view
+        values = self.head(hidden).sum(-1)  # squeeze makes a view, see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

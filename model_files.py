@@ -18,7 +18,7 @@ from parts.pictures import seeing
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
-STATES = ("qwen3_5_text",)  # packing.put_in_rows changes their layers
+STATES = ("qwen3_5_text",)  # batch.put_in_rows changes their layers
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"

@@ -97,13 +97,13 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # copies of keys that packing.py makes for each token of a micro-batch, at most
+    keys: int  # copies of keys that batch.py makes for each token of a micro-batch, at most
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        # Micro-batches without a row. Each of the others has at least one row.
+        # Micro-batches without a row: dist.balance first splits larger ones, down to single rows.
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
@@ -120,9 +120,9 @@ class Plan:
     ranks: int
     n_rows: int | None  # prompts in --data; None: not known
     n_eval: int
-    shape: object = None  # the model's sizes (memory.Shape), if known
+    shape: object = None  # the model's sizes (Shape), if known
     local_size: int | None = None  # ranks of a machine, if known
-    memory: object = None  # memory.Memory, if known
+    memory: object = None  # Memory, if known
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
@@ -162,7 +162,7 @@ class Plan:
         if a.supervised and self.n_eval:
             passes.append(("score", self.n_eval, a.score_tokens))
         # Completions that share a prompt have one copy of its tokens, but each copies its keys:
-        # less than group + 1 keys a token. packing.py allows no more than KEYS.
+        # less than group + 1 keys a token. batch.py allows no more than KEYS.
         keys = min(KEYS, a.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -245,7 +245,7 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 
 # ---- memory ----
 #
-# A number that is computed has c bytes, and one that is trained has m.
+# Bytes: c of a number in the computation (--dtype), m of a trained weight, its gradient, a moment.
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
@@ -289,7 +289,7 @@ class Shape:
         norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
         attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
         mlp = 4 * c * self.wide
-        if self.state:  # packing.put_in_rows
+        if self.state:  # batch.put_in_rows
             mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
         return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
 
@@ -341,10 +341,11 @@ class Memory:
         model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        self.ranks = model.shard_size or plan.ranks  # that share the weights
+        # A rank keeps 1 / ranks of the weights. It need not be a whole number below.
+        self.ranks = model.shard_size or plan.ranks
         if shape.mixture:  # a rank has whole experts
             self.ranks = shape.mixture.experts / ceil_div(shape.mixture.experts, self.ranks)
-        if card and model.cpu_offload:
+        if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
         self.adapter = shape.adapter(self.args.lora_args)
         self.cache = self.holds = 0.0
@@ -423,7 +424,8 @@ class Memory:
         layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
         if critic:
             logits = 0
-        if not update:  # a layer's work is gone when the head begins
+        # The sum adds `logits` again, but a score pass never holds a layer's work and logits.
+        if not update:
             layers, logits = max(layers - logits, tokens * 8 * c * shape.hidden), logits
         return gathered + layers, logits
 
@@ -451,7 +453,7 @@ class Memory:
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
         self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM has a block
-        # A sync holds a weight's parts and the whole, twice, before the cache is there.
+        # A sync holds the largest weight, the embedding, four times; there is no cache yet.
         awake = weights + work + max(self.cache, 4 * c * shape.vocab * shape.hidden)
         return awake, graphs if card and e.sleep_level else awake
 

@@ -33,7 +33,7 @@ from worker import Item, Part, names_twice
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # in a row end the run; fewer are an accident
+FAILED_CALLS = 8  # the run ends after so many, in batches without one answer
 
 
 @dataclass
@@ -100,8 +100,8 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
 
 
 def score_of(parts: list[Part], answer: Answer) -> Score:
-    """The weighted sum of the values. NaN is TRL's None: this reward does not apply to the row, and
-    the others count. None leaves the completion without a score."""
+    """The weighted sum of the values. NaN: this reward does not apply to the row (in TRL's lists:
+    None), and the others count. None: it failed, and the completion has no score."""
     known = {part: value for part, value in zip(parts, answer.values, strict=True)
              if value is not None and not math.isnan(value)}
     found = {part.name: known.get(part) for part in parts}
@@ -121,6 +121,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
     errors: of each completion, on all ranks; None: it has an answer. calls: how many were made.
     """
     failure = next(filter(None, errors), None)
+    # One answer (no error) starts the count again; a batch without any adds all its calls.
     pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
@@ -198,7 +199,8 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
-                       "PYTHONHASHSEED": "0", "PYTHONPATH": ROOT}  # sets in the same order
+                       "PYTHONHASHSEED": "0",  # a set has the same order in every worker
+                       "PYTHONPATH": ROOT}
         start = f"import worker; worker.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -211,7 +213,8 @@ class Worker:
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
-        """Its next message. OSError: it ended, or sent none in time."""
+        """Its next message. OSError: it ended, or sent none in time. JSON: to unpickle what a
+        reward wrote could run its code here."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self.received:
             left = deadline - time.monotonic()
@@ -293,7 +296,7 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. It starts its workers itself: a worker ends with the thread that started it."""
+        """A thread. Its workers are its own: Linux kills them when it ends (PDEATHSIG)."""
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()

@@ -46,7 +46,7 @@ ROUNDINGS, LEAST = 2, 0.005  # the limit in bfloat16: so many roundings, or so m
 CAUSES = {
     "engine": "the engine did not take all weights, has an old prefix cache, samples otherwise, or "
               "lacks what this config.json asks for",
-    "trainer": "LogprobModel in model.py or attention in packing.py lacks what this model does to "
+    "trainer": "LogprobModel in model.py or attention in batch.py lacks what this model does to "
                "logits or scores, or a row reaches its neighbour"}
 
 
@@ -306,10 +306,8 @@ def set_up(args) -> "Run":
         after = "a kill" if plan.save_every(args) else "SIGTERM"
         run_log.say(f"{folder}: after {after} this goes on: {world.again}")
     run_log.say(inputs.plan.text(short=True))
-    about = [f"model {args.model}, reward {' + '.join(args.reward) or 'none'}, peak learning rate "
-             f"{args.lr:g}"]
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
-    for note in about + inputs.notes + resumed:
+    for note in inputs.notes + resumed:
         run_log.say(f"  {note}")
     # 5. Build the models, the engine, the reward workers.
     with run_log.time("loading"):

@@ -82,12 +82,15 @@ train() {  # SCRIPT GRADE FLAGS...: on RANKS ranks
   else
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun would set 1 too, with a warning
   fi
-  case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python "$script" --help ;; esac  # once
+  local start=(.venv/bin/torchrun --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script")
+  case " $* " in
+    *" --help "* | *" -h "*) exec .venv/bin/python "$script" --help ;;  # once
+    *" --plan "*) start=(.venv/bin/python "$script" --ranks "$ranks") ;;
+  esac
   # The jobs' own flags come first, so those of the command line win.
   # shellcheck disable=SC2086  # GRADE is several words
   # A machine may not find its own name: torchrun would try again without an end.
-  exec .venv/bin/torchrun --local_addr 127.0.0.1 --nproc_per_node "$ranks" "$script" \
-    --warmup_steps 10 \
+  exec "${start[@]}" --warmup_steps 10 \
     --max_prompt_tokens 64 --max_tokens 16 $grade "$@"
 }
 

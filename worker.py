@@ -33,7 +33,7 @@ from verifiers import GUARDS, REWARDS
 
 # A parameter of a reward shows its kind. The first that fits counts.
 KINDS = {"completions": "trl", "completion": "ours", "turns": "ours"}
-ROOT = Path(__file__).absolute().parent.parent
+ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
 
 

@@ -21,6 +21,7 @@ from batch import Batch, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from rollout import Request, hash_seed
+from run import compare_policies
 
 
 def main(folder: str, out: str) -> None:
@@ -49,7 +50,7 @@ def main(folder: str, out: str) -> None:
     def guard() -> str:
         """What compare_policies says of engine and trainer as they are now: nothing is loaded."""
         try:
-            run.compare_policies(run)
+            compare_policies(run)
         except SettingsError as error:
             return str(error)
         return "they agree"

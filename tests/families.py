@@ -205,7 +205,7 @@ def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, **mo
 
 
 def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):
-    """What same_policy.compare_policies needs of a run. said: its lines."""
+    """What run.compare_policies needs of a run. said: its lines."""
     log = SimpleNamespace(say=(said if said is not None else []).append)
     return SimpleNamespace(
         world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,

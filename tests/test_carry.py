@@ -203,8 +203,7 @@ def planned(*flags: str):
 def test_the_plan_knows_what_is_in_flight():
     sizes = plan.Plan(planned("--carry", "1", "--carry_tokens", "5"), 2, 13, 0)
     assert sizes.in_flight == 10 and sizes.requests == 20 and sizes.batches == [5]
-    assert ("10 prompts in flight, a step trains on 5; rounds of 5 tokens, at most 3 for a "
-            "completion") in sizes.text()
+    assert "10 prompts in flight, a step trains on 5" in sizes.text()
     alone = plan.Plan(planned(), 2, 13, 0)
     assert alone.requests == 10 and alone.batches == [5, 3] and "in flight" not in alone.text()
 

@@ -418,5 +418,5 @@ def test_every_dependency_says_why_and_every_promise_has_its_tests():
 def test_the_pages_are_few_and_short():
     pages = [path for path in FILES if path.suffix == ".md" and (
         path.parent == ROOT or path.is_relative_to(ROOT / "docs"))]
-    assert len(pages) <= 15 and sum(page.stat().st_size for page in pages) <= 150_000
+    assert len(pages) <= 16 and sum(page.stat().st_size for page in pages) <= 159_000
     assert len(TEXT["README.md"].splitlines()) <= 115

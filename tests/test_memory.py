@@ -1,4 +1,4 @@
-"""What bounds memory (memory.py, worst_case.py, model.py); no knob for it changes the maths."""
+"""What bounds memory (plan.py, run.py, model.py); no knob for it changes the maths."""
 import re
 from dataclasses import replace
 from itertools import product
@@ -388,7 +388,7 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(two_ranks, wh
     ended = on_ranks(2, out_of_memory, two_ranks[0], whom, timeout=60.0)
     assert all(kind == "error" for kind, _ in ended)
     sentences = [text for _, text in ended if "SettingsError" in text]
-    assert len(sentences) == 1, ended
+    assert len(sentences) == len(whom), ended  # torchrun ends the others
     assert "--update_tokens 1024 needs too much memory" in sentences[0]
     suggested = int(re.search(r"at most --update_tokens (\d+)", sentences[0]).group(1))
     failed = int(re.search(r"with (\d+) tokens", sentences[0].replace(",", "")).group(1))

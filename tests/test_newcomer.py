@@ -75,8 +75,9 @@ def test_rows_that_are_not_scored_need_no_answer(place):
 @pytest.mark.parametrize("file, change, words", [
     ("config.json", lambda old: json.dumps(json.loads(old) | {"num_hidden_layers": 5}),
      "cannot read its config.json"),
-    ("config.json", lambda old: "[1, 2]", "cannot read its config.json"),
-    ("chat_template.jinja", lambda old: "{{ raise_exception('no') }}", "the chat template: no")])
+    ("config.json", lambda old: "[1, 2]", "config.json must be a JSON object (it is [1, 2])"),
+    ("chat_template.jinja", lambda old: "{{ messages and raise_exception('no') }}",
+     "the chat template: no")])
 def test_a_models_broken_file_is_named(place, file, change, words):
     path = shutil.copytree(TINY, place / "changed") / file
     path.write_text(change(path.read_text() if path.exists() else ""))

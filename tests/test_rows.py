@@ -195,7 +195,8 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
     args = plan.changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
-        inputs.find_bridge(args, inputs.ModelFiles(None), [of(asked, row, tmp_path)])
+        files = inputs.ModelFiles(None, None, "", None)
+        inputs.find_bridge(args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])

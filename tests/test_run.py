@@ -206,7 +206,7 @@ def test_the_status_of_every_rank_is_the_grade_of_rank_0(tmp_path, monkeypatch, 
     order, world = [], SimpleNamespace(rank=rank, any_rank=lambda flag: flag or rank > 0)
     monkeypatch.setattr(run.Run, "evaluate", lambda it, step: order.append(step))
     monkeypatch.setattr(run.Run, "export", lambda it: order.append("export"))
-    monkeypatch.setattr(run.summary, "grade", lambda *all: missed)
+    monkeypatch.setattr(run.log, "grade", lambda *all: missed)
     it = made(tmp_path, "--no-report", world=world)
     it.log.finish = lambda steps: order.append(f"done {steps}")
     assert it.finish() == int(missed) and order == [4, "export", "done 4"]

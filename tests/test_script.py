@@ -113,7 +113,7 @@ def test_it_ends_graded_and_prints_what_a_person_wants_to_know(run):
     assert done.returncode != 0   # nobody learns this in 13 steps
     assert done.stderr.count("missed --target_reward: at most 0.2 before and at least 0.9") == 1
     for words in ("plan for grpo.py on 2 ranks", "step  1/13",
-                  "  model tiny, reward gsm8k + mine.py:length:0.5, peak learning rate 0.0003\n",
+                  "  trains     tiny, --lr 0.0003, reward: gsm8k mine.py:length:0.5\n",
                   "step 13/13", "evaluation after 0 steps", "evaluation after 13 steps",
                   "reward, first 3 and last 10 of 13 steps: 0.", "tokens in",
                   "the run is in runs/gsm/"):

@@ -263,7 +263,7 @@ def test_a_mistake_of_another_rank_is_raised_here_too():
         world.together(int)
 
 
-# ---- keeping/
+# ---- files and resume
 
 def run_of(tmp_path, given=None, **inputs):
     """A Run that built nothing."""
@@ -372,7 +372,7 @@ def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
     assert "more than --max_gap 0.15" in compared({pair: 0.2}, rounding=3.0)
 
 
-# ---- preflight/, chats/, trainer/
+# ---- plan, turns, model
 
 @pytest.mark.parametrize("flags, old, reference", [
     ({}, False, False), (dict(kl_loss_coef=0.1), False, True), (dict(epochs=2), True, False),

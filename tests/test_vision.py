@@ -208,7 +208,8 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     source = str(folder / "one")
     tokenizer = inputs.load_tokenizer("x", source)
     tokenizer.chat_template = PARTS
-    make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer, controls=[],
+    make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer,
+                   marks=data.marks_of(tokenizer),
                    eyes=inputs.load_eyes("x", source, model.config_of(source)), folder=folder)
     columns = {"prompt": "1 <image> 2", "image": "a.png"}
     row = make(columns, args=data.DataArgs(), make=data.make_row)
@@ -316,7 +317,7 @@ def fabricate(folder: Path, kind: str = "one") -> list[Sample]:
             ids = rng.integers(3, 324, rng.integers(1, COMPLETION + 1)).astype(np.int32)
             if g == 1:
                 ids[-1] = ids[0] = found[0].pictures.eyes.token
-            log.append(Sample(data.Prompt(i, row), Completion(
+            samples.append(Sample(data.Prompt(i, row), Completion(
                 ids, np.full(len(ids), -6.0, np.float32), False), "t", Score(
                 float(rng.random()), {"exact": 0.0}, None)))
     return samples

@@ -192,7 +192,7 @@ class Routing:
 
 
 def routes_of(micro):
-    """(S, layers, k) of the tokens of a packed input, in the order of packing.pack. A prompt has
+    """(S, layers, k) of the tokens of a packed input, in the order of batch.pack. A prompt has
     those of the first completion of its group. None: there are no rows, or it is a trial."""
     samples, parts, owners = micro.batch.samples, [], []
     if any(samples[row].completion.routes is None for row in micro.rows) or not micro.rows:

@@ -90,7 +90,7 @@ def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
     the places (n,) of their features in its packed input."""
     pixels, places, start = [], [], 0
     owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
-    for row in owners.values():  # each prompt once, in the order of packing.pack
+    for row in owners.values():  # each prompt once, in the order of batch.pack
         prompt = micro.batch.samples[row].prompt.row
         if prompt.pictures:
             pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
@@ -106,7 +106,7 @@ def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
 
 
 def positions_of(micro) -> torch.Tensor:
-    """(3, 1, S) in the order of packing.pack: time, row and column of each token. A completion goes
+    """(3, 1, S) in the order of batch.pack: time, row and column of each token. A completion goes
     on behind the largest one of its prompt, on all axes."""
     prompts, ends, rest = [], {}, []
     for row in micro.rows:

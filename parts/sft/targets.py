@@ -61,7 +61,7 @@ def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args,
              eos_ids: list[int], parts=None) -> Row | None:
-    """A row with its target. None: its prompt is empty. parts: see messages.templated."""
+    """A row with its target. None: its prompt is empty. parts: see data.templated."""
     prompt, replies = split(columns)
     if prompt is not None:
         columns = columns | {"prompt": prompt}

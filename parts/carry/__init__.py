@@ -1,0 +1,1 @@
+"""Completions that go on in the next step (--carry)."""

@@ -1,0 +1,1 @@
+"""A teacher beside the policy, for distill.py."""

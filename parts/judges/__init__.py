@@ -1,0 +1,1 @@
+"""`async def` rewards, which wait: many calls of one worker run together."""

@@ -1,0 +1,1 @@
+"""Adapters (--lora_rank)."""

@@ -1,0 +1,1 @@
+"""Which tokens of a chat sft.py learns."""

@@ -1,0 +1,1 @@
+"""Environments and tools: several turns, and their rewards (--reply)."""
