@@ -928,7 +928,7 @@ def recipe_table() -> str:
         flags = recipe[4].replace("--advantage grpo", "").strip()
         rows.append([recipe[0], recipe[1], f"`{flags}`" if flags else "",
                      next(text for text in ("1e-15", "1e-7", "1") if far < float(text))])
-    return table("| system | settings | here: `--advantage grpo` and | apart, at most |", rows)
+    return table("| system | settings | here: `--advantage grpo` and | apart |", rows)
 
 
 # ---- the vectors: what the papers' formulas give, by tests/reference_losses.py and by polgrad
