@@ -851,8 +851,8 @@ def default_table() -> str:
     import grpo
     args = grpo.Args()
     rows.append(["here", args.usual_lr, args.optimizer_args.max_grad_norm, args.kl_loss_coef])
-    return table("| system | learning rate | gradient norm | KL coefficient |", [
-        [name, *(x if x == "" else f"{x:g}" for x in values)] for name, *values in rows])
+    return table("| system | learning rate | gradient norm | KL coefficient |", grouped([
+        [name, *(x if x == "" else f"{x:g}" for x in values)] for name, *values in rows]))
 
 
 # ---- recipes: to get another system's update here
