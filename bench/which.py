@@ -92,6 +92,7 @@ class Anything:
 
 
 def same(x, **options):
+    """Gathers nothing."""
     return x
 
 
@@ -163,6 +164,7 @@ class Theirs:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr:
+    """Its value."""
     return next(k.value for k in call.keywords if k.arg == name)
 
 
@@ -629,19 +631,23 @@ SYSTEMS = [TRL(), Verl(), OpenRLHF(), SkyRL(), Swift(), Oat(), AReaL(), ART(), T
 # ---- the questions
 
 def number(x: float) -> str:
+    """A number as the page writes it."""
     text = f"{float(x) + 0.0:.4f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text.replace("-", "−")
 
 
 def numbers(xs) -> str:
+    """Some of them."""
     return ", ".join(number(x) for x in xs)
 
 
 def version(system) -> str:
+    """Of its wheel; ours has none."""
     return system.code.requirement.split("==")[1] if hasattr(system, "code") else ""
 
 
 def table(head: str, rows: list[list]) -> str:
+    """Markdown."""
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
@@ -673,6 +679,44 @@ def advantage_table() -> str:
         other += "" if plain == CENTERED else f": {plain}"
         rows.append([f"{name} {version(system)}".strip(), flag or "", *found, other])
     return table(f"| system | as GRPO | 1 of 4: right, wrong | 3 of 4 | {CENTERED} with |", rows)
+
+
+def eps_line() -> str:
+    """What is added to the std: read off the advantage."""
+    rewards, found = torch.tensor([[1, 0, 0, 0]], dtype=F64), {}
+    for name, flag, options, _, _ in ADVANTAGES:
+        if flag:
+            std = rewards.std(correction=0 if name == "ART" else 1)
+            A = NAMED[name].advantages(rewards, **options)[0, 0]
+            found[name] = round(math.log10(0.75 / float(A) - float(std)))
+    large = [name for name, power in found.items() if power == -4]
+    rest = [power for power in found.values() if power != -4]
+    return f"{' and '.join(large)} add 1e-4 to it, the others 1e{max(rest)} to 1e{min(rest)}."
+
+
+def population_line() -> str:
+    """ART's advantage in units of OpenRLHF's."""
+    rewards = torch.tensor([[1, 0, 0, 0]], dtype=F64)
+    art, other = (NAMED[name].advantages(rewards)[0, 0] for name in ("ART", "OpenRLHF"))
+    return f"{art / other:.3f} at G = 4"
+
+
+def vllm_line() -> str:
+    """TRL's correction."""
+    trl = NAMED["TRL"]
+    assert trl.default("vllm_importance_sampling_correction")
+    return (f"with vLLM: `{trl.default('vllm_importance_sampling_mode')}`, "
+            f"{trl.default('vllm_importance_sampling_clip_max'):g}")
+
+
+def tis_line() -> str:
+    """oat's correction."""
+    return f"`tis_c` {NAMED['oat'].default('tis_c'):g}"
+
+
+def verl_dual_line() -> str:
+    """verl's default."""
+    return f"dual clip on ({NAMED['verl'].default('clip_ratio_c'):g}, documented)"
 
 
 def rloo_line() -> str:
@@ -737,6 +781,7 @@ def entropy_table() -> str:
 
 
 def one_token(r: float, A: float) -> dict:
+    """A batch of one token with the ratio r."""
     return {"logp": [[math.log(r) - 1]], "old": [[-1.0]], "A": [[A]]}
 
 
@@ -783,6 +828,7 @@ def kl_slope(system, how, d: float, r: float) -> float:
 
 
 def kl_table() -> str:
+    """The derivatives at POINTS."""
     return table("| system | d = 0.5 | d = −0.5 | d = −3 | d = 0.5, r = 1.5 |", grouped([
         [name + flag, *(number(kl_slope(NAMED[name], how, *point)) for point in POINTS)]
         for name, flag, how in KLS]))
@@ -959,15 +1005,18 @@ SOURCES = {"grpo": "https://arxiv.org/abs/2402.03300", "dr_grpo": "https://arxiv
 
 
 def drawn(rng, scale: float = 1.0) -> list[list[float]]:
+    """Random rows of ROWS."""
     return [[round(scale * x, 6) for x in rng.normal(size=n)] for n in ROWS]
 
 
 def moved(rows: list, by: list) -> list[list[float]]:
+    """Rows plus rows."""
     return [[round(a + b, 6) for a, b in zip(row, more, strict=True)]
             for row, more in zip(rows, by, strict=True)]
 
 
 def flat(rows) -> list[float]:
+    """All numbers of rows."""
     return [float(x) for row in rows for x in row]
 
 
@@ -1014,10 +1063,11 @@ def reference_loss(kind: str, flags: dict, case: dict, aggregation: str):
         leaves.append(leaf)
         found.append([float(x.detach()) for x in each])
     slopes = iter(torch.autograd.grad(total, sum(leaves, []), materialize_grads=True))
-    return float(total), [[float(next(slopes)) for _ in leaf] for leaf in leaves], found
+    return float(total.detach()), [[float(next(slopes)) for _ in leaf] for leaf in leaves], found
 
 
 def loss_vectors(both: Both, rng) -> list[dict]:
+    """Of LOSS_CASES."""
     made = []
     for name, (kind, flags, far) in LOSS_CASES.items():
         old = [[-abs(x) for x in row] for row in drawn(rng)]
@@ -1042,6 +1092,7 @@ def loss_vectors(both: Both, rng) -> list[dict]:
 
 
 def advantage_vectors(both: Both, rng) -> list[dict]:
+    """Three batches of groups."""
     made, eps = [], 1e-6
     for name, rewards in (("one right of four", [[1.0, 0.0, 0.0, 0.0]]),
                           ("binary", [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]),
@@ -1071,6 +1122,7 @@ def advantage_vectors(both: Both, rng) -> list[dict]:
 
 
 def kl_vectors(both: Both, rng) -> dict:
+    """Values and derivatives of each estimator."""
     logp = [[-abs(x) for x in row] for row in drawn(rng)]
     case = {"logp": logp, "ref": moved(logp, drawn(rng, 0.5)), "old": moved(logp, drawn(rng, 0.3))}
     for kind in ("k1", "k2", "k3", "k3_ratio"):
@@ -1111,6 +1163,7 @@ def aggregation_vectors(both: Both) -> dict:
 
 
 def correction_vectors(both: Both, rng) -> dict:
+    """The factors of each correction."""
     old = [[-abs(x) for x in row] for row in drawn(rng)]
     case = {"old": old, "engine": moved(old, drawn(rng, 0.5)), "low": 0.5, "high": 2.0,
             "factors": {}}
@@ -1167,12 +1220,15 @@ def vectors() -> tuple[dict, Both]:
 
 
 NAMED = {system.name: system for system in SYSTEMS}
-QUESTIONS = {"advantage": advantage_table, "rloo": rloo_line, "weight": weight_table,
-             "entropy": entropy_table, "clip": clip_table, "dual": dual_line, "kl": kl_table,
-             "engine": engine_table, "defaults": default_table, "recipes": recipe_table}
+QUESTIONS = {
+    "advantage": advantage_table, "population std": population_line, "eps": eps_line,
+    "rloo": rloo_line, "weight": weight_table, "entropy": entropy_table, "clip": clip_table,
+    "verl": verl_dual_line, "dual": dual_line, "kl": kl_table, "engine": engine_table,
+    "vLLM": vllm_line, "oat": tis_line, "defaults": default_table, "recipes": recipe_table}
 
 
 def main() -> None:
+    """See above."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--vectors", action="store_true")
     given = parser.parse_args()
