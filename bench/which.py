@@ -1085,7 +1085,7 @@ def loss_vectors(both: Both, rng) -> list[dict]:
                 theirs = both.polgrad.policy_loss(
                     both.config(kind, flags, aggregation), logprobs=logp, response_mask=mask,
                     old_logprobs=padded(old), advantages=torch.tensor(A, dtype=F64)).loss
-                both.agree([loss], [float(theirs)])
+                both.agree([loss], [float(theirs.detach())])
                 both.agree(flat(slope), torch.autograd.grad(theirs, logp)[0][mask].tolist())
         made.append(case)
     return made
