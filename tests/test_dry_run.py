@@ -54,7 +54,7 @@ def trained(kind, wrapper, folder, args, monkeypatch):
     module.reshard = lambda: None
     if args.model_args.checkpointing:
         for layer in lm.model.layers:
-            model.checkpoint(layer, preserve_rng_state=False)
+            model.checkpoint_layer(layer, preserve_rng_state=False)
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"],
                         "_get_fused_kernels_supported_devices", lambda: ["cuda", "meta"])
     return wrapper(module, world(), args.model_args, args.optimizer_args)
