@@ -133,9 +133,10 @@ def own(flag: str, spec: str) -> Own:
         signature = inspect.signature(function)
         signature.bind(*by_order, **dict.fromkeys(by_name))
     except (TypeError, ValueError) as error:  # there is none, or it takes something else
+        why = error if function else "it has nothing of this name"
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
-            f"{', '.join(by_name)}); **others may stand for some of the last ({error}).") from error
+            f"{', '.join(by_name)}); **others may stand for some of the last ({why}).") from error
     if flag == "loss":
         try_loss(spec, function)
     return Own(function, getattr(module, "refuses", None), getattr(module, "PER", "completion"),

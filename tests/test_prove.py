@@ -27,6 +27,9 @@ MISTAKES = {  # (the promise that it breaks, text that is found once, its mistak
         RANKS, BACKWARD, BACKWARD.replace("w * ", "(1 + world.rank) * w * "), ""),
     "a mean over the micro-batch": (
         BUDGETS, BACKWARD, "policy.backward(loss.sum() / max(1, len(loss)))", ""),
+    "a mean of ratios over the micro-batch": (  # 1 with one update per rollout
+        BUDGETS, BACKWARD,
+        "policy.backward((w * loss * (logp - old).detach().exp().mean()).sum())", ""),
     "a metric's mean over the micro-batch": (
         BUDGETS, METER, "meter.add(torch.ones_like(w) / max(1, len(w)), details)", ""),
     "old log-probs in another order": (

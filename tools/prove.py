@@ -103,11 +103,12 @@ class Trial:
 
 
 def shrunk(args):
-    """The settings of a small model."""
+    """The settings of a small model. With one update per rollout each ratio is 1, so there are two:
+    else a loss that is wrong in the ratio would be proved."""
     sizes = dict(group=min(args.group, 8), minibatches=min(args.minibatches, 3),
-                 epochs=min(args.epochs, 2), max_tokens=LONGEST, dtype="float64", shard_size=0,
-                 offload=(), cpu_offload=False, max_grad_norm=0.0)
-    print("made small:", sizes)
+                 epochs=2 if args.minibatches == 1 else min(args.epochs, 2), max_tokens=LONGEST,
+                 dtype="float64", shard_size=0, offload=(), cpu_offload=False, max_grad_norm=0.0)
+    print("tried with:", sizes)
     return budget(plan.changed(args, **sizes), 1 << 20)
 
 
