@@ -1,8 +1,6 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
 import os
 import subprocess
-import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -170,30 +168,6 @@ def test_ranks_that_disagree_are_both_named():
     assert errors[0] == errors[1] == errors[2] and errors[0].pop() == ""
     for text, phases in zip(errors[0], words, strict=False):
         assert text.startswith("ranks disagree: ") and text.endswith(f" {list(phases)}"), text
-
-
-def late(world, folder):
-    """Rank 2 comes when the others have given up. Rank 0 has the store, so it leaves last."""
-    world.barrier()
-    gave_up, told = [Path(folder) / str(rank) for rank in (0, 1)], "came late"
-    try:
-        if world.rank != 2:
-            world.same_phase("update", 1)
-    except RuntimeError as error:
-        told = str(error), world.late(5)
-    finally:
-        if world.rank != 2:
-            gave_up[world.rank].touch()
-        while not all(path.exists() for path in gave_up):
-            time.sleep(0.1)
-    return told
-
-
-def test_a_rank_that_never_comes_is_named_after_the_timeout(tmp_path):
-    first, second, last = ranks.results(3, late, str(tmp_path), timeout=12.0)
-    assert last == "came late"
-    for text, missing in first, second:
-        assert "Timed out waiting" in text and missing == [2], first
 
 
 # ---- start and end ----
