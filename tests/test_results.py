@@ -10,8 +10,8 @@ import pytest
 import log
 from errors import SettingsError
 from examples import instructions
+from house import write_run
 from results import collect, speedrun, table
-from test_report import write_run
 from tools import compare, plot, report, samples, score
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the com
 AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants")
 PYTHON = [path for path in tracked() if path.suffix == ".py"]
 FILES = {str(path.relative_to(ROOT)): path for path in PYTHON
-         if path.relative_to(ROOT).parts[0] not in AROUND}
+         if not {path.relative_to(ROOT).parts[0], path.parent.name} & {*AROUND}}
 
 
 def is_condition(node: ast.AST) -> bool:

@@ -8,7 +8,6 @@ over all groups of 2 or 3 of them is a sum.
 import itertools
 import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,8 @@ from batch import Batch, Completion, Micro, Sample
 from errors import SettingsError
 from rewards import Score
 from test_losses import F64, close, gradient, variant
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 TURNS = [(2,), *itertools.product((0, 1), (0, 1, 2))]  # all that a turn may be
 OVER = [(2,), (1, 1)]  # after these first turns the environment ends the episode
 EPISODES = [(one,) if one in OVER else (one, two) for one in TURNS

@@ -44,8 +44,8 @@ from ranks import results
 from rollout import HELD, Request, parts_of
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
 
 
@@ -436,7 +436,8 @@ def engine(folder, request) -> dict:
         hub_like(folder)
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", str(folder), str(out), *request.param.split()], cwd=ROOT,
+         Path(__file__).with_name("vision_worker.py"), folder, out, *request.param.split()],
+        cwd=ROOT,
         text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-6000:]
     return pickle.loads(out.read_bytes())

@@ -1,0 +1,7 @@
+"""The tests of a part run as those of the core do."""
+import conftest  # tests/conftest.py
+
+
+def pytest_configure(config):
+    if not config.pluginmanager.is_registered(conftest):
+        config.pluginmanager.register(conftest)
