@@ -4,6 +4,7 @@ PARTS: files that are of a part alone. SEAMS: where the rest names it, in the or
 meets it: (file, what stands there, what stands there without the part). Jobs of run.sh that use a
 file that is gone, and what pages say of names that are gone, are found by strip itself.
 """
+ROADS = ("results/roads.py", "results/roads.json", "results/roads.md", "docs/pictures/roads.svg")
 PARTS = {
     "turns": {"files": [
         "examples/again.py", "examples/doors.py", "examples/frozen_lake.py",
@@ -20,10 +21,8 @@ PARTS = {
     "pictures": {"files": ["examples/squares.py", "results/vision.json",
                            "results/vision-qwen2_5_vl.json"]},
     "carry": {"files": ["bench/carry.py"]},
-    "sft": {"files": ["sft.py", "results/roads.py", "results/roads.json", "results/roads.md",
-                      "docs/pictures/roads.svg"]},
-    "distill": {"files": ["distill.py", "results/roads.py", "results/roads.json", "results/roads.md",
-                          "docs/pictures/roads.svg"]},
+    "sft": {"files": ["sft.py", *ROADS]},
+    "distill": {"files": ["distill.py", *ROADS]},
     "report": {"files": ["tools/report.py", "tools/report.html"]},
     "variants": {"folder": "variants"},
     "parts": {"folder": "parts", "files": ["tests/test_strip.py"]},  # the last to go

@@ -124,28 +124,26 @@ def without_entries(table: str, name: str) -> str:
 # ---- the command
 
 def size(files: Files) -> str:
-    """"12 files  3,456 lines  78,901 bytes"."""
+    """"12 files   3,456 lines    78,901 bytes"."""
     lines = sum(text.count("\n") for text in files.values())
     count = sum(len(text.encode(errors="surrogateescape")) for text in files.values())
     return f"{len(files):4} files {lines:7,} lines {count:9,} bytes"
 
 
 def listed(house: House) -> str:
-    """Each part: its code, the rest (tests, page, examples), its seams in the files in front."""
-    lines = []
+    """A line for each part: its code, all that is deleted with it, its seams in the core."""
+    out = [f"{'':9} {'code':>36}   {'with tests, page, examples':>36}   seams in the core"]
     for name in house.here():
-        own = house.of(name)
-        code = [file for file in own if file.endswith(".py")
-                and not {"tests", "examples", "bench", "results"} & {*file.split("/")}]
-        seams = [(file, text) for file, text, _ in house.seams.get(name, ()) if file in house.core()
-                 and file.endswith(".py")]
-        lines.append(f"{name:9} {size({file: house.files[file] for file in code})}, with tests and "
-                     f"pages {size({file: house.files[file] for file in own})}; "
-                     f"{sum(text.count(chr(10)) or 1 for _, text in seams):3} lines in "
-                     f"{len({file for file, _ in seams})} files of the core")
+        own = {file: house.files[file] for file in house.of(name)}
+        code = {file: text for file, text in own.items() if file.endswith(".py")
+                and not {"tests", "examples", "bench", "results"} & {*file.split("/")}}
+        seams = [(file, text) for file, text, _ in house.seams.get(name, ())
+                 if file in house.core() and file.endswith(".py")]
+        lines = sum(len(text.splitlines()) for _, text in seams)
+        out.append(f"{name:9} {size(code)}   {size(own)}   {lines} lines in "
+                   f"{len({file for file, _ in seams})} files")
     core = house.without(*house.here()).core()
-    lines.append(f"{'core':9} {size(core)}: the files in front but nano.py and the pages")
-    return "\n".join(lines)
+    return "\n".join([*out, f"{'core':9} {size(core)}   in front, but nano.py and the pages"])
 
 
 def chosen(house: House, words: list[str]) -> list[str]:
