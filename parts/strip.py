@@ -82,7 +82,7 @@ class House:
         files["run.sh"] = without_jobs(files["run.sh"], gone)
         lost = pages.names_of(self.files) - pages.names_of(files)
         for file in files:
-            if file.endswith(".md"):
+            if file.endswith(".md") and file != "CHANGELOG.md":
                 files[file] = pages.without(files[file], file, lost)
         left = {name: part for name, part in self.parts.items() if name not in names}
         return House(files, left, self.seams)

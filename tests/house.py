@@ -1,6 +1,8 @@
 """What this checkout has. A part that was deleted takes its cases with it: `./run.sh strip`."""
+import importlib
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +18,15 @@ def has(*names: str) -> bool:
 def needs(*names: str):
     """The mark of a test that uses them."""
     return pytest.mark.skipif(not has(*names), reason=f"without {', '.join(names)}")
+
+
+def module(name: str) -> ModuleType | None:
+    """module("parts.lora.lora"), module("sft"): None where the part was deleted."""
+    there = (ROOT / f"{name.replace('.', '/')}.py").exists()
+    return importlib.import_module(name) if there else None
+
+
+SCRIPTS = {name: module(name) for name in ("grpo", "ppo", "sft", "distill") if module(name)}
 
 
 def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **args) -> Path:

@@ -13,7 +13,8 @@ from tracked import ROOT, tracked
 LONGEST = 40  # lines of a function, but for the two that are read as a whole
 WHOLE = ("train", "learn")
 LARGEST, TOTAL = 600, 405_000  # lines of a file, bytes of all
-APART = ("nano.py", "sft.py", "distill.py")  # scripts that stand beside the components
+APART = ("nano.py", "sft.py", "distill.py",  # scripts that stand beside the components
+         *(f"parts/{name}.py" for name in ("strip", "seams", "pages", "conftest")))
 AROUND = ("tests", "docs", "tools", "examples", "exercises", "bench", "results", "variants")
 PYTHON = [path for path in tracked() if path.suffix == ".py"]
 FILES = {str(path.relative_to(ROOT)): path for path in PYTHON

@@ -354,7 +354,7 @@ def geometry(folder: Path, name: str, n: int) -> Path:
 
 def easyr1() -> list[str]:
     """The words of the command in recipes.md."""
-    page = (ROOT / "docs/use/recipes.md").read_text()
+    page = (ROOT / "parts/pictures/README.md").read_text()
     command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
     return shlex.split(command.replace("\\\n", ""))
 

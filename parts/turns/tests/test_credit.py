@@ -29,7 +29,7 @@ EPISODES = [(one,) if one in OVER else (one, two) for one in TURNS
             for two in (TURNS if one not in OVER else [()])]
 CONTEXTS = [(), *((one,) for one in TURNS if one not in OVER)]  # before a turn
 STATES = [(*context, begun) for context in CONTEXTS for begun in ((), (0,), (1,))]
-PAGE = ROOT / "bench/RESULTS.md"
+PAGE = ROOT / "parts/turns/RESULTS.md"
 
 
 class World:
