@@ -8,8 +8,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from house import of_a_part
 
 torch.set_num_threads(1)  # the workers share the cores, and threads that wait for others spin
 
@@ -48,6 +51,9 @@ PROMISES = {  # what the tests hold: promise: its files
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if part := of_a_part(getattr(getattr(item, "callspec", None), "params", "")):
+            item.add_marker(pytest.mark.skip(reason=f"without {part}"))
     place = {f"test_{name}": i for i, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(ORDER)))
 
