@@ -60,6 +60,7 @@ def module(name: str) -> ModuleType | None:
     return importlib.import_module(name) if there else None
 
 
+QUIET = ("--no-report",) if has("report") else ()
 SCRIPTS = {name: module(name) for name in ("grpo", "ppo", "sft", "distill") if module(name)}
 
 

@@ -14,21 +14,17 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
-import distill
 import faults
-import grpo
 import inputs
 import log
 import plan
-import ppo
-import sft
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
+from house import QUIET, SCRIPTS, needs
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
 FACTS = {"script", "rows", "model_files", "teacher_files", "precision"}  # no flags
 
 
@@ -117,6 +113,7 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
         checkpoint.check(saved, again)
 
 
+@needs("pictures")
 def test_another_picture_under_the_same_name_is_another_row(tmp_path):
     path, found = tmp_path / "a.png", []
     for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
@@ -203,10 +200,11 @@ def with_date(tmp_path_factory) -> str:
     return str(folder)
 
 
+@needs("distill", "turns")
 def test_all_that_a_run_renders_has_its_date(with_date):
     """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
     args = plan.changed(
-        distill.Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
+        SCRIPTS["distill"].Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
         max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
         reply=str(ROOT / "examples/again.py:reply"))
     found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
@@ -234,7 +232,7 @@ def go(folder: Path, *flags: str, script: str = "grpo", **env: str) -> tuple[int
     if script == "sft":  # it has no engine, and one completion a row
         usual = usual.replace("--kv_cache_gb 0.1", "").replace("--group 4", "")
     done = subprocess.run(
-        [PYTHON, ROOT / f"{script}.py", *usual.split(), "--max_prompt_tokens", "64", "--no-report",
+        [PYTHON, ROOT / f"{script}.py", *usual.split(), "--max_prompt_tokens", "64", *QUIET,
          "--no-export", "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)
