@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from data import Prompt
 from dist import World, balance, share
+from parts.judges.pool import retries_of
 from rewards import Score
 
 # ---- packing ----
@@ -438,7 +439,7 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
         "rollout/reply_failed": sum(c.failed for c in done),
-        "rollout/reward_retries": sum(s.retries for s in scores)}
+        "rollout/reward_retries": retries_of(scores)}
     for name in scores[0].parts:
         values = [s.parts[name] for s in scores if s.parts[name] is not None]
         if values:

@@ -26,11 +26,12 @@ from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_
 from evaluate import EvalArgs
 from model import ModelArgs, OptimizerArgs
 from parts.experts.experts import ExpertArgs
+from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
 from parts.pictures import reading
 from parts.turns.turns import TurnArgs
 from plan import PlanArgs
-from rewards import RewardArgs
+from rewards import Pool, RewardArgs
 from rollout import EngineArgs
 from worker import ROOT, load_file
 
@@ -288,6 +289,7 @@ class CommonArgs:
     expert_args: ExpertArgs = field(default_factory=ExpertArgs)
     optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
     reward_args: RewardArgs = field(default_factory=RewardArgs)
+    judge_args: JudgeArgs = field(default_factory=JudgeArgs)
     turn_args: TurnArgs = field(default_factory=TurnArgs)
     eval_args: EvalArgs = field(default_factory=EvalArgs)
     run_args: RunArgs = field(default_factory=RunArgs)
@@ -313,6 +315,12 @@ class CommonArgs:
         self.lr = self.lr or lr
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or critic_lr
+
+    def pool(self, waits: list[str]) -> Pool:
+        """The workers of --reward. waits: the rewards that are `async def`."""
+        if waits:
+            return JudgePool(list(self.reward), self.reward_args, self.judge_args.reward_retries)
+        return Pool(list(self.reward), self.reward_args)
 
     def find_reference(self, files, sketches: str | None):
         """files, an inputs.ModelFiles, with what the plan and the rows need of the reference model.
@@ -340,9 +348,6 @@ class CommonArgs:
             yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not with tiny- (got {name[:60]!r}). Would "
                    f"work: --name my-run.")
-        if {"environment", "turns"} & {spec.partition(":")[0] for spec in self.reward} and (
-                not self.turn_args.reply):
-            yield "--reward environment or turns needs --reply FILE.py:NAME."
         smallest = min(plan.batches)
         if self.minibatches > smallest * self.group:
             yield (f"--minibatches must be at most {smallest * self.group:,} (got "

@@ -32,10 +32,11 @@ class Inputs:
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
-    bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: Plan
+    waits: list[str]  # rewards that are `async def`
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
     ends: list[int] = field(default_factory=list)  # ids that end a completion
+    bridge: turns.Bridge | None = None  # what stands between two turns; None: one turn
 
 
 def show_plan(args) -> int:
@@ -63,7 +64,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     local_size: ranks of this machine; None: not known. began: the time for chat templates that ask
     for it; None: now. sketches: see find_model.
     """
-    needs, notes = check_flags(args, ranks, local_size), []
+    (needs, waits), notes = check_flags(args, ranks, local_size), []
     files = load_model(args, notes, began, sketches)
     args.choose_rates(files.shape.params)
     files = args.find_reference(files, sketches)
@@ -72,25 +73,25 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     everything = rows + eval_rows
     rewards.check_rows(
         needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
-    bridge = find_bridge(args, files, everything)
-
+    bridge = turns.find_bridge(args, files, everything)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, bridge, Plan(args, *counts), ends=files.ends)
+                  notes, Plan(args, *counts), waits, ends=files.ends, bridge=bridge)
 
 
-def check_flags(args, ranks: int, local_size: int | None) -> list:
-    """What the rewards need (rewards.check). SettingsError with all mistakes of the flags."""
+def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
+    """What the rewards need, and which wait (rewards.Pool). SettingsError with all mistakes of the
+    flags."""
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
-    needs = []
+    found = [], []
     if args.reward or args.needs_reward:
-        needs = mistakes.attempt(rewards.check, list(args.reward))
+        found = mistakes.attempt(rewards.check, list(args.reward))
     mistakes.stop()
-    return needs
+    return found
 
 
 # ---- the model ----
@@ -220,16 +221,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
-# ---- rows, turns, memory ----
-
-def find_bridge(args, files: ModelFiles, rows: list[data.Row]) -> turns.Bridge | None:
-    """What makes the next prompt after a completion. None: one turn."""
-    if not args.turn_args.reply:
-        return None
-    if any(row.columns.get("chat_template_kwargs") for row in rows):
-        raise SettingsError("rows with chat_template_kwargs take no --reply.")
-    return turns.check(args, files.tokenizer, files.ends, files.vocab, rows)
-
+# ---- memory ----
 
 def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     """Adds memory to the plan. SettingsError if it is certain that the run does not fit.

@@ -345,7 +345,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
           saved: checkpoint.Saved | None) -> "Run":
     """The run with its models, engine and reward workers; a resumed one as its checkpoint has it.
     settings: of the next checkpoint. A collective."""
-    scorer = rewards.Pool(list(args.reward), args.reward_args)  # its processes start now
+    scorer = args.pool(inputs.waits)  # its processes start now
     scorer.progress["max_steps"] = args.steps
     policy, reference, critic, adapter = build_models(args, world, inputs)
     stream, carry, episodes = Stream(inputs.rows, args.seed), None, None

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors verifiers parts.turns.replies parts.judges.waiting worker dist losses rewards data
+ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist losses rewards
+           parts.judges.pool data
            parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.rows
            parts.pictures.seeing batch parts.lora.lora parts.experts.experts model_files model
            rollout parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets plan

@@ -37,7 +37,7 @@ from learning import difference
 from parts.lora import lora
 from parts.pictures import reading, seeing
 from parts.pictures import rows as pictured
-from parts.pictures.rows import Pictures
+from parts.pictures.rows import PicturedRow, Pictures, pictures_in
 from plan import shape_from
 from ranks import results
 from rollout import HELD, Request, parts_of
@@ -211,8 +211,9 @@ def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
     grid = np.concatenate([np.array([[0, 1]] * 3), 2 + np.indices((1, 2, 3)).reshape(3, -1),
                            np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
     seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
-    rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
-    samples = [run.sample(row.prompt_ids, np.arange(n), row.pictures)
+    rows = [PicturedRow(0, "", [7] * 9, None, {}, "", pictures=seen),
+            Row(1, "", [8] * 4, None, {}, "")]
+    samples = [run.sample(row.prompt_ids, np.arange(n), pictures_in(row))
                for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
     found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
     line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
