@@ -26,9 +26,7 @@ from errors import Count, Range
 from model import Policy, Trained
 from parts.lora import lora
 from parts.pictures.eyes import opened
-from parts.pictures.seeing import NEVER
-
-HELD = 2  # GiB of pictures' pixels that an engine holds at once
+from parts.pictures.seeing import HELD, NEVER
 
 
 @dataclass

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 
 import numpy as np
@@ -32,8 +33,6 @@ from log import write_samples
 from parts.carry.carry import Carry
 from parts.distill.teacher import beside
 from parts.lora import lora
-from parts.pictures import seeing
-from parts.pictures.seeing import in_line
 from parts.turns.turns import Episodes
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
@@ -91,14 +90,13 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Those of the first rows, pictures first, and one that is so long that the tokens after it
+    """Those of the first rows, and one that is so long that the tokens after it
     are the last ones that this run may have: what depends on the length (windows, scaled
     frequencies) shows there alone."""
-    rows = run.inputs.rows + run.inputs.eval_rows
-    rows = sorted(rows, key=lambda row: not row.pictures)[:ROWS]
-    hidden = {row.pictures.eyes.token for row in rows if row.pictures}
+    family = run.policy.family
+    rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
     words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
-             if i not in hidden]
+             if i not in family.never]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -158,11 +156,8 @@ def off_by_a_rounding(embedding, inputs, x):
 def plain_logprobs(policy, sample: Sample, heat: float, device):
     """(n,) of the sampled tokens, by transformers' own forward. heat: the temperature.
     A collective."""
-    module, lm = policy.module, policy.module.lm
-    micro = Micro(Batch([sample]), [0], device)  # one row: packed is as it is
-    seen = {"input_ids": micro.inputs["input_ids"]}
-    if seeing.sees(lm.config):
-        seen |= seeing.pictures_of(lm, micro)
+    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # packed is as it is
+    seen = {"input_ids": micro.inputs["input_ids"]} | module.family.inputs(micro)
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
         logits = module.plain_logits(micro.source, **seen)
@@ -187,11 +182,8 @@ def try_worst_case(run):
 def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
                    rows: list[Row] = ()) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
-    state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
-    """
-    a, peaks = plan.args, {}
-    seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
-        row.pictures.places) / len(row.prompt_ids))
+    state. rows: of the data. A collective."""
+    a, peaks, row_of = plan.args, {}, partial(policy.family.trial, rows)
 
     def update(micro):
         teacher = beside(reference, micro, a.temperature, a.divergence)
@@ -215,7 +207,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
                for p in it.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
-            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], seen)
+            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], row_of)
             for it in models:
                 it.optimizer.zero_grad()
     del moments
@@ -224,14 +216,14 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     return dict(zip(peaks, most, strict=True))
 
 
-def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -> float:
+def measure(phase: Phase, world, vocab: int, forward, row_of) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak_memory(world.device)  # starts again
         try:
             with torch.set_grad_enabled("update" in phase.name):
                 forward(worst_micro(
-                    tokens, phase.longest, phase.keys, vocab, world.device, seen))
+                    tokens, phase.longest, phase.keys, vocab, world.device, row_of))
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
@@ -239,29 +231,21 @@ def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -
     return peak_memory(world.device)
 
 
-def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
+def sample(row: Row, completion: np.ndarray) -> Sample:
     """Of these ids, with log-probs of 0."""
-    row = Row(0, "", prompt, None, {}, "", pictures=pictures)
     return Sample(Prompt(0, row), Completion(
         completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
         Score(0.0, {}, None))
 
 
-def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
-                seen: Row | None = None) -> Micro:
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device, row_of) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers `keys` keys for each token (see plan.Phase). The tower computes the
-    pictures of `seen` as often as `tokens` have room for that row."""
+    long that attention gathers `keys` keys for each token (see plan.Phase). row_of:
+    Family.trial, with the rows of the data."""
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
-    pictures = None
-    if seen:
-        times = max(1, tokens // len(seen.prompt_ids))
-        places = [i % p for i in range(times * len(seen.pictures.places))]
-        pictures = seen.pictures._replace(
-            sources=seen.pictures.sources * times, places=places, positions=in_line(p).tolist())
-    batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
+    batch = Batch([sample(row_of(tokens, p), np.arange(n - p) % vocab)] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 
@@ -377,9 +361,9 @@ def build_models(args, world: dist.World, inputs: Inputs):
         return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
     policy = load(model.LogprobModel, adapters=adapters)
-    policy = model.Policy(policy, *shared, args.expert_args)
+    policy = model.Policy(policy, *shared, args)
     if args.critic_args:
-        critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared)
+        critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared, args)
     if args.needs_reference and adapters and not args.teacher:
         reference = lora.Base(policy)  # the same weights without the adapters
     elif args.needs_reference:

@@ -185,7 +185,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
 
         reference = None
         policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args,
-                     args.expert_args)
+                     args)
         policy.gradients = outcome.gradients
         if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors verifiers parts.turns.replies parts.judges.waiting worker dist losses rewards data
-           parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.seeing
-           parts.pictures.rows batch parts.lora.lora parts.experts.experts model_files model rollout
+ORDER = """errors verifiers parts.turns.replies parts.judges.waiting parts.pairs worker dist losses
+           rewards data batch family parts.pictures.eyes parts.pictures.idefics3
+           parts.pictures.qwen2_vl parts.pictures.seeing parts.pictures.flags parts.pictures.rows
+           parts.experts.experts parts.states.states model_files parts.lora.lora model rollout
            parts.turns.turns parts.carry.carry parts.sft.targets parts.distill.teacher plan inputs
            log checkpoint evaluate flags run grpo ppo sft distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}

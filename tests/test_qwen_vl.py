@@ -35,11 +35,11 @@ from errors import SettingsError
 from examples import squares
 from forked import PYTHON
 from learning import difference
+from model_files import family_of, shape_from
 from parts.lora import lora
 from parts.pictures import rows as pictured
 from parts.pictures import seeing
 from parts.pictures.rows import Pictures
-from plan import shape_from
 from ranks import results
 from rollout import HELD, Request, parts_of
 from test_vision import expected, fabricate, flat, naive, png, read, updates
@@ -194,7 +194,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
     lm = model.skeleton(str(folder / "split"))
     shape, moments = shape_from(lm), []
     assert shape.params == sum(p.numel() for p in lm.parameters())
-    tower, = seeing.tower_of(lm)
+    tower, = family_of(lm.config).parts(lm)[1:]
     assert shape.tower.params == sum(p.numel() for p in tower.parameters())
     assert shape.tower.layer == sum(p.numel() for p in tower.blocks[0].parameters())
     for trained in False, True:
@@ -263,7 +263,7 @@ def tried(world, folder: Path) -> list[int]:
     module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     rows, patches = read(folder, {"prompt": "q", "image": "a.png"}, kind="split"), []
-    seeing.tower_of(module.lm)[0].register_forward_pre_hook(
+    family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, given: patches.append(len(given[0])))
     run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
     return [*patches, len(rows[0].prompt_ids)]

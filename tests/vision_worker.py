@@ -13,8 +13,10 @@ import torch
 
 import dist
 import families
+import grpo
 import inputs
 import model
+import plan
 import run
 from checkpoint import export_model
 from parts.lora import lora
@@ -60,7 +62,8 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     weights, source, rank = model.ModelArgs(), f"{folder}/{name}", int(rank)
     adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
     module = model.build(model.LogprobModel, source, world, weights, adapters=adapters)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=not rank))
+    policy = model.Policy(module, world, weights, model.OptimizerArgs(),
+                          plan.changed(grpo.Args(), train_vision=not rank))
     made = fabricate(path, "split")
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
     adapter = lora.peft_config(module.lm, adapters, source) if rank else None

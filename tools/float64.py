@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import model
-from parts.pictures import seeing
+from model_files import family_of
 
 
 class Float64(TorchFunctionMode):
@@ -56,7 +56,7 @@ def build(kind, folder: str, world, args, *others, **options):
 
     def skeleton(*given):
         lm = shipped(*given)
-        for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+        for part in family_of(lm.config).parts(lm):
             widen(part)
         return lm
 

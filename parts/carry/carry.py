@@ -48,8 +48,6 @@ class CarryArgs:
             if value:
                 yield (f"--{name} needs whole completions, and --carry stops them between rounds: "
                        "give one of them.")
-        if plan.shape and plan.shape.tower:
-            yield "--carry is for models that read text alone, and --model sees pictures."
 
 
 @dataclass

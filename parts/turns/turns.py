@@ -34,12 +34,6 @@ class TurnArgs:
     """The model's turns in an episode, at most."""
     switch: ClassVar[str] = "reply"
 
-    def rules(self, plan):
-        """See plan.problems."""
-        if self.reply and plan.shape and plan.shape.tower:
-            yield ("--reply is for models that read text alone: --model sees pictures, and answers "
-                   "in one turn.")
-
 
 def said(text: str) -> dict:
     """A turn of the model."""
