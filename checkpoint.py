@@ -25,8 +25,8 @@ import plan
 from dist import World
 from errors import SettingsError
 from log import NotWritten, read, whole_folder, writing
-from model import Policy, Trained, compute_dtype
-from model_files import FILES, config_of, weight_files
+from model import Policy, Trained, compute_dtype, skeleton
+from model_files import FILES, config_of, names_in_files, weight_files
 from parts.lora import lora
 from worker import ROOT
 
@@ -236,7 +236,7 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
     """A Hugging Face folder in the source's dtype, by rank 0. ends: the ids that end a completion.
     A collective."""
     weights, dtype = {}, config_of(source).dtype or torch.float32
-    names = policy.module.names  # of tied weights only the first
+    names = names_in_files(skeleton(source), source)  # of tied weights only the first
     for name, value in policy.weights(dtype):
         if policy.world.rank == 0 and name in names:
             weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory

@@ -67,11 +67,14 @@ class Shape:
 
 # ---- what it computes, and what its files say ----
 
+NEVER = -100.0  # is added to the logit of an id that no policy samples: vLLM's lowest
+
+
 class Family:
     """Of one model, whose config.json this is."""
     types: tuple[str, ...] = ()  # its model_type is one of them; here: none of a part's
     auto = "AutoModelForCausalLM"  # of transformers
-    never: tuple[int, ...] = ()  # ids that no policy samples
+    never: tuple[int, ...] = ()  # these ids
 
     def __init__(self, config):
         self.config = config
@@ -100,11 +103,6 @@ class Family:
 
     # ---- in files ----
 
-    def spellings(self, lm, name: str):
-        """Names that a parameter may have in files, beside its own."""
-        return (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
-                name.replace("lm_head", "embed_out"))  # GPT-NeoX
-
     def pieces(self, name: str, tensor, first: int = 0):
         """Yields what files have of a parameter: (name, tensor, its first row there). tensor: the
         parameter, or some of its rows, from `first` on."""
@@ -123,9 +121,6 @@ class Family:
     def plain_logits(self, lm, head, keep, inputs):
         """transformers' own forward of one row → (1, keep, V). head: LogprobModel.head."""
         return lm(**inputs, use_cache=False, logits_to_keep=keep).logits
-
-    def forbid(self, logits):
-        """Takes ids that no policy samples out of logits (n, V), in place."""
 
     # ---- in training ----
 
@@ -149,9 +144,9 @@ class Family:
         """In the order in which engine, trainer and transformers are compared."""
         return rows
 
-    def trial(self, rows: list[Row], tokens: int, length: int) -> Row:
-        """With a prompt of `length`, for the largest micro-batch: `tokens`. rows: of the data."""
-        return Row(0, "", [0] * length, None, {}, "")
+    def trial(self, rows: list[Row], text_row):
+        """run.text_row, or what is larger, by the rows of the data."""
+        return text_row
 
     def shape(self, lm) -> Shape:
         """A model's sizes, with or without its weights."""

@@ -16,6 +16,7 @@ import batch
 from batch import Micro
 from dist import World
 from errors import SettingsError, as_sentence
+from family import NEVER
 from model_files import config_of, family_of, load, names_in_files
 from parts.lora import lora
 from parts.lora.lora import LoraArgs
@@ -205,7 +206,6 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
     if adapters:
         lora.put_in(lm, adapters, master)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
-    root.names = names
     if args.shard_size not in (0, world.size):
         sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
@@ -276,7 +276,8 @@ class LogprobModel(nn.Module):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        self.family.forbid(logits)
+        if self.family.never:
+            logits.detach()[..., self.family.never] += NEVER  # a constant: without a gradient
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):

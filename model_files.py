@@ -171,7 +171,10 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
     found, family = {}, family_of(lm.config)
     for own, p in tensors(lm):
         for name, piece, _ in family.pieces(own, torch.empty(p.shape, device="meta")):
-            tries, shape = family.spellings(lm, name), list(piece.shape)
+            tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                     name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                     name.replace(".language_model", ""))  # files older than the class
+            shape = list(piece.shape)
             found[name] = next((other for other in tries if other in shapes), name)
             if (there := shapes.get(found[name])) != shape:
                 raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "

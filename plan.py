@@ -238,8 +238,7 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
         found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)
-    found += pairs.broken(values, shape.kind if shape else "")
-    return found
+    return found + pairs.problems(values, shape)
 
 
 # ---- memory ----

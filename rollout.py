@@ -23,10 +23,11 @@ from batch import Completion, Sample
 from data import Prompt, reader
 from dist import World, assert_divisible, share
 from errors import Count, Range
+from family import NEVER
 from model import Policy, Trained
 from parts.lora import lora
 from parts.pictures.eyes import opened
-from parts.pictures.seeing import HELD, NEVER
+from parts.pictures.seeing import HELD
 
 
 @dataclass

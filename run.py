@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, islice
 
 import numpy as np
@@ -173,17 +172,23 @@ def try_worst_case(run):
     wanted = run.args.run_args.try_worst_case
     if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
         return
+    row_of = run.policy.family.trial(run.inputs.rows, text_row)
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
-                           run.reference, run.critic, run.inputs.rows)
+                           run.reference, run.critic, row_of)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
     run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
 
+def text_row(p: int, tokens: int) -> Row:
+    """A prompt of `p` tokens, for a micro-batch of `tokens`."""
+    return Row(0, "", [0] * p, None, {}, "")
+
+
 def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
-                   rows: list[Row] = ()) -> dict[str, float]:
+                   row_of=text_row) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
-    state. rows: of the data. A collective."""
-    a, peaks, row_of = plan.args, {}, partial(policy.family.trial, rows)
+    state. A collective."""
+    a, peaks = plan.args, {}
 
     def update(micro):
         teacher = beside(reference, micro, a.temperature, a.divergence)
@@ -216,7 +221,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     return dict(zip(peaks, most, strict=True))
 
 
-def measure(phase: Phase, world, vocab: int, forward, row_of) -> float:
+def measure(phase: Phase, world, vocab: int, forward, row_of=text_row) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak_memory(world.device)  # starts again
@@ -231,21 +236,17 @@ def measure(phase: Phase, world, vocab: int, forward, row_of) -> float:
     return peak_memory(world.device)
 
 
-def sample(row: Row, completion: np.ndarray) -> Sample:
-    """Of these ids, with log-probs of 0."""
-    return Sample(Prompt(0, row), Completion(
-        completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
-        Score(0.0, {}, None))
-
-
-def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device, row_of) -> Micro:
+def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
+                row_of=text_row) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers `keys` keys for each token (see plan.Phase). row_of:
-    Family.trial, with the rows of the data."""
+    long that attention gathers `keys` keys for each token (see plan.Phase)."""
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
-    batch = Batch([sample(row_of(tokens, p), np.arange(n - p) % vocab)] * (rows * keys))
+    ids = (np.arange(n - p) % vocab).astype(np.int32)
+    one = Sample(Prompt(0, row_of(p, tokens)), Completion(
+        ids, np.zeros(len(ids), np.float32), False), "", Score(0.0, {}, None))
+    batch = Batch([one] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 

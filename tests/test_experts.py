@@ -212,4 +212,4 @@ def test_the_plan_counts_all_parameters_and_those_of_a_token():
     """As its card says: 30.5B in total and 3.3B activated."""
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     assert shape.params == 30_532_122_624
-    assert shape.params - shape.layers * shape.mixture.idle == 3_353_032_704
+    assert shape.params - shape.layers * shape.idle == 3_353_032_704

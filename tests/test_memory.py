@@ -1,7 +1,6 @@
 """What bounds memory (plan.py, run.py, model.py); no knob for it changes the maths."""
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from batch import Batch, Micro, pack
 from dist import KEYS
 from errors import SettingsError
 from examples import tiny
-from family import Family
 from learning import difference, fabricate
 from live import Live
 from model_files import shape_from
@@ -33,7 +31,6 @@ from shapes import shape_of
 from tools import float64
 
 ROOT = Path(__file__).parent.parent
-ROW_OF = partial(Family(None).trial, [])
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
 
 
@@ -260,7 +257,7 @@ def planned_bytes(shape, phase: str, tokens: int, keys: float) -> float:
 
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
-    samples = [run.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
+    samples = [learning.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
     micro = Micro(Batch(samples), list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro
@@ -274,7 +271,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
         if keys == KEYS:
-            micro = run.worst_micro(tokens, 64, KEYS, 256, world.device, ROW_OF)
+            micro = run.worst_micro(tokens, 64, KEYS, 256, world.device)
         with Live() as live, torch.set_grad_enabled(grad):
             logprobs, _ = policy.logprobs(micro, 1.0, "value")
             policy.backward(logprobs.sum())
@@ -361,7 +358,7 @@ def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
 @pytest.mark.parametrize("keys", [2, 3, KEYS])
 @pytest.mark.parametrize("tokens", [1000, 32, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
-    micro = run.worst_micro(tokens, 32, keys, 64, torch.device("cpu"), ROW_OF)
+    micro = run.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
     lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]     # prompt and completion
     assert max(lengths) <= 32

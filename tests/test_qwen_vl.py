@@ -24,6 +24,7 @@ import data
 import families
 import grpo
 import inputs
+import learning
 import model
 import model_files
 import plan
@@ -213,7 +214,7 @@ def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
                            np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
     seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
     rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
-    samples = [run.sample(row.prompt_ids, np.arange(n), row.pictures)
+    samples = [learning.sample(row, np.arange(n))
                for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
     found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
     line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
@@ -265,7 +266,8 @@ def tried(world, folder: Path) -> list[int]:
     rows, patches = read(folder, {"prompt": "q", "image": "a.png"}, kind="split"), []
     family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, given: patches.append(len(given[0])))
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.trial(rows, run.text_row))
     return [*patches, len(rows[0].prompt_ids)]
 
 

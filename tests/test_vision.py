@@ -452,7 +452,8 @@ def tried(world, folder: Path) -> list[int]:
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.trial(rows, run.text_row))
     return [*tiles, len(rows[1].prompt_ids)]
 
 

@@ -16,7 +16,7 @@ import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -50,34 +50,27 @@ class ExpertArgs:
 
 # ---- its sizes ----
 
-class Sizes(NamedTuple):
-    """Of the mixtures of a model, for the plan of its memory."""
-    experts: int  # E of a layer
-    used: int  # k of a token
-    inner: int  # I of an expert
-    idle: int  # parameters of a layer that a token does not use
-
-
 @dataclass(kw_only=True)
 class MixtureShape(Shape):
     """See Shape."""
-    mixture: Sizes
+    experts: int  # E of a layer
+    used: int  # k of a token
+    idle: int  # parameters of a layer that a token does not use
     kind: ClassVar[str] = "experts"
 
     @property
     def wide(self) -> int:
         """Of all experts that a token uses."""
-        return self.intermediate * self.mixture.used
+        return self.intermediate * self.used
 
     def layer_bytes(self, c: int, keys: int) -> float:
         """And x and y of each expert, p, and the places where rows go."""
-        experts, used, *_ = self.mixture
-        return (super().layer_bytes(c, keys)
-                + 2 * c * used * self.hidden + 4 * experts + 24 * used)
+        return (super().layer_bytes(c, keys) + 2 * c * self.used * self.hidden
+                + 4 * self.experts + 24 * self.used)
 
     def cuts(self, ranks: int) -> float:
         """A rank has whole experts."""
-        return self.mixture.experts / -(-self.mixture.experts // ranks)
+        return self.experts / -(-self.experts // ranks)
 
 
 # ---- a model ----
@@ -111,8 +104,8 @@ class Mixture(Family):
         block = blocks(lm)[0]
         experts, hidden, inner = block.experts.down_proj.shape
         used = block.gate.top_k
-        return MixtureShape(**vars(super().shape(lm)) | {"intermediate": inner}, mixture=Sizes(
-            experts, used, inner, (experts - used) * 3 * inner * hidden))
+        return MixtureShape(**vars(super().shape(lm)) | {"intermediate": inner}, experts=experts,
+                            used=used, idle=(experts - used) * 3 * inner * hidden)
 
     def cpu_limits(self, args):
         """vLLM's own."""

@@ -1,5 +1,6 @@
 """flags.py: the flags of models that see."""
 from dataclasses import dataclass
+from typing import ClassVar
 
 from errors import not_default
 
@@ -13,6 +14,7 @@ class PictureArgs:
     """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
     train_vision: bool = False
     """Train a model's vision tower and projector too. Else they stay as they are."""
+    fixed: ClassVar[tuple[str, ...]] = ("train_vision",)  # see checkpoint.py
 
     def rules(self, plan):
         """See plan.problems."""

@@ -3,7 +3,7 @@
 In a packed input each prompt stands once, so its pictures are computed once for their group. Their
 features stand at places of the prompt, never where the image token is: a completion may have it.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +16,6 @@ from parts.pictures import idefics3, qwen2_vl
 NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
          "qwen3_vl": "Qwen3VL"}  # of transformers
 FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES}
-NEVER = -100.0  # is added to the image token's logit: no policy samples it. vLLM's lowest
 HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
 
@@ -43,13 +42,24 @@ class Seeing(Family):
         """Its text part, and those of the tower."""
         return [getattr(lm.base_model, name) for name in (self.own.TEXT, *self.own.TOWER)]
 
-    def spellings(self, lm, name: str):
-        """Older names too."""
-        return *super().spellings(lm, name), name.replace(".language_model", "")  # Qwen2.5-VL
-
     def inputs(self, micro) -> dict:
-        """Pixels, and the places of their features."""
-        return pictures_of(self.config, micro)
+        """Pixels, as `own` has them, and the places (n,) of their features in the packed input."""
+        pixels, places, start = [], [], 0
+        owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
+        for row in owners.values():  # each prompt once, in the order of batch.pack
+            prompt = micro.batch.samples[row].prompt.row
+            if prompt.pictures:
+                pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
+                places += [start + place for place in prompt.pictures.places]
+            start += len(prompt.prompt_ids)
+        if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
+            pixels = [self.own.nothing(self.config)]
+        found = {
+            "pixels": [torch.cat(part).to(micro.device) for part in zip(*pixels, strict=True)],
+            "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
+        if len(found["pixels"]) > 1:  # with grids, of which tokens have positions
+            found["position_ids"] = positions_of(micro).to(micro.device)
+        return found
 
     def hidden(self, lm, inputs):
         """Of the text part."""
@@ -57,13 +67,7 @@ class Seeing(Family):
 
     def plain_logits(self, lm, head, keep, inputs):
         """With the features in the same places: transformers looks for image tokens."""
-        text = self.parts(lm)[0]
-        inputs = self.embedded(lm, **inputs)
-        return head(text(**inputs, use_cache=False).last_hidden_state[:, keep])
-
-    def forbid(self, logits):
-        """rollout.py forbids its engine the same."""
-        logits.detach()[..., self.never] += NEVER  # a constant: without a gradient
+        return head(self.hidden(lm, inputs)[:, keep])
 
     def freeze(self, lm, args):
         """The tower, without --train_vision."""
@@ -74,17 +78,22 @@ class Seeing(Family):
         """Those with pictures."""
         return sorted(rows, key=lambda row: not row.pictures)
 
-    def trial(self, rows, tokens: int, length: int):
-        """With the pictures of the row that has most of them, as often as `tokens` have room."""
-        row = super().trial(rows, tokens, length)
+    def trial(self, rows, text_row):
+        """With the pictures of the row that has most for its tokens: the tower computes them as
+        often as the micro-batch has room for that row."""
         seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
             row.pictures.places) / len(row.prompt_ids))
-        if seen:
+        if not seen:
+            return text_row
+
+        def pictured(p: int, tokens: int):
             times = max(1, tokens // len(seen.prompt_ids))
-            row.pictures = seen.pictures._replace(
-                sources=seen.pictures.sources * times, positions=in_line(length).tolist(),
-                places=[i % length for i in range(times * len(seen.pictures.places))])
-        return row
+            places = [i % p for i in range(times * len(seen.pictures.places))]
+            return replace(seen, prompt_ids=[0] * p, pictures=seen.pictures._replace(
+                sources=seen.pictures.sources * times, places=places,
+                positions=in_line(p).tolist()))
+
+        return pictured
 
     def shape(self, lm) -> Shape:
         """With the tower's sizes."""
@@ -167,27 +176,7 @@ def tower_sizes(config, parts: list) -> Tower:
         deep=len(getattr(c, "deepstack_visual_indexes", ())))
 
 
-# ---- its inputs ----
-
-def pictures_of(config, micro) -> dict[str, torch.Tensor]:
-    """What `Seeing.embedded` needs of the pictures of a micro-batch: pixels, as the family
-    has them, and the places (n,) of their features in its packed input."""
-    pixels, places, start = [], [], 0
-    owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
-    for row in owners.values():  # each prompt once, in the order of batch.pack
-        prompt = micro.batch.samples[row].prompt.row
-        if prompt.pictures:
-            pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
-            places += [start + place for place in prompt.pictures.places]
-        start += len(prompt.prompt_ids)
-    if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
-        pixels = [FAMILIES[config.model_type].nothing(config)]
-    found = {"pixels": [torch.cat(part).to(micro.device) for part in zip(*pixels, strict=True)],
-             "places": torch.tensor(places, dtype=torch.long, device=micro.device)}
-    if len(found["pixels"]) > 1:  # with grids, of which tokens have positions
-        found["position_ids"] = positions_of(micro).to(micro.device)
-    return found
-
+# ---- positions ----
 
 def positions_of(micro) -> torch.Tensor:
     """(3, 1, S) in the order of batch.pack: time, row and column of each token. A completion goes
