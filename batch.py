@@ -222,8 +222,6 @@ class Completion:
     sampled: np.ndarray = None  # (T,) bool: not what a reply put in (turns.py)
     turns: list[dict] | None = None  # messages; None: one turn
     failed: bool = False  # its reply failed
-    steps: np.ndarray | None = None  # (T,) int32, of --carry: the step whose policy sampled it
-    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): the experts of each token
 
     def __post_init__(self):
         if self.sampled is None:
@@ -233,6 +231,10 @@ class Completion:
     def tokens(self) -> int:
         """The sampled ones."""
         return int(self.sampled.sum())
+
+    def shown(self) -> dict[str, list]:
+        """More of its tokens for samples/: lists with an item each."""
+        return {}
 
 
 @dataclass

@@ -103,7 +103,7 @@ def train(args: Args) -> int:
         with run.log.time("step"):
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
-                # 1. Rollout: G completions of each of P prompts. (--carry: parts/carry/ does it.)
+                # 1. Rollout: G completions of each of P prompts.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.

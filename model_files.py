@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 
 from errors import SettingsError, as_sentence
 from parts.experts import experts
-from parts.lora import lora
 from parts.pictures import seeing
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
@@ -135,7 +134,7 @@ def tensors(lm):
     """Yields (name, tensor) of what files have: parameters, and some buffers (Gemma 4)."""
     saved = lm.state_dict().keys()
     for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
-        if name in saved and not lora.is_adapter(name):
+        if name in saved:
             yield name, tensor
 
 

@@ -10,9 +10,10 @@ from batch import EVEN
 from dist import KEYS, assert_divisible
 from errors import Count, Positive, SettingsError, needed, outside
 from model import HEAD_LOGITS
+from parts import pairs
 from parts.experts import experts
 from parts.pictures import seeing
-from rollout import HELD, engine_limits
+from rollout import engine_limits
 
 
 @dataclass
@@ -51,6 +52,11 @@ def flags(args) -> dict[str, object]:
     for name, value in vars(args).items():
         found |= vars(value) if is_dataclass(value) else {name: value}
     return found
+
+
+def groups(args) -> list:
+    """The dataclasses of flags: args, and those in it."""
+    return [args, *filter(is_dataclass, vars(args).values())]
 
 
 def changed(args, **values):
@@ -132,9 +138,9 @@ class Plan:
         self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
-        if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
-            self.batches = [a.batch]
-            self.in_flight = a.batch * (1 + a.carry_args.carry)
+        for group in groups(a):
+            if hasattr(group, "sizes"):  # its flags make other ones
+                group.sizes(self)
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
             most = max(most, self.in_flight * a.group)
@@ -207,7 +213,7 @@ class Plan:
             yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
                    f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
         if self.in_flight > prompts:
-            yield f"  carry      {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
+            yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
         """How often a run keeps a checkpoint, and how much."""
@@ -230,17 +236,17 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
     n_rows, n_eval: rows to train and to evaluate on. shape, local_size: see Plan.
     """
     wrong, default = {}, flags(type(args)())
-    for group in (args, *filter(is_dataclass, vars(args).values())):
+    for group in groups(args):
         wrong |= outside(group)
     # Those of several flags see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
     values = flags(usable)
-    for group in (usable, *filter(is_dataclass, vars(usable).values())):
+    for group in groups(usable):
         found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)
-    return found
+    return found + pairs.problems(values, shape)
 
 
 # ---- memory ----
@@ -440,7 +446,7 @@ class Memory:
         work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
         work += 3 * 4 * seqs * shape.vocab  # three float32 copies of the logits
         if shape.tower:  # and the pixels that it holds
-            work += tokens * shape.tower.bytes(c, 0) + HELD * GIB
+            work += tokens * shape.tower.bytes(c, 0) + seeing.HELD * GIB
         block_tokens = 16 if card else 128
         kv = shape.head_dim * max(1, shape.kv_heads / e.tp)
         block = 2 * c * block_tokens * shape.layers * kv  # keys and values

@@ -159,13 +159,13 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", stub)
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     for routes in (True, False):
-        rollout.Engine(
+        engine = experts.mixing(rollout.Engine, routes)(
             "folder", World(0, 1, 0, 1, torch.device("cpu"), None, 1.0), rollout.EngineArgs(),
             tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
-            kv_cache=0, log=None, trained=[], routes=routes)
+            kv_cache=0, log=None, trained=[])
         assert given["enable_return_routed_experts"] == routes
     routes = np.zeros((5, 2, 2))
-    found = rollout.completion_of(SimpleNamespace(
+    found = engine.completion(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))
     assert found.routes is routes
@@ -173,10 +173,12 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
 
 def test_a_run_asks_its_engine_for_them(monkeypatch):
     given, it = {}, MagicMock()
-    it.inputs.eyes = None
-    monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
+    it.inputs.eyes = it.inputs.bridge = it.args.carry_args = None
+    it.args.lora_args.in_engine = bool
+    monkeypatch.setattr(experts, "mixing", lambda kind, replays: given.update(replays=replays) or (
+        MagicMock()))
     run.build_engine(it)
-    assert given["routes"] is it.args.expert_args.replay_routing
+    assert given["replays"] is it.args.expert_args.replay_routing
 
 
 def test_the_load_of_a_layer():

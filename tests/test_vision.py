@@ -37,7 +37,7 @@ from forked import PYTHON
 from learning import begin_with, difference
 from parts.lora import lora
 from parts.pictures import rows as pictured
-from parts.pictures import seeing
+from parts.pictures import seeing, worst
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
@@ -451,7 +451,8 @@ def tried(world, folder: Path) -> list[int]:
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     seeing.tower_of(module.lm)[0].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, row_of=worst.row_of(
+        rows, run.text_row))
     return [*tiles, len(rows[1].prompt_ids)]
 
 

@@ -16,14 +16,14 @@ import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from batch import to_device
+from batch import Completion, to_device
 from errors import not_default
 
 # What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
@@ -39,26 +39,14 @@ class ExpertArgs:
     """The policy's routers stay as they are."""
     replay_routing: bool = False
     """R3: the trainer uses the experts that the engine used. On GPU."""
+    fixed: ClassVar[tuple[str, ...]] = ("freeze_router",)
 
     def rules(self, plan):
         """See plan.problems."""
-        args = plan.args
         if plan.shape and not plan.shape.mixture:
             yield from (f"--{name} needs a model with experts." for name in not_default(self))
-        if self.freeze_router and args.lora_args.lora_rank:
-            yield ("--freeze_router is for routers that are trained, and with --lora_rank they are "
-                   "not: give one of them.")
-        if not self.replay_routing:
-            return
-        if args.turn_args.reply:
-            yield "--replay_routing is for one turn: of a reply's tokens no experts are known."
-        if args.carry_args and args.carry_args.carry:
-            yield ("--replay_routing is for completions of one round, and --carry goes on with "
-                   "them: give one of them.")
-        if args.teacher_prompt:
-            yield "--replay_routing has no experts for the prompts of --teacher_prompt."
-        if not args.needs_engine:
-            yield f"--replay_routing needs an engine, and {args.script} starts none."
+        if self.replay_routing and not plan.args.needs_engine:
+            yield f"--replay_routing needs an engine, and {plan.args.script} starts none."
 
 
 # ---- in a model ----
@@ -186,16 +174,54 @@ class Routing:
 
     def load(self, world, replay: bool) -> dict[str, float]:
         """The metrics of the load. A collective."""
-        if replay and any(sample.completion.routes is None for sample in self.batch.samples):
+        if replay and not all(map(has_routes, self.batch.samples)):
             raise RuntimeError("the engine did not tell its experts, which --replay_routing needs")
         return load_metrics(world.sum(self.counts.cpu().double()))
+
+
+# ---- in the engine ----
+
+@dataclass
+class Routed(Completion):
+    """A completion whose experts the engine told."""
+    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): of each token that is an input
+
+
+def mixing(kind: type, replays: bool) -> type:
+    """rollout.Engine → one of a model with experts. replays: it tells those of each token."""
+    class Mixing(kind):
+        def options(self, max_len):
+            return super().options(max_len) | {"enable_return_routed_experts": replays}
+
+        def take(self, weights):
+            if not self.on_gpu:
+                self.llm.apply_model(forget_packed_experts)
+            super().take(weights)
+
+        def completion(self, output):
+            return Routed(**vars(super().completion(output)), routes=output.routed_experts)
+
+    return Mixing
+
+
+def forget_packed_experts(model) -> None:
+    """Before new weights, on a CPU: vLLM packs those of experts only where it has no kernel for
+    them yet. The log-probs of others were wrong by 10 nats."""
+    for layer in model.modules():
+        if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
+            layer.quant_method.moe_kernel = None
+
+
+def has_routes(sample) -> bool:
+    """Whether the engine told its experts."""
+    return getattr(sample.completion, "routes", None) is not None
 
 
 def routes_of(micro):
     """(S, layers, k) of the tokens of a packed input, in the order of batch.pack. A prompt has
     those of the first completion of its group. None: there are no rows, or it is a trial."""
     samples, parts, owners = micro.batch.samples, [], []
-    if any(samples[row].completion.routes is None for row in micro.rows) or not micro.rows:
+    if not micro.rows or not all(map(has_routes, (samples[row] for row in micro.rows))):
         return None
     for row in micro.rows:
         owner, prompt, _ = micro.batch.sizes[row]

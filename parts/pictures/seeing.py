@@ -15,6 +15,7 @@ CLASSES = {kind: f"{name}ForConditionalGeneration" for kind, name in {
     "idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL"}.items()}  # of transformers
 FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in CLASSES}
+HELD = 2  # GiB of pictures' pixels that an engine holds at once
 NEVER = -100.0  # is added to the image token's logit: no policy samples it. vLLM's lowest
 
 
@@ -41,7 +42,7 @@ def train_tower(lm, on: bool) -> None:
 
 
 def forbid(lm, logits) -> None:
-    """In place (n, V), of a model that sees: rollout.py forbids its engine the same."""
+    """In place (n, V), of a model that sees: its engine forbids the same."""
     logits.detach()[..., lm.config.image_token_id] += NEVER  # a constant, so without a gradient
 
 
