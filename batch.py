@@ -164,30 +164,6 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
     return torch.cat(done).index_select(0, place)
 
 
-def put_in_rows(lm):
-    """In the place of the layers of a Qwen3.5 that have a state, layers that compute a packed input
-    row by row. All names stay."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
-
-    class Rows(Qwen3_5GatedDeltaNet):
-        def forward(self, hidden_states, packed: Packed | None = None, **inputs):
-            """(1, S, H) → the same. Each completion goes through it behind a copy of its prompt, so
-            nothing of a row reaches another."""
-            if packed is None:  # transformers' own
-                return super().forward(hidden_states, **inputs)
-            parts, place = packed.blocks
-            done = []
-            for _, row, prefix in parts:
-                out = super().forward(F.embedding(row, hidden_states[0]), **inputs)
-                done.append(out[:, prefix:].flatten(0, 1))
-            return torch.cat(done).index_select(0, place).unsqueeze(0)
-
-    for name, layer in [*lm.named_modules()]:
-        if isinstance(layer, Qwen3_5GatedDeltaNet):
-            with torch.device("meta"):
-                lm.set_submodule(name, Rows(lm.config, layer.layer_idx).to(lm.dtype))
-
-
 def gather(x, index):
     """(S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index] depends
     on the threads; that of F.embedding does not."""

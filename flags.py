@@ -27,6 +27,7 @@ from evaluate import EvalArgs
 from model import ModelArgs, OptimizerArgs
 from parts.experts.experts import ExpertArgs
 from parts.lora.lora import LoraArgs
+from parts.pictures.flags import PictureArgs
 from parts.turns.turns import TurnArgs
 from plan import PlanArgs
 from rewards import RewardArgs
@@ -285,6 +286,7 @@ class CommonArgs:
     model_args: ModelArgs = field(default_factory=ModelArgs)
     lora_args: LoraArgs = field(default_factory=LoraArgs)
     expert_args: ExpertArgs = field(default_factory=ExpertArgs)
+    picture_args: PictureArgs = field(default_factory=PictureArgs)
     optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
     reward_args: RewardArgs = field(default_factory=RewardArgs)
     turn_args: TurnArgs = field(default_factory=TurnArgs)

@@ -10,14 +10,21 @@ from pathlib import Path
 import torch
 from huggingface_hub import list_repo_files, snapshot_download
 from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
 
 from errors import SettingsError, as_sentence
-from parts.experts import experts
-from parts.pictures import seeing
+from family import Family, Shape
+from parts.experts.experts import Mixture
+from parts.pictures.seeing import Seeing
+from parts.states.states import Stateful
 
+FAMILIES = {kind: family for family in (  # by model_type; all others are a Family
+    Seeing,
+    Mixture,
+    Stateful,
+) for kind in family.types}
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
-STATES = ("qwen3_5_text",)  # batch.put_in_rows changes their layers
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
@@ -53,29 +60,37 @@ def fetch(model: str, weights: bool) -> str:
     return snapshot_download(model, revision=commit, allow_patterns=[*FILES, *wanted])
 
 
+def family_of(config) -> Family:
+    """What a model brings, by its config.json."""
+    return FAMILIES.get(config.model_type, Family)(config)
+
+
+def shape_from(lm) -> Shape:
+    """A model's sizes, with or without its weights."""
+    return family_of(lm.config).shape(lm)
+
+
 def config_of(folder: str, flag: str = "model"):
     """SettingsError where it is no language model that transformers loads from files. What else it
     asks for is compared when it runs (run.py)."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     check_small_files(folder, flag)
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
     kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
     rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
-    known = {name: it for name, it in CLASSES.items() if it.endswith(("CausalLM", "HeadModel"))}
-    known |= seeing.CLASSES
+    known = family_of(config).architecture
     for what, wrong in (
-            (f"model_type {kind}", kind not in known),
-            (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
+            (f"model_type {kind}", not known),
+            (f"architecture {classes}", classes != [known] * len(classes)),
             ("quantized weights", hasattr(config, "quantization_config")),
             ("transformers_weights", getattr(config, "transformers_weights", None)),
             ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
             (f"rotary type {rope and rope[0]}", rope)):  # it would depend on the longest row
         if wrong:
             raise SettingsError(
-                f"--{flag} {folder} has {what}, which is not supported. Would work: a causal "
-                f"language model of transformers, or a model of type {', '.join(seeing.CLASSES)}.")
+                f"--{flag} {folder} has {what}, which is not supported. Would work: "
+                f"{', '.join(['a causal language model of transformers', *FAMILIES])}.")
     return config
 
 
@@ -153,15 +168,17 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
                                 f"{twice[0]}. Would work: the files of one save.")
         shapes |= here
         homes |= dict.fromkeys(here, path)
-    found = {}
-    for name, shape in experts.shapes(lm, tensors(lm)).items():
-        tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
-                 name.replace("lm_head", "embed_out"),  # GPT-NeoX
-                 name.replace(".language_model", ""))  # Qwen2.5-VL
-        found[name] = next((other for other in tries if other in shapes), name)
-        if (there := shapes.get(found[name])) != shape:
-            raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
-                                f"{shape}; the *.safetensors have {there or 'none'}.")
+    found, family = {}, family_of(lm.config)
+    for own, p in tensors(lm):
+        for name, piece, _ in family.pieces(own, torch.empty(p.shape, device="meta")):
+            tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                     name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                     name.replace(".language_model", ""))  # files older than the class
+            shape = list(piece.shape)
+            found[name] = next((other for other in tries if other in shapes), name)
+            if (there := shapes.get(found[name])) != shape:
+                raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
+                                    f"{shape}; the *.safetensors have {there or 'none'}.")
     ignored = "|".join([*lm._keys_to_ignore_on_load_unexpected, *BUFFERS])
     for name in sorted(shapes.keys() - found.values()):
         twin = found.get(lm.all_tied_weights_keys.get(name))  # of a head that is tied, yet saved
@@ -181,8 +198,14 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 def load(lm, names: dict[str, str], folder: str):
     """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
-    here = experts.on_this_rank(lm, tensors(lm))
-    wanted = {names[name]: it for name, it in here.items() if name in names}
+    wanted = {}
+    for name, p in tensors(lm):
+        first, rows = 0, p.detach()
+        if isinstance(rows, DTensor):
+            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
+        for there, piece, start in family_of(lm.config).pieces(name, rows, first):
+            if there in names:
+                wanted[names[there]] = start, piece
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in wanted.keys() & file.keys():

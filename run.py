@@ -31,10 +31,7 @@ from inputs import Inputs, read_inputs
 from log import write_samples
 from parts.carry import carry
 from parts.distill.teacher import beside
-from parts.experts import experts
 from parts.lora import lora
-from parts.pictures import seeing, worst
-from parts.pictures.engine import looking
 from parts.turns import turns
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
@@ -92,14 +89,13 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Those of the first rows, pictures first, and one that is so long that the tokens after it
+    """Those of the first rows, and one that is so long that the tokens after it
     are the last ones that this run may have: what depends on the length (windows, scaled
     frequencies) shows there alone."""
-    rows = run.inputs.rows + run.inputs.eval_rows
-    rows = sorted(rows, key=lambda row: not row.pictures)[:ROWS]
-    hidden = {row.pictures.eyes.token for row in rows if row.pictures}
+    family = run.policy.family
+    rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
     words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
-             if i not in hidden]
+             if i not in family.never]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -159,11 +155,8 @@ def off_by_a_rounding(embedding, inputs, x):
 def plain_logprobs(policy, sample: Sample, heat: float, device):
     """(n,) of the sampled tokens, by transformers' own forward. heat: the temperature.
     A collective."""
-    module, lm = policy.module, policy.module.lm
-    micro = Micro(Batch([sample]), [0], device)  # one row: packed is as it is
-    seen = {"input_ids": micro.inputs["input_ids"]}
-    if seeing.sees(lm.config):
-        seen |= seeing.pictures_of(lm, micro)
+    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # packed is as it is
+    seen = {"input_ids": micro.inputs["input_ids"]} | module.family.inputs(micro)
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
         logits = module.plain_logits(micro.source, **seen)
@@ -179,9 +172,7 @@ def try_worst_case(run):
     wanted = run.args.run_args.try_worst_case
     if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
         return
-    row_of = text_row
-    if run.inputs.eyes:
-        row_of = worst.row_of(run.inputs.rows, text_row)
+    row_of = run.policy.family.trial(run.inputs.rows, text_row)
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
                            run.reference, run.critic, row_of)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
@@ -367,9 +358,9 @@ def build_models(args, world: dist.World, inputs: Inputs):
     def load(kind, source=source, **options):
         return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
-    policy = kind(load(logprobs), *shared, args.expert_args)
+    policy = kind(load(logprobs), *shared, args)
     if args.critic_args:
-        critic = model.Critic(load(values), *shared)
+        critic = model.Critic(load(values), *shared, args)
     if args.needs_reference and not inputs.teacher:
         reference = policy.beginning()
     if args.needs_reference and not reference:
@@ -381,11 +372,8 @@ def build_models(args, world: dist.World, inputs: Inputs):
 def build_engine(run: "Run") -> Engine:
     """The engine, asleep: the trainer has the GPU."""
     args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
-    models, kind = (run.policy, run.reference, run.critic), Engine
-    if inputs.eyes:
-        kind = looking(kind, inputs.eyes, inputs.rows + inputs.eval_rows)
-    if inputs.shape.mixture:
-        kind = experts.mixing(kind, args.expert_args.replay_routing)
+    models = run.policy, run.reference, run.critic
+    kind = run.policy.family.engine(Engine, args, inputs)
     if args.lora_args.in_engine(bfloat16):
         kind = lora.taking(kind, run.policy.config)
     if args.carry_args and args.carry_args.carry:

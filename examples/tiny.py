@@ -33,7 +33,7 @@ from transformers import (
 
 from errors import SettingsError
 from examples import guess
-from parts.experts.experts import pieces
+from model_files import family_of
 
 
 def sort_digits(rng, clumsy):
@@ -254,7 +254,7 @@ def build(folder, task="sort", seed=0):
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied: the embedding
     weights = {there: piece.clone() for name, p in weights.items()
-               for there, piece in pieces(model, name, p)}  # each expert alone
+               for there, piece, _ in family_of(model.config).pieces(name, p)}  # as files have it
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
 
 

@@ -22,6 +22,6 @@ PAIRS = {  # (flag, flag): why not both
 def problems(flags: dict, shape) -> list[str]:
     """A sentence for each pair that is on. flags: by name. shape: plan.Shape, if known."""
     on = {name for name, value in flags.items() if value}
-    if getattr(shape, "tower", None):
+    if shape and shape.kind == "pictures":
         on.add("sees")
     return [f"--{flag} {why}" for (flag, other), why in PAIRS.items() if {flag, other} <= on]

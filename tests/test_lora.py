@@ -18,8 +18,8 @@ from errors import SettingsError
 from examples import tiny
 from families import ROOT
 from forked import PYTHON
+from model_files import shape_from
 from parts.lora import lora
-from plan import shape_from
 from ranks import results
 from shapes import shape_of
 

@@ -25,6 +25,7 @@ import data
 import families
 import grpo
 import inputs
+import learning
 import model
 import model_files
 import plan
@@ -36,12 +37,12 @@ from errors import SettingsError
 from examples import squares
 from forked import PYTHON
 from learning import difference
+from model_files import family_of, shape_from
 from parts.lora import lora
 from parts.pictures import rows as pictured
-from parts.pictures import seeing, worst
-from parts.pictures.engine import parts_of
+from parts.pictures import seeing
+from parts.pictures.engine import HELD, parts_of
 from parts.pictures.rows import Pictures
-from plan import shape_from
 from ranks import results
 from rollout import Request
 from test_vision import expected, fabricate, flat, naive, png, read, updates
@@ -163,7 +164,7 @@ def test_a_processor_of_another_model_is_refused(folder):
 def test_equal_pictures_of_a_group_count_once_in_a_call(folder):
     """The parts of a call are cut by the tokens that pictures have, not by the most."""
     rows = read(folder, *({"prompt": "q", "image": f"{name}.png"} for name in "ab"), kind="split")
-    half = seeing.HELD * 2**30 // 2
+    half = HELD * 2**30 // 2
     requests, large = ([
         Request(row.prompt_ids, i, row=replace(row, pictures=row.pictures._replace(bytes=size)))
         for row in (*rows, *rows) for i in range(3)] for size in (half, half + 1))
@@ -196,7 +197,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
     lm = model.skeleton(str(folder / "split"))
     shape, moments = shape_from(lm), []
     assert shape.params == sum(p.numel() for p in lm.parameters())
-    tower, = seeing.tower_of(lm)
+    tower, = family_of(lm.config).parts(lm)[1:]
     assert shape.tower.params == sum(p.numel() for p in tower.parameters())
     assert shape.tower.layer == sum(p.numel() for p in tower.blocks[0].parameters())
     for trained in False, True:
@@ -215,7 +216,7 @@ def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
                            np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
     seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
     rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
-    samples = [run.sample(row.prompt_ids, np.arange(n), row.pictures)
+    samples = [learning.sample(row, np.arange(n))
                for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
     found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
     line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
@@ -265,10 +266,10 @@ def tried(world, folder: Path) -> list[int]:
     module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     rows, patches = read(folder, {"prompt": "q", "image": "a.png"}, kind="split"), []
-    seeing.tower_of(module.lm)[0].register_forward_pre_hook(
+    family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, given: patches.append(len(given[0])))
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, row_of=worst.row_of(
-        rows, run.text_row))
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.trial(rows, run.text_row))
     return [*patches, len(rows[0].prompt_ids)]
 
 

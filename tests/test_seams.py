@@ -15,6 +15,7 @@ import data
 import dist
 import distill
 import errors
+import family
 import grpo
 import inputs
 import model
@@ -269,10 +270,10 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "eyes": None, "shape": SimpleNamespace(mixture=None), "ends": [4],
-                                **inputs})
+                                "ends": [4], **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
-                   Stream(inputs.rows, given.seed), *[None] * 4)
+                   Stream(inputs.rows, given.seed), None,
+                   SimpleNamespace(family=family.Family(None)), None, None)
 
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):

@@ -14,7 +14,9 @@ import torch
 
 import dist
 import families
+import grpo
 import model
+import plan
 import run
 from checkpoint import export_model
 from parts.lora import lora
@@ -64,7 +66,8 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     if rank:
         kind, _, made_of = lora.kinds(adapters, source, source)
     module = model.build(kind, source, world, weights)
-    policy = made_of(module, world, weights, model.OptimizerArgs(train_vision=not rank))
+    policy = made_of(module, world, weights, model.OptimizerArgs(),
+                     plan.changed(grpo.Args(), train_vision=not rank))
     made = fabricate(path, "split")
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
     engine = engine_of(source, world, policy, rows, int(tp),

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import model
+from model_files import family_of
 from parts.lora import lora
-from parts.pictures import seeing
 
 
 class Float64(TorchFunctionMode):
@@ -59,7 +59,7 @@ def build(kind, folder: str, world, args, *others, adapters=None, **options):
 
     def skeleton(*given):
         lm = shipped(*given)
-        for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+        for part in family_of(lm.config).parts(lm):
             widen(part)
         return lm
 

@@ -54,12 +54,16 @@ class LoraArgs:
             yield (f"--lora_rank must be at most {most} (got {self.lora_rank}): vLLM takes no "
                    "larger adapter. Would work: --lora_sync merged, which needs none.")
         if shape and {*self.lora_targets} - {"all-linear", *shape.linears}:
-            experts = "; experts take no adapters" if shape.mixture else ""
             yield (f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
-                   f"{' '.join(self.lora_targets)}{experts}).")
-        elif shape and not shape.adapter(self):
+                   f"{' '.join(self.lora_targets)}).")
+        elif shape and not self.added(shape):
             yield ("--lora_rank finds no torch.nn.Linear to adapt: --lora_targets names none, or "
                    "the model has none. Would work: --lora_targets all-linear, or --lora_rank 0.")
+
+    def added(self, shape) -> int:
+        """Parameters of the adapters of a model with this Shape. 0: all weights are trained."""
+        layer = sum(n for name, n in shape.linears.items() if self.chosen(name))
+        return self.lora_rank * shape.layers * layer
 
     def in_engine(self, bfloat16: bool) -> bool:
         """Whether the engine gets the adapter itself."""

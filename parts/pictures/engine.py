@@ -1,6 +1,8 @@
 """engine.py: an engine for a model that sees: it gets the pictures of a prompt beside its ids."""
+from family import NEVER
 from parts.pictures.eyes import opened
-from parts.pictures.seeing import HELD, NEVER
+
+HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
 
 def looking(kind: type, eyes, rows: list) -> type:
