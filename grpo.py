@@ -206,7 +206,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))  # of a gradient 0 too: momentum goes on
-    # policy.metrics: of experts, if the model has some.
+    # policy.metrics: of the model's family.
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 

@@ -329,7 +329,7 @@ SHORT.maxstring = 140  # characters
 
 
 def token_row(s: Sample, decode) -> dict:
-    """Lists with an item a token. Its numbers are 0 if a reply put it in. decode: the tokenizer's.
+    """Lists with an item a token. Its numbers are 0 if nobody sampled it. decode: the tokenizer's.
     """
     ids, sampled = s.completion.ids.tolist(), s.completion.sampled
     advantages = np.zeros(len(ids))

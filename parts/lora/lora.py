@@ -107,7 +107,7 @@ class Lora(nn.Linear):
 
 def adapted(kind: type, args: LoraArgs) -> type:
     """model.LogprobModel or ValueModel → the same with frozen weights, and adapters beside them."""
-    class Adapted(kind):
+    class WithAdapters(kind):
         frozen = True
 
         def __init__(self, lm, head_chunk: int):
@@ -117,7 +117,7 @@ def adapted(kind: type, args: LoraArgs) -> type:
         def start(self, seed: int):
             start(self.lm, seed)
 
-    return Adapted
+    return WithAdapters
 
 
 class Adapted(Policy):

@@ -7,7 +7,7 @@ HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
 def looking(kind: type, eyes, rows: list) -> type:
     """rollout.Engine → one that sees. rows: of all data. None has more pictures in a prompt."""
-    most = max((len(row.pictures.sources) for row in rows if row.pictures), default=0)
+    most = max((len(it.sources) for it in map(pictures_in, rows) if it), default=0)
 
     class Looking(kind):
         def options(self, max_len):
@@ -27,7 +27,7 @@ def looking(kind: type, eyes, rows: list) -> type:
         def prompts(self, requests):
             """One token for each picture, of which vLLM makes more itself. Of ids that are those of
             a tile already it would make still more, and say nothing."""
-            found, seen = super().prompts(requests), [*map(pictures_of, requests)]
+            found, seen = super().prompts(requests), [pictures_in(r.row) for r in requests]
             images = {it: [*map(opened, it)] for it in {p.sources for p in seen if p}}  # once
             for prompt, pictures in zip(found, seen, strict=True):
                 if pictures:
@@ -46,16 +46,16 @@ def looking(kind: type, eyes, rows: list) -> type:
     return Looking
 
 
-def pictures_of(request):
-    """Of its prompt, or None."""
-    return getattr(request.row, "pictures", None)
+def pictures_in(row):
+    """Of a data.Row, or None."""
+    return getattr(row, "pictures", None)
 
 
 def parts_of(requests: list) -> list[list]:
     """Parts whose pixels fit. Those of a group count once."""
     parts, room, seen = [[]], HELD * 2**30, set()
     for request in requests:
-        pictures = pictures_of(request)
+        pictures = pictures_in(request.row)
         if pictures and pictures.sources not in seen:
             if parts[-1] and pictures.bytes > room:
                 parts, room, seen = [*parts, []], HELD * 2**30, set()
