@@ -135,7 +135,7 @@ def test_the_plan_counts_the_adapters_and_names_the_targets(tmp_path, name, targ
         return
     lora.put_in(lm, args.lora_args, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
-    assert not wrong and shape.adapter(args.lora_args) == sum(sizes) > 0
+    assert not wrong and args.lora_args.added(shape) == sum(sizes) > 0
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
 
 
