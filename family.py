@@ -140,6 +140,10 @@ class Family:
 
     # ---- before the first step ----
 
+    def engine(self, kind: type, args, inputs) -> type:
+        """rollout.Engine, or a class that extends it. inputs: inputs.Inputs."""
+        return kind
+
     def first(self, rows: list[Row]) -> list[Row]:
         """In the order in which engine, trainer and transformers are compared."""
         return rows

@@ -21,7 +21,7 @@ from errors import Mistakes, SettingsError, as_sentence
 from model_files import family_of, shape_from
 from parts.distill.teacher import add_teacher_prompts
 from parts.pictures import rows as pictured
-from parts.pictures.seeing import FAMILIES, HELD, sees
+from parts.pictures.seeing import FAMILIES, sees
 from parts.sft import targets
 from parts.turns import turns
 from plan import GIB, Memory, Plan, Shape, problems
@@ -42,18 +42,6 @@ class Inputs:
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
     eyes: object = None  # of a model that sees: idefics3.Eyes, and those of other families
     ends: list[int] = field(default_factory=list)  # ids that end a completion
-
-    @property
-    def for_pictures(self) -> dict:
-        """The engine's options for them. {}: the model sees none."""
-        if not self.eyes:
-            return {}
-        most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
-                    if row.pictures), default=0)
-        # vLLM's own normalization would have noise for a mean, by load_format="dummy".
-        return {"limit_mm_per_prompt": {"image": max(1, most), "video": 0},
-                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
-                "mm_processor_kwargs": {"size": self.eyes.size}}
 
 
 def show_plan(args) -> int:

@@ -2,6 +2,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,8 +19,6 @@ from dist import World
 from errors import SettingsError, as_sentence
 from family import NEVER
 from model_files import config_of, family_of, load, names_in_files
-from parts.lora import lora
-from parts.lora.lora import LoraArgs
 
 # ---- log-probs ----
 
@@ -195,16 +194,13 @@ def compute_dtype(args: ModelArgs, device: torch.device):
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
-def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True,
-          adapters: LoraArgs | None = None, seed: int = 0):
+def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True, seed: int = 0):
     """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. Master weights are at
-    least float32; what is not trained has none."""
+    least float32; what is not trained has none. seed: of what no file has."""
     compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
-    lm = skeleton(folder, compute if adapters else master)
+    lm = skeleton(folder, compute if kind.frozen else master)
     names = names_in_files(lm, folder)
-    if adapters:
-        lora.put_in(lm, adapters, master)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
@@ -222,7 +218,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
             lm.base_model._init_weights(module)
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             setattr(module, name, getattr(module, name).to(compute))
-    lora.start(lm, seed)
+    root.start(seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
@@ -260,7 +256,15 @@ def hidden_states(family, lm, inputs, source):
     return family.hidden(lm, inputs).flatten(0, 1).index_select(0, source)
 
 
-class LogprobModel(nn.Module):
+class Model(nn.Module):
+    """A language model."""
+    frozen = False  # its weights stay, so they need no float32
+
+    def start(self, seed: int):
+        """Fills, after `to_empty`, the parameters that are in no file."""
+
+
+class LogprobModel(Model):
     """A causal language model. Its forward gives log-probs."""
 
     def __init__(self, lm, head_chunk: int):
@@ -298,7 +302,7 @@ class LogprobModel(nn.Module):
         return logits[0]
 
 
-class ValueModel(nn.Module):
+class ValueModel(Model):
     """The same base with a scalar head."""
 
     def __init__(self, lm, head_chunk: int):
@@ -370,11 +374,8 @@ class Policy(Trained):
         self.family.follow(lm, flags)
         super().__init__(module, world, model_args, args)
         self.metrics: dict[str, float] = {}  # the family's, of the last update
-        self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
-                        if isinstance(layer, lora.Lora)}
-        self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
-        if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
-            self.left_out.add("lm_head.weight")
+        # vLLM refuses Gemma 2's tied head.
+        self.left_out = {"lm_head.weight"} if type(lm).__name__.startswith("Gemma2") else set()
 
     def run(self, micro: Micro, *inputs):
         """As Trained.run, in what the family puts around it."""
@@ -398,18 +399,25 @@ class Policy(Trained):
         with torch.no_grad():
             return self.run(micro, micro.targets, 1.0, "none", hidden_alone)
 
-    def weights(self, dtype=None, merge: bool = True):
-        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.
-        merge: with what adapters add."""
-        device = self.world.device
-        for name, value in self.module.lm.state_dict().items():  # names tied weights twice
-            to = dtype or value.dtype
-            if merge and name in self.adapted:
-                value = self.adapted[name].merged(device)
+    def weights(self, dtype=None):
+        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
+        for name, stored in self.module.lm.state_dict().items():  # names tied weights twice
             if name in self.left_out:
                 continue
-            for there, piece, _ in self.family.pieces(name, whole(value.to(device, to))):
+            value = self.in_use(name, stored).to(self.world.device, dtype or stored.dtype)
+            for there, piece, _ in self.family.pieces(name, whole(value)):
                 yield there, piece
+
+    def in_use(self, name: str, value):
+        """The weight of this name as the model computes with it. value: as it is stored."""
+        return value
+
+    def beginning(self):
+        """The model that training started from, if its weights are still here. Else None."""
+        return None
+
+    def export(self, folder: Path):
+        """Writes to `folder` what is trained apart from the model: nothing."""
 
 
 class Critic(Trained):

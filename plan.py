@@ -51,6 +51,11 @@ def flags(args) -> dict[str, object]:
     return found
 
 
+def groups(args) -> list:
+    """The dataclasses of flags: args, and those in it."""
+    return [args, *filter(is_dataclass, vars(args).values())]
+
+
 def changed(args, **values):
     """A copy of args with other values, in groups too."""
     for name, group in vars(args).items():
@@ -130,9 +135,9 @@ class Plan:
         self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
-        if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
-            self.batches = [a.batch]
-            self.in_flight = a.batch * (1 + a.carry_args.carry)
+        for group in groups(a):
+            if hasattr(group, "sizes"):  # its flags make other ones
+                group.sizes(self)
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
             most = max(most, self.in_flight * a.group)
@@ -205,7 +210,7 @@ class Plan:
             yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
                    f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
         if self.in_flight > prompts:
-            yield f"  carry      {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
+            yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
         """How often a run keeps a checkpoint, and how much."""
@@ -228,13 +233,13 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
     n_rows, n_eval: rows to train and to evaluate on. shape, local_size: see Plan.
     """
     wrong, default = {}, flags(type(args)())
-    for group in (args, *filter(is_dataclass, vars(args).values())):
+    for group in groups(args):
         wrong |= outside(group)
     # Those of several flags see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
     values = flags(usable)
-    for group in (usable, *filter(is_dataclass, vars(usable).values())):
+    for group in groups(usable):
         found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)

@@ -21,18 +21,18 @@ import model
 import plan
 import rewards
 from batch import Batch, Completion, Micro, Sample
-from checkpoint import export_adapter, export_model
+from checkpoint import export_model
 from data import Prompt, Row, Stream
 from dist import cut, peak_memory
 from errors import Mistakes, SettingsError
 from evaluate import held_out_metrics, sampled_metrics
 from flags import CommonArgs
-from inputs import Inputs, is_tiny, read_inputs
+from inputs import Inputs, read_inputs
 from log import write_samples
-from parts.carry.carry import Carry
+from parts.carry import carry
 from parts.distill.teacher import beside
 from parts.lora import lora
-from parts.turns.turns import Episodes
+from parts.turns import turns
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
 from rollout import Engine, Request, hash_seed
@@ -108,7 +108,7 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
     if run.engine:
         with run.engine.generating(run.policy):
             requests = [Request(p.row.prompt_ids, hash_seed(run.args.seed, "compare", p.position),
-                                room, p.row.pictures) for p in prompts]
+                                room, p.row) for p in prompts]
             done = run.engine.generate(requests, run.args.temperature)
         engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
     else:
@@ -330,14 +330,9 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     settings: of the next checkpoint. A collective."""
     scorer = rewards.Pool(list(args.reward), args.reward_args)  # its processes start now
     scorer.progress["max_steps"] = args.steps
-    policy, reference, critic, adapter = build_models(args, world, inputs)
-    stream, carry, episodes = Stream(inputs.rows, args.seed), None, None
-    if args.carry_args and args.carry_args.carry:
-        carry = Carry(args, stream)
-    if args.needs_engine and inputs.bridge:
-        episodes = Episodes(args, inputs.bridge, world, run_log)
-    run = Run(args, world, inputs, run_log, settings, stream, scorer, policy, reference, critic,
-              adapter, carry, episodes, start=saved.state["step"] if saved else 0,
+    policy, reference, critic = build_models(args, world, inputs)
+    run = Run(args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer,
+              policy, reference, critic, start=saved.state["step"] if saved else 0,
               kl_coef=getattr(args, "kl_reward_coef", 0.0))
     if args.needs_engine:
         run.engine = build_engine(run)
@@ -352,43 +347,45 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 
 def build_models(args, world: dist.World, inputs: Inputs):
-    """(policy, reference, critic, adapter_config.json): None where the run has none. The critic is
-    of ppo.py. The reference is the teacher, or the starting model."""
+    """(policy, reference, critic): None where the run has none. The critic is of ppo.py. The
+    reference is the teacher, or the starting model."""
     source, shared = inputs.source, (world, args.model_args, args.optimizer_args)
-    adapters = args.lora_args if args.lora_args.lora_rank else None
-    critic = reference = adapter = None
+    logprobs, values, kind = model.LogprobModel, model.ValueModel, model.Policy
+    if args.lora_args.lora_rank:
+        logprobs, values, kind = lora.kinds(args.lora_args, args.model, source)
+    critic = reference = None
 
     def load(kind, source=source, **options):
         return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
-    policy = load(model.LogprobModel, adapters=adapters)
-    policy = model.Policy(policy, *shared, args)
+    policy = kind(load(logprobs), *shared, args)
     if args.critic_args:
-        critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared, args)
-    if args.needs_reference and adapters and not args.teacher:
-        reference = lora.Base(policy)  # the same weights without the adapters
-    elif args.needs_reference:
+        critic = model.Critic(load(values), *shared, args)
+    if args.needs_reference and not inputs.teacher:
+        reference = policy.beginning()
+    if args.needs_reference and not reference:
         teacher = load(model.LogprobModel, inputs.teacher or source, trained=False)
         reference = model.Policy(teacher, *shared)
-    if adapters:
-        base = source if is_tiny(args.model) else args.model
-        adapter = lora.peft_config(policy.module.lm, adapters, base)
-    return policy, reference, critic, adapter
+    return policy, reference, critic
 
 
 def build_engine(run: "Run") -> Engine:
     """The engine, asleep: the trainer has the GPU."""
     args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
     models = run.policy, run.reference, run.critic
-    engine = Engine(
+    kind = run.policy.family.engine(Engine, args, inputs)
+    if args.lora_args.in_engine(bfloat16):
+        kind = lora.taking(kind, run.policy.config)
+    if args.carry_args and args.carry_args.carry:
+        kind = carry.carrying(kind, carry.Carry(args, run.stream))
+    if inputs.bridge:
+        kind = turns.playing(kind, turns.Episodes(args, inputs.bridge, run.world, run.log))
+    engine = kind(
         inputs.source, run.world, args.engine_args, tokenizer=inputs.tokenizer,
         eos_ids=inputs.ends, log=run.log,
         trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
         max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
-        adapter=run.adapter if args.lora_args.in_engine(bfloat16) else None,
-        kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
-        episodes=run.episodes, carry=run.carry, routes=args.expert_args.replay_routing,
-        eyes=inputs.eyes, pictures=inputs.for_pictures)
+        kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     engine.sleep()
     return engine
 
@@ -404,11 +401,8 @@ class Run:
     stream: Stream
     scorer: rewards.Pool
     policy: model.Policy
-    reference: model.Policy | lora.Base | None
+    reference: object  # a Policy, or what computes log-probs as one does; None: it is not needed
     critic: model.Critic | None  # of ppo.py
-    adapter: dict | None  # adapter_config.json, with --lora_rank
-    carry: Carry | None  # with --carry
-    episodes: Episodes | None  # of several turns
     engine: Engine | None = None  # sft.py has none
     stop: dist.Stop | None = None  # --eval_only has none
     start: int = 0  # steps done
@@ -453,8 +447,8 @@ class Run:
         state = saved.state
         checkpoint.load(saved, self.world, self.trained)
         self.stream.position = state["position"]
-        if self.carry:
-            self.carry.restore(state["flight"], self.inputs.rows)
+        if self.engine:
+            self.engine.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
         before = state["settings"].get("kl_reward_coef")  # another one begins anew
         if self.args.critic_args and self.args.kl_target is not None and (
@@ -485,8 +479,8 @@ class Run:
         folder = self.log.folder / "checkpoints"
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "settings": self.settings}
-        if self.carry:
-            state["flight"] = self.carry.state()
+        if self.engine:
+            state |= self.engine.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 
@@ -521,18 +515,15 @@ class Run:
         return int(missed)
 
     def export(self):
-        """The policy to model/, adapters alone to adapter/ too. A collective."""
+        """The policy to model/. A collective."""
         export_model(self.policy, self.inputs.source, self.log.folder / "model",
                      self.inputs.ends)
-        if self.adapter:
-            export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
+        self.policy.export(self.log.folder)
 
     def close(self):
         """Ends workers and engine. A collective."""
         self.log.close()
         self.scorer.close()
-        if self.episodes:
-            self.episodes.workers.close()
         if self.engine:
             self.engine.close()
         else:

@@ -1,13 +1,14 @@
 """pairs.py: which parts do not go together: the one place where two parts know of each other."""
 
 TEXT = "is for models that read text alone, and --model sees pictures."
+WHOLE = "needs whole completions, and --carry stops them between rounds: give one of them."
 PAIRS = {  # (flag, flag): why not both
     ("carry", "sees"): TEXT,
     ("reply", "sees"): "is for models that read text alone: --model sees pictures, and answers in "
                        "one turn.",
     ("teacher_prompt", "sees"): TEXT,
-    ("reply", "carry"): "needs whole completions, and --carry stops them between rounds: give one "
-                        "of them.",
+    ("reply", "carry"): WHOLE,
+    ("stop", "carry"): WHOLE,
     ("replay_routing", "reply"): "is for one turn: of a reply's tokens no experts are known.",
     ("replay_routing", "carry"): "is for completions of one round, and --carry goes on with them: "
                                  "give one of them.",

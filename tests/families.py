@@ -18,6 +18,7 @@ import torch
 
 import data
 import dist
+import grpo
 import model
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
@@ -197,11 +198,12 @@ def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
                         weights, model.OptimizerArgs())
 
 
-def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, **more) -> Engine:
+def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, kind=Engine) -> Engine:
     log = SimpleNamespace(time=lambda name: nullcontext(), count=False)
-    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
-                  max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
-                  trained=[policy], tokenizer=None, log=log, **more)
+    kind = policy.family.engine(kind, grpo.Args(), SimpleNamespace())
+    return kind(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
+                max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
+                trained=[policy], tokenizer=None, log=log)
 
 
 def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):

@@ -2,7 +2,6 @@
 import copy
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import model
 import plan
 import reference
 import rollout
-import run
 from batch import Batch
 from checkpoint import export_model
 from dist import World
@@ -160,24 +158,23 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", stub)
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     for routes in (True, False):
-        rollout.Engine(
+        engine = experts.mixing(rollout.Engine, routes)(
             "folder", World(0, 1, 0, 1, torch.device("cpu"), None, 1.0), rollout.EngineArgs(),
             tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
-            kv_cache=0, log=None, trained=[], routes=routes)
+            kv_cache=0, log=None, trained=[])
         assert given["enable_return_routed_experts"] == routes
     routes = np.zeros((5, 2, 2))
-    found = rollout.completion_of(SimpleNamespace(
+    found = engine.completion(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))
     assert found.routes is routes
 
 
 def test_a_run_asks_its_engine_for_them(monkeypatch):
-    given, it = {}, MagicMock()
-    it.inputs.eyes = None
-    monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
-    run.build_engine(it)
-    assert given["routes"] is it.args.expert_args.replay_routing
+    monkeypatch.setattr(experts, "mixing", lambda *given: given)
+    for replays in True, False:
+        args = plan.changed(grpo.Args(), replay_routing=replays)
+        assert experts.Mixture.engine(None, "kind", args, None) == ("kind", replays)
 
 
 def test_the_load_of_a_layer():

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,9 +41,10 @@ from model_files import family_of, shape_from
 from parts.lora import lora
 from parts.pictures import rows as pictured
 from parts.pictures import seeing
+from parts.pictures.engine import HELD, parts_of
 from parts.pictures.rows import Pictures
 from ranks import results
-from rollout import HELD, Request, parts_of
+from rollout import Request
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
 
@@ -163,10 +165,10 @@ def test_equal_pictures_of_a_group_count_once_in_a_call(folder):
     """The parts of a call are cut by the tokens that pictures have, not by the most."""
     rows = read(folder, *({"prompt": "q", "image": f"{name}.png"} for name in "ab"), kind="split")
     half = HELD * 2**30 // 2
-    requests = [Request(row.prompt_ids, i, pictures=row.pictures._replace(bytes=half))
-                for row in (*rows, *rows) for i in range(3)]
+    requests, large = ([
+        Request(row.prompt_ids, i, row=replace(row, pictures=row.pictures._replace(bytes=size)))
+        for row in (*rows, *rows) for i in range(3)] for size in (half, half + 1))
     assert [len(part) for part in parts_of(requests)] == [12]
-    large = [r._replace(pictures=r.pictures._replace(bytes=half + 1)) for r in requests]
     assert [len(part) for part in parts_of(large)] == [3, 3, 3, 3]
     assert rows[0].pictures.bytes == 3 * 64 * 96 + 24 * 12 * 2 * 16**2
     assert [len(part) for part in parts_of([Request([1], 0)])] == [1] and parts_of([]) == [[]]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from batch import to_device
+from batch import Completion, to_device
 from errors import not_default
 from family import Family, Shape
 
@@ -39,6 +39,7 @@ class ExpertArgs:
     """The policy's routers stay as they are."""
     replay_routing: bool = False
     """R3: the trainer uses the experts that the engine used. On GPU."""
+    fixed: ClassVar[tuple[str, ...]] = ("freeze_router",)
 
     def rules(self, plan):
         """See plan.problems."""
@@ -179,13 +180,53 @@ class Mixture(Family):
             self.counts[layer].scatter_add_(0, used, torch.ones_like(used))
         return logits, weights, chosen
 
+    def engine(self, kind, args, inputs):
+        """With replay it tells the experts of each token."""
+        return mixing(kind, args.expert_args.replay_routing)
+
     def metrics(self, world) -> dict[str, float]:
         """The load."""
-        if self.replays and any(s.completion.routes is None for s in self.batch.samples):
+        if self.replays and not all(map(has_routes, self.batch.samples)):
             raise RuntimeError("the engine did not tell its experts, which --replay_routing needs")
         return load_metrics(world.sum(self.counts.cpu().double()))
 
 
+# ---- in the engine ----
+
+@dataclass
+class Routed(Completion):
+    """A completion whose experts the engine told."""
+    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): of each token that is an input
+
+
+def mixing(kind: type, replays: bool) -> type:
+    """rollout.Engine → one of a model with experts. replays: it tells those of each token."""
+    class Mixing(kind):
+        def options(self, max_len):
+            return super().options(max_len) | {"enable_return_routed_experts": replays}
+
+        def take(self, weights):
+            if not self.on_gpu:
+                self.llm.apply_model(forget_packed_experts)
+            super().take(weights)
+
+        def completion(self, output):
+            return Routed(**vars(super().completion(output)), routes=output.routed_experts)
+
+    return Mixing
+
+
+def forget_packed_experts(model) -> None:
+    """Before new weights, on a CPU: vLLM packs those of experts only where it has no kernel for
+    them yet. The log-probs of others were wrong by 10 nats."""
+    for layer in model.modules():
+        if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
+            layer.quant_method.moe_kernel = None
+
+
+def has_routes(sample) -> bool:
+    """Whether the engine told its experts."""
+    return getattr(sample.completion, "routes", None) is not None
 def blocks(lm) -> list[nn.Module]:
     """The mixtures, by layer."""
     return [module for module in lm.modules() if hasattr(module, "experts")]
@@ -195,7 +236,7 @@ def routes_of(micro):
     """(S, layers, k) of the tokens of a packed input, in the order of batch.pack. A prompt has
     those of the first completion of its group. None: there are no rows, or it is a trial."""
     samples, parts, owners = micro.batch.samples, [], []
-    if any(samples[row].completion.routes is None for row in micro.rows) or not micro.rows:
+    if not micro.rows or not all(map(has_routes, (samples[row] for row in micro.rows))):
         return None
     for row in micro.rows:
         owner, prompt, _ = micro.batch.sizes[row]

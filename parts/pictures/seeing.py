@@ -12,11 +12,11 @@ from torch import nn
 
 from family import Family, Shape
 from parts.pictures import idefics3, qwen2_vl
+from parts.pictures.engine import HELD, looking
 
 NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
          "qwen3_vl": "Qwen3VL"}  # of transformers
 FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES}
-HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
 
 def sees(config) -> bool:
@@ -73,6 +73,10 @@ class Seeing(Family):
         """The tower, without --train_vision."""
         for part in self.parts(lm)[1:]:
             part.requires_grad_(args is not None and args.picture_args.train_vision)
+
+    def engine(self, kind, args, inputs):
+        """With the pictures of a prompt beside its ids."""
+        return looking(kind, inputs.eyes, inputs.rows + inputs.eval_rows)
 
     def first(self, rows):
         """Those with pictures."""

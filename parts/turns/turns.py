@@ -8,6 +8,7 @@ Ids are only appended: what was sampled is never decoded and encoded again. See 
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from os.path import commonprefix
 from typing import ClassVar, NamedTuple
 
@@ -19,7 +20,7 @@ from data import Prompt, Row, ids_after, marks_of, reader, texts_of
 from errors import Count, SettingsError
 from parts.turns.replies import Move
 from rewards import Answer, Pool, check_rows, report
-from rollout import Request
+from rollout import Request, hash_seed
 
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
@@ -253,6 +254,28 @@ class Episodes:
         append(c, ids, np.zeros(len(ids)), False)
         c.turns += messages
         return True
+
+
+def playing(kind: type, episodes: Episodes) -> type:
+    """rollout.Engine → one whose completions are episodes."""
+    class Playing(kind):
+        def sample(self, prompts, group, temperature, purpose="train"):
+            samples = super().sample(prompts, group, temperature, purpose)
+
+            def seed(i: int, turn: int) -> int:
+                return hash_seed(
+                    self.seed, purpose, samples[i].prompt.position, i % group, turn)
+
+            with self.log.time("rollout"):
+                episodes.play([s.prompt for s in samples], [s.completion for s in samples],
+                              partial(self.complete, temperature=temperature), seed)
+            return samples
+
+        def close(self):
+            episodes.workers.close()
+            super().close()
+
+    return Playing
 
 
 def append(c: Completion, ids, logprobs, sampled: bool) -> None:
