@@ -94,8 +94,7 @@ def prompts_of(run) -> list[Prompt]:
     frequencies) shows there alone."""
     family = run.policy.family
     rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
-    words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
-             if i not in family.never]
+    words = [i for row in rows for i in row.ids if i not in family.never]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -361,10 +360,10 @@ def build_models(args, world: dist.World, inputs: Inputs):
     policy = kind(load(logprobs), *shared, args)
     if args.critic_args:
         critic = model.Critic(load(values), *shared, args)
-    if args.needs_reference and not inputs.teacher:
+    if args.needs_reference and not inputs.reference:
         reference = policy.beginning()
     if args.needs_reference and not reference:
-        teacher = load(model.LogprobModel, inputs.teacher or source, trained=False)
+        teacher = load(model.LogprobModel, inputs.reference or source, trained=False)
         reference = model.Policy(teacher, *shared)
     return policy, reference, critic
 

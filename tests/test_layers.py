@@ -6,10 +6,10 @@ from tracked import ROOT, tracked
 
 ORDER = """errors verifiers parts.turns.replies parts.judges.waiting parts.pairs worker dist losses
            rewards data batch family parts.pictures.eyes parts.pictures.idefics3
-           parts.pictures.qwen2_vl parts.pictures.engine parts.pictures.seeing parts.pictures.flags
-           parts.pictures.rows parts.experts.experts parts.states.states model_files model rollout
-           parts.turns.turns parts.carry.carry parts.sft.targets parts.distill.teacher plan inputs
-           log parts.lora.lora checkpoint evaluate flags run grpo ppo sft
+           parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine parts.pictures.seeing
+           parts.pictures.flags parts.experts.experts parts.states.states model_files model rollout
+           parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets plan inputs
+           parts.distill.teacher log parts.lora.lora checkpoint evaluate flags run grpo ppo sft
            distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 
