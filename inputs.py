@@ -149,7 +149,7 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         return folder
     if sketches:
         tokenizer = tiny.make_tokenizer()
-        lm = tiny.make_mixture(tokenizer) if task == "experts" else tiny.make_model(tokenizer)
+        lm = tiny.make(task, tokenizer)
         for part in lm.config, lm.generation_config, tokenizer:
             part.save_pretrained(f"{sketches}/{task}")
         return f"{sketches}/{task}"
