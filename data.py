@@ -189,16 +189,6 @@ class DataArgs:
     """The user's message, with {question} or any {column} filled in."""
     system: str | None = None
     """A system message, put before the prompt."""
-    max_image_tokens: int = 0
-    """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
-    min_image_tokens: int = 0
-    """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
-
-    def rules(self, plan):
-        """See plan.problems."""
-        for name in "max_image_tokens", "min_image_tokens":
-            if getattr(self, name) and plan.shape and not plan.shape.tower:
-                yield f"--{name} must be 0: --model sees no pictures."
 
 
 @dataclass

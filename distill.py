@@ -79,9 +79,6 @@ class Args(ClipArgs, CommonArgs):
             yield from (f"--{name} is for the loss of sampled tokens, which --divergence without "
                         "--reward_coef has not. Would work: without it."
                         for name in not_default(self) if name in sampled)
-        if plan.shape and plan.shape.tower and self.teacher_prompt:
-            yield ("--teacher_prompt is for models that read text alone, and --model sees "
-                   "pictures.")
         yield from super().rules(plan)
 
 

@@ -29,6 +29,7 @@ from parts.experts.experts import ExpertArgs
 from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
 from parts.pictures import reading
+from parts.pictures.flags import PictureArgs
 from parts.turns.turns import TurnArgs
 from plan import PlanArgs
 from rewards import Pool, RewardArgs
@@ -287,6 +288,7 @@ class CommonArgs:
     model_args: ModelArgs = field(default_factory=ModelArgs)
     lora_args: LoraArgs = field(default_factory=LoraArgs)
     expert_args: ExpertArgs = field(default_factory=ExpertArgs)
+    picture_args: PictureArgs = field(default_factory=PictureArgs)
     optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
     reward_args: RewardArgs = field(default_factory=RewardArgs)
     judge_args: JudgeArgs = field(default_factory=JudgeArgs)

@@ -17,9 +17,9 @@ import model_files
 import rewards
 from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
-from parts.experts import experts
+from model_files import family_of, shape_from
 from parts.turns import turns
-from plan import GIB, Memory, Plan, Shape, problems, shape_from
+from plan import GIB, Memory, Plan, Shape, problems
 
 
 @dataclass
@@ -76,7 +76,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     bridge = turns.find_bridge(args, files, everything)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
-    mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
+    mistakes += model_limits(args, files.lm.config, everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
                   notes, Plan(args, *counts), waits, ends=files.ends, bridge=bridge)
@@ -150,7 +150,7 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         return folder
     if sketches:
         tokenizer = tiny.make_tokenizer()
-        lm = tiny.make_mixture(tokenizer) if task == "experts" else tiny.make_model(tokenizer)
+        lm = tiny.make(task, tokenizer)
         for part in lm.config, lm.generation_config, tokenizer:
             part.save_pretrained(f"{sketches}/{task}")
         return f"{sketches}/{task}"
@@ -195,23 +195,16 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model or its engine cannot take."""
-    found, vocab = [], config.vocab_size
+    found, text = [], config.get_text_config()
+    vocab = text.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
-    room = getattr(config, "max_position_embeddings", None)
+    room = getattr(text, "max_position_embeddings", None)
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
-    on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
-    adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
-    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
-        found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
-                     "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
-    if on_cpu and args.expert_args.replay_routing:
-        found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
-    if on_cpu and adapts and config.model_type in experts.NAMES:
-        found.append("--lora_sync adapter needs a GPU for a model with experts. Would work: "
-                     "--lora_sync merged.")
+    if not (torch.cuda.is_available() or args.plan_args.plan):
+        found += family_of(config).cpu_limits(args)
     for row in rows:
         largest = max(row.ids, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine

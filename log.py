@@ -329,7 +329,7 @@ SHORT.maxstring = 140  # characters
 
 
 def token_row(s: Sample, decode) -> dict:
-    """Lists with an item a token. Its numbers are 0 if a reply put it in. decode: the tokenizer's.
+    """Lists with an item a token. Its numbers are 0 if nobody sampled it. decode: the tokenizer's.
     """
     ids, sampled = s.completion.ids.tolist(), s.completion.sampled
     advantages = np.zeros(len(ids))
@@ -337,11 +337,9 @@ def token_row(s: Sample, decode) -> dict:
     numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
     # Some tokenizers drop a space at the start: a token's text is the second of two.
     texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
-    row = {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
-        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
-    if s.completion.steps is not None:  # of --carry
-        row["steps"] = s.completion.steps.tolist()
-    return row
+    return {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
+        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()
+        } | s.completion.shown()
 
 
 def sample_row(s: Sample, decode=None) -> dict:

@@ -208,7 +208,7 @@ def test_a_stop_string_may_be_a_special_token(monkeypatch):
     import rollout
     made, tokenizer, engine = [], tags_in(tiny.make_tokenizer()), object.__new__(rollout.Engine)
     engine.args, engine.max_tokens = rollout.EngineArgs(stop=("</answer>",)), 9
-    engine.eos_ids, engine.bar, engine.request, engine.eyes = [2], False, None, None
+    engine.eos_ids, engine.bar = [2], False
     engine.llm = SimpleNamespace(generate=lambda prompts, params, **named: made.extend(params))
     engine.outputs([rollout.Request([5], 1)], 1.0)
     known = {name: None for name in EngineCoreRequest.__struct_fields__}

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist losses rewards
-           parts.judges.pool data
-           parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.rows
-           parts.pictures.seeing batch parts.lora.lora parts.experts.experts model_files model
-           rollout parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets plan
-           inputs parts.distill.teacher log checkpoint evaluate flags run grpo ppo sft
+ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting parts.pairs dist losses
+           rewards parts.judges.pool data batch family parts.pictures.eyes parts.pictures.idefics3
+           parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine parts.pictures.seeing
+           parts.pictures.flags parts.experts.experts parts.states.states model_files model rollout
+           parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets plan inputs
+           parts.distill.teacher log parts.lora.lora checkpoint evaluate flags run grpo ppo sft
            distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 

@@ -175,7 +175,7 @@ class Shipped:
     def learn(self, setting: Setting, args) -> dict:
         """What comes out of a setting's steps."""
         folder = setting.folder("policy")
-        policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args.expert_args)
+        policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args)
         critic = before = None
         if args.needs_reference and args.lora_args.lora_rank and not args.teacher:
             before = lora.Base(policy)

@@ -49,23 +49,25 @@ def flags_of(kind) -> dict[str, object]:
 def test_what_is_fixed_is_a_flag_or_a_fact():
     every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
     assert FIXED - every == FACTS
+    kept = {name for module in SCRIPTS.values() for name in checkpoint.fixed(module.Args())}
+    assert kept - every == FACTS and "lora_rank" in kept - FIXED
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
-    flags = flags_of(SCRIPTS[script].Args)
+    flags, fixed = flags_of(SCRIPTS[script].Args), checkpoint.fixed(SCRIPTS[script].Args())
     state = {"step": 7, "settings": json.loads(json.dumps(flags))}
     for name, value in flags.items():
         saved = checkpoint.Saved(tmp_path / "step_7", copy.deepcopy(state))
         other = {bool: not value, tuple: ["another"], str: "another"}.get(type(value), 17)
         changed, text = flags | {name: other}, f"{name} was {saved.state['settings'][name]}"
-        if name in FIXED:
+        if name in fixed:
             with pytest.raises(SettingsError) as caught:
-                checkpoint.check(saved, changed, flags)
+                checkpoint.check(saved, changed, flags, fixed)
             assert f"{text} and is now {other}" in str(caught.value), name
             assert str(caught.value).endswith("Would work: those of before, or another --name.")
             continue
-        said = checkpoint.check(saved, changed, flags).changed
+        said = checkpoint.check(saved, changed, flags, fixed).changed
         expected = f"resumed with --{name} {other} (was {state['settings'][name]}) from step 8 on"
         assert said == [expected], name
     assert checkpoint.check(saved, flags, flags).changed == []
@@ -89,11 +91,12 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
     (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
+    fixed = checkpoint.fixed(plan.changed(grpo.Args(), **now))
     if refused:
         with pytest.raises(SettingsError, match=refused):
-            checkpoint.check(saved, now)
+            checkpoint.check(saved, now, fixed=fixed)
     else:
-        assert checkpoint.check(saved, now).changed == [
+        assert checkpoint.check(saved, now, fixed=fixed).changed == [
             "resumed with max_tokens 5 (was 9) from step 3 on"]
 
 

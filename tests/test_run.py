@@ -41,7 +41,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
     vars(it).update(
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, settings={},
         start=4, kl_coef=0.0, stream=MagicMock(), stop=stop, said=[],
-        policy=None, critic=None, adapter=None, engine=None, episodes=None, carry=None,
+        policy=MagicMock(), critic=None, engine=None,
         scorer=MagicMock(),
         inputs=SimpleNamespace(eval_rows=[1], source="source", ends=[]))
     it.stream.state = dict
@@ -137,10 +137,10 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: loaded.append(all))
 
     def ppo(kl_reward_coef: float) -> run.Run:
-        it = made(tmp_path, "--keep", "3", carry=MagicMock(), kl_coef=kl_reward_coef, settings={
+        it = made(tmp_path, "--keep", "3", engine=MagicMock(), kl_coef=kl_reward_coef, settings={
             "kl_reward_coef": kl_reward_coef}, stream=SimpleNamespace(position=0))
         it.args.critic_args, it.args.kl_target, it.inputs.rows = True, 0.1, ["a row"]
-        it.carry.state.return_value = ["a group"]
+        it.engine.state.return_value = {"flight": ["a group"]}
         return it
 
     it, again = ppo(0.1), ppo(now)
@@ -152,7 +152,8 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     again.restore(found)
     assert loaded == [(found, again.world, again.trained)]
     assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (coef, 2, 7)
-    again.carry.restore.assert_called_once_with(["a group"], ["a row"])
+    again.engine.restore.assert_called_once_with(found.state, ["a row"])
+    assert found.state["flight"] == ["a group"]
 
 
 @pytest.mark.parametrize("steps, flags, after", [

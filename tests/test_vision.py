@@ -35,13 +35,13 @@ from errors import SettingsError
 from examples import squares, tiny
 from forked import PYTHON
 from learning import begin_with, difference
+from model_files import family_of, shape_from
 from parts.lora import lora
 from parts.pictures import reading, seeing
 from parts.pictures import rows as pictured
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
-from plan import shape_from
 from ranks import results
 from rewards import Score
 from shapes import shape_of
@@ -227,7 +227,7 @@ def test_the_tower_is_measured_on_its_layers(kind):
     config = AutoConfig.for_model(kind)
     config.get_text_config().pad_token_id = None  # Idefics3's is beyond its vocabulary
     with torch.device("meta"):
-        tower = seeing.tower_sizes(AutoModelForImageTextToText.from_config(config))
+        tower = shape_from(AutoModelForImageTextToText.from_config(config)).tower
     c = config.vision_config
     hidden = c.embed_dim if kind == "qwen2_vl" else c.hidden_size
     inner = {"qwen2_vl": 4 * hidden, "qwen2_5_vl": 2 * getattr(c, "intermediate_size", 0)}.get(
@@ -292,7 +292,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder)
     lm = model.skeleton(str(folder / "one"))
     shape, moments = shape_from(lm), []
     assert shape.params == sum(p.numel() for p in lm.parameters())
-    tower = sum(p.numel() for part in seeing.tower_of(lm) for p in part.parameters())
+    tower = sum(p.numel() for part in family_of(lm.config).parts(lm)[1:] for p in part.parameters())
     for trained in False, True:
         args = plan.changed(grpo.Args(), train_vision=trained)
         parts = plan.Memory(plan.Plan(args, 1, 8, 0), shape, None).parts
@@ -342,7 +342,8 @@ def naive(lm, sample: Sample):
         if hasattr(found, "deepstack_features"):
             given |= {"visual_pos_masks": spots, "deepstack_visual_embeds": [
                 torch.cat([*part]) for part in found.deepstack_features]}
-    hidden = seeing.text_of(lm)(inputs_embeds=x, **given).last_hidden_state[0, -len(ids) - 1:-1]
+    text = family_of(lm.config).parts(lm)[0]
+    hidden = text(inputs_embeds=x, **given).last_hidden_state[0, -len(ids) - 1:-1]
     logits = lm.lm_head(hidden)
     logits[:, lm.config.image_token_id] -= 100  # never sampled
     return logits.log_softmax(-1)
@@ -351,7 +352,7 @@ def naive(lm, sample: Sample):
 def in_float64(source: Path):
     from transformers import AutoModelForImageTextToText
     lm = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float64)
-    for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+    for part in family_of(lm.config).parts(lm):
         float64.widen(part)
     return lm
 
@@ -388,7 +389,7 @@ def updates(world, folder: Path, kind: str) -> list:
                             update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
                             train_vision=trains)
         module = float64.build(model.LogprobModel, str(folder / kind), world, args.model_args)
-        policy = Spy(module, world, args.model_args, args.optimizer_args)
+        policy = Spy(module, world, args.model_args, args.optimizer_args, args)
         grpo.learn(args, world, policy, samples, lr=1e-3)
         first = policy.gradient
         grpo.learn(args, world, policy, samples, lr=1e-3)
@@ -449,9 +450,10 @@ def tried(world, folder: Path) -> list[int]:
     module = float64.build(model.LogprobModel, str(folder / "one"), world, args.model_args)
     policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
-    seeing.tower_of(module.lm)[0].register_forward_pre_hook(
+    family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.trial(rows, run.text_row))
     return [*tiles, len(rows[1].prompt_ids)]
 
 

@@ -6,7 +6,7 @@ from data import DataArgs, Row, make_row, marks_of
 from errors import SettingsError
 from inputs import ModelFiles, open_model
 from model import Teacher
-from plan import shape_from
+from model_files import shape_from
 
 
 def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> ModelFiles:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from os.path import commonprefix
 from typing import ClassVar, NamedTuple
 
@@ -23,7 +24,7 @@ from data import Prompt, Row, ids_after, marks_of, reader, texts_of
 from errors import Count, SettingsError
 from parts.turns.replies import Move
 from rewards import Answer, Pool, check_rows, file_of, report
-from rollout import Request
+from rollout import Request, hash_seed
 from worker import ROOT, Part
 
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
@@ -44,9 +45,6 @@ class TurnArgs:
         paid = {"environment", "turns"} & {spec.partition(":")[0] for spec in plan.args.reward}
         if paid and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
-        if self.reply and plan.shape and plan.shape.tower:
-            yield ("--reply is for models that read text alone: --model sees pictures, and answers "
-                   "in one turn.")
 
 
 class ReplyPool(Pool):
@@ -315,6 +313,28 @@ class Episodes:
         append(c, ids, np.zeros(len(ids)), False)
         c.turns += messages
         return True
+
+
+def playing(kind: type, episodes: Episodes) -> type:
+    """rollout.Engine → one whose completions are episodes."""
+    class Playing(kind):
+        def sample(self, prompts, group, temperature, purpose="train"):
+            samples = super().sample(prompts, group, temperature, purpose)
+
+            def seed(i: int, turn: int) -> int:
+                return hash_seed(
+                    self.seed, purpose, samples[i].prompt.position, i % group, turn)
+
+            with self.log.time("rollout"):
+                episodes.play([s.prompt for s in samples], [s.completion for s in samples],
+                              partial(self.complete, temperature=temperature), seed)
+            return samples
+
+        def close(self):
+            episodes.workers.close()
+            super().close()
+
+    return Playing
 
 
 def append(c: Completion, ids, logprobs, sampled: bool) -> None:
