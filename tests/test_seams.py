@@ -453,6 +453,7 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
     class Kind(model.Model):
         def __init__(self, lm, chunk):
             super().__init__()
+            self.family = family.Family(None)
 
     def shard(root, layers, mesh, compute, master, checkpointing, offload):
         seen.append((checkpointing, offload))
