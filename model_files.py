@@ -146,16 +146,20 @@ def shards_of(index: Path) -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name, tensor) of what files have: parameters, and some buffers (Gemma 4)."""
-    saved = lm.state_dict().keys()
-    for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
+    """Yields (name, tensor, its first row there) of what files have, and this rank: parameters, and
+    some buffers (Gemma 4)."""
+    saved, family = lm.state_dict().keys(), family_of(lm.config)
+    for name, p in (*lm.named_parameters(), *lm.named_buffers()):
+        first, rows = 0, p.detach()
+        if isinstance(rows, DTensor):
+            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
         if name in saved:
-            yield name, tensor
+            yield from family.pieces(name, rows, first)
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter or buffer: its name in the files}, whose headers alone are read. SettingsError:
-    they lack a tensor, or have one that the model does not take."""
+    """{parameter or buffer: its name in the files}, whose headers alone are read. lm: not sharded.
+    SettingsError: they lack a tensor, or have one that the model does not take."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
@@ -168,17 +172,15 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
                                 f"{twice[0]}. Would work: the files of one save.")
         shapes |= here
         homes |= dict.fromkeys(here, path)
-    found, family = {}, family_of(lm.config)
-    for own, p in tensors(lm):
-        for name, piece, _ in family.pieces(own, torch.empty(p.shape, device="meta")):
-            tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
-                     name.replace("lm_head", "embed_out"),  # GPT-NeoX
-                     name.replace(".language_model", ""))  # files older than the class
-            shape = list(piece.shape)
-            found[name] = next((other for other in tries if other in shapes), name)
-            if (there := shapes.get(found[name])) != shape:
-                raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
-                                    f"{shape}; the *.safetensors have {there or 'none'}.")
+    found = {}
+    for name, tensor, _ in tensors(lm):
+        tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
+                 name.replace("lm_head", "embed_out"),  # GPT-NeoX
+                 name.replace(".language_model", ""))  # in older files
+        found[name] = next((other for other in tries if other in shapes), name)
+        if (there := shapes.get(found[name])) != [*tensor.shape]:
+            raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
+                                f"{[*tensor.shape]}; the *.safetensors have {there or 'none'}.")
     ignored = "|".join([*lm._keys_to_ignore_on_load_unexpected, *BUFFERS])
     for name in sorted(shapes.keys() - found.values()):
         twin = found.get(lm.all_tied_weights_keys.get(name))  # of a head that is tied, yet saved
@@ -198,14 +200,7 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 def load(lm, names: dict[str, str], folder: str):
     """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
-    wanted = {}
-    for name, p in tensors(lm):
-        first, rows = 0, p.detach()
-        if isinstance(rows, DTensor):
-            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
-        for there, piece, start in family_of(lm.config).pieces(name, rows, first):
-            if there in names:
-                wanted[names[there]] = start, piece
+    wanted = {names[name]: (first, rows) for name, rows, first in tensors(lm) if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in wanted.keys() & file.keys():
