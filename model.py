@@ -416,6 +416,10 @@ class Policy(Trained):
         """The model that training started from, if its weights are still here. Else None."""
         return None
 
+    def engine(self, kind: type, args, inputs) -> type:
+        """rollout.Engine, or a class that extends it for this policy. inputs: inputs.Inputs."""
+        return self.family.engine(kind, args, inputs)
+
     def export(self, folder: Path):
         """Writes to `folder` what is trained apart from the model: nothing."""
 

@@ -357,8 +357,7 @@ class Memory:
         """Bytes while it samples, and while it sleeps. It sets `cache` and `holds`."""
         e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
         weights = c * shape.params / e.tp
-        if self.args.lora_args.in_engine(c == 2):  # else adapters are merged into the weights
-            weights += c * self.added
+        weights += self.args.lora_args.engine_bytes(shape, c)
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
         work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)

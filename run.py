@@ -372,9 +372,7 @@ def build_engine(run: "Run") -> Engine:
     """The engine, asleep: the trainer has the GPU."""
     args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
     models = run.policy, run.reference, run.critic
-    kind = run.policy.family.engine(Engine, args, inputs)
-    if args.lora_args.in_engine(bfloat16):
-        kind = lora.taking(kind, run.policy.config)
+    kind = run.policy.engine(Engine, args, inputs)
     if args.carry_args and args.carry_args.carry:
         kind = carry.carrying(kind, carry.Carry(args, run.stream))
     if inputs.bridge:
