@@ -32,7 +32,7 @@ from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
 FIXED = frozenset("""carry dtype freeze_router group lora_alpha lora_rank lora_targets model_files
-    precision rows script seed teacher_files train_vision""".split())
+    precision reference_files rows script seed train_vision""".split())
 
 
 class Saved(NamedTuple):
@@ -152,7 +152,7 @@ def facts(args, inputs, world: World) -> dict:
     """Beside the flags, the same on all ranks."""
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
-            "teacher_files": digest_of_files(inputs.teacher),
+            "reference_files": digest_of_files(inputs.reference),
             "precision": str(compute_dtype(args.model_args, world.device)),
             **code_digests(plan.flags(args))}
 

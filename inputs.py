@@ -2,7 +2,7 @@
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from parts.pictures import rows as pictured
 from parts.pictures.seeing import FAMILIES, sees
 from parts.sft import targets
 from parts.turns import turns
-from plan import GIB, Memory, Plan, Shape, problems, shape_from
+from plan import GIB, Plan, Shape, problems, shape_from
 from rollout import HELD
 
 
@@ -34,7 +34,7 @@ class Inputs:
     source: str  # the model's folder
     tokenizer: object
     shape: Shape
-    teacher: str | None  # the folder of --teacher
+    reference: str | None  # the folder of the reference; None: that of the model
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
@@ -61,7 +61,7 @@ def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
     with TemporaryDirectory() as sketches:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
-    planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     print(found.plan.text())
     return int(found.shape.fused and not planned.fits)
@@ -83,14 +83,10 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     for it; None: now. sketches: see find_model.
     """
     needs, notes = check_flags(args, ranks, local_size), []
-    files = load_model(args, notes, began, sketches)
-    shape, teacher, eyes = files.shape, None, None
-    args.choose_rates(shape.params)
-    if args.teacher:
-        teacher, of_teacher = find_teacher(args, files, sketches)
-        shape = replace(shape, teacher=of_teacher)
+    files, eyes = args.load_model(notes, began, sketches), None
+    args.choose_rates(files.shape.params)
     if sees(files.lm.config):
-        eyes = find_eyes(args, files.lm, files.folder, teacher)
+        eyes = find_eyes(args, files.lm, files.folder, files.reference)
 
     rows = load_rows(args, "data", args.seed, files, eyes, notes)
     eval_rows = load_rows(args, "eval_data", 0, files, eyes, notes)  # for any --seed
@@ -98,15 +94,15 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     if args.teacher_prompt:
         add_teacher_prompts(rows, files.tokenizer, args.data_args, args.teacher_prompt)
     rewards.check_rows(
-        needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
+        needs, everything if args.needs_rollouts and not args.eval_args.eval_only else eval_rows)
     bridge = find_bridge(args, files, everything)
 
-    counts = ranks, len(rows), len(eval_rows), shape, local_size
+    counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
     mistakes.stop()
-    return Inputs(files.folder, files.tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes, ends=files.ends)
+    return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
+                  notes, bridge, Plan(args, *counts), eyes=eyes, ends=files.ends)
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> list:
@@ -129,6 +125,7 @@ class ModelFiles(NamedTuple):
     folder: str
     lm: object  # model.skeleton
     ends: list[int] = []  # ids that end a completion
+    reference: str | None = None  # the folder of another model, which is the reference
 
     @property
     def vocab(self) -> int:
@@ -147,7 +144,7 @@ def load_model(args, notes: list[str], began: str | None = None,
 
 
 def open_model(name: str, flag: str, sketches: str | None = None):
-    """The value of --model or --teacher → (its folder, the model without weights, tokenizer)."""
+    """A model's name → (its folder, the model without weights, tokenizer)."""
     folder = find_model(name, flag, sketches)
     lm = model.skeleton(folder, flag=flag)
     if not sketches or Path(name).is_dir():
@@ -161,7 +158,7 @@ def is_tiny(name: str) -> bool:
 
 
 def find_model(name: str, flag: str = "model", sketches: str | None = None) -> str:
-    """The value of --model or --teacher → its folder. Where it is not here, it is made or fetched.
+    """A model's name → its folder. Where it is not here, it is made or fetched.
     sketches: with --plan, where models of tiny.py are made; then all of it comes but weights."""
     if not is_tiny(name):
         return model_files.find(name, flag, weights=not sketches)
@@ -183,21 +180,6 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         return tiny.ensure("runs", task)
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
-
-
-def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> tuple[str, Shape]:
-    """--teacher → its folder and sizes. SettingsError unless it has the vocabulary of the model,
-    whose `files` these are."""
-    folder, lm, tokenizer = open_model(args.teacher, "teacher", sketches)
-    if tokenizer.get_vocab() != files.tokenizer.get_vocab():
-        raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
-                            f"{args.model}: their tokenizers differ.")
-    rows = lm.config.get_text_config().vocab_size
-    if args.divergence != "none" and rows != files.vocab:
-        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
-                            f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
-                            "Would work: --divergence none.")
-    return folder, shape_from(lm)
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
@@ -226,7 +208,7 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
-    if not found and args.supervised:
+    if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
         notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
@@ -331,7 +313,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     card: bytes of this rank's GPU; None: it has none.
     """
     args, free = found.plan.args, 0.0 if card else free_bytes() / local_size
-    planned = Memory(found.plan, found.shape, card, free)
+    planned = args.memory(found.plan, found.shape, card, free)
     found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache

@@ -8,4 +8,5 @@ pictures/   models that see
 carry/      completions that go on in the next step (--carry)
 sft/        which tokens of a chat sft.py learns
 distill/    a teacher beside the policy, for distill.py
+report/     the page of a run (--report)
 """

@@ -29,7 +29,7 @@ from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
-FACTS = {"script", "rows", "model_files", "teacher_files", "precision"}  # no flags
+FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
 
 
 def flags_of(kind) -> dict[str, object]:

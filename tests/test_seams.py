@@ -271,7 +271,7 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "eyes": None, "for_pictures": {}, "ends": [4],
+                                "eyes": None, "for_pictures": {}, "ends": [4], "reference": None,
                                 **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
                    Stream(inputs.rows, given.seed), *[None] * 7)
@@ -298,7 +298,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
         loaded.append((kind, folder, options))))
     monkeypatch.setattr(model, "Policy", lambda *given: None)
     monkeypatch.setattr(model, "Critic", lambda *given: None)
-    it = run_of(tmp_path, given, source="start", teacher=teacher and "teacher")
+    it = run_of(tmp_path, given, source="start", reference=teacher and "teacher")
     run.build_models(given, it.world, it.inputs)
     own = dict(seed=3, adapters=None)
     critic = [] if teacher else [(model.ValueModel, "start", own)]

@@ -1,20 +1,42 @@
-"""teacher.py: for distill.py: a teacher beside the policy, and the prompts of --teacher_prompt."""
+"""teacher.py: for distill.py: the teacher, its memory, and the prompts of --teacher_prompt."""
 from dataclasses import replace
 
+import inputs
+import plan
 from batch import Batch
 from data import DataArgs, Row, make_row, marks_of
 from errors import SettingsError
-from model import Teacher
+
+HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside plan.UPDATE_HEAD
 
 
-def beside(teacher, micro, temperature: float, kind: str) -> Teacher | None:
-    """A teacher, a model.Policy or lora.Base, on this micro-batch. kind "none": None. Its head is
-    whole from now on, until teacher.module.reshard(): the policy's backward calls it too."""
-    if kind == "none":
-        return None
-    hidden, model = teacher.hidden(micro), teacher.module  # (n, H)
-    model.unshard()
-    return Teacher(hidden, model.head, temperature / model.scale, kind)
+def with_teacher(args, files: inputs.ModelFiles, sketches: str | None = None):
+    """`files` of the model → with --teacher as the reference. SettingsError unless it has the
+    vocabulary of the model."""
+    folder, lm, tokenizer = inputs.open_model(args.teacher, "teacher", sketches)
+    if tokenizer.get_vocab() != files.tokenizer.get_vocab():
+        raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
+                            f"{args.model}: their tokenizers differ.")
+    rows = lm.config.get_text_config().vocab_size
+    if args.divergence != "none" and rows != files.vocab:
+        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
+                            f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
+                            "Would work: --divergence none.")
+    return files._replace(
+        reference=folder, shape=replace(files.shape, reference=plan.shape_from(lm)))
+
+
+class TeacherMemory(plan.Memory):
+    """With --divergence an update also has the teacher's head and hidden states."""
+
+    def micro_batch(self, phase: plan.Phase) -> tuple[float, float]:
+        """See plan.Memory."""
+        layers, logits = super().micro_batch(phase)
+        if phase.name != "update" or self.args.divergence == "none":
+            return layers, logits
+        teacher = self.shape.reference or self.shape
+        more = self.c * (teacher.root + phase.tokens * teacher.hidden)
+        return layers + more, logits * (1 + HEAD / plan.UPDATE_HEAD)
 
 
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:

@@ -101,11 +101,6 @@ class Base:
         with self.without():
             return self.policy.logprobs(*args)
 
-    def hidden(self, micro):
-        """As Policy.hidden."""
-        with self.without():
-            return self.policy.hidden(micro)
-
     @contextmanager
     def without(self):
         """In it, the layers compute without their adapters."""
