@@ -16,12 +16,18 @@ import torch
 import dist
 import losses
 from batch import Batch, Meter, Micro, Sample, sample_metrics
+from data import Row
 from dist import World
 from errors import not_default
 from flags import ClipArgs, CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
-from parts.distill.teacher import behind_teacher_prompts, beside
+from parts.distill.teacher import (
+    add_teacher_prompts,
+    behind_teacher_prompts,
+    beside,
+    find_teacher,
+)
 from rewards import score_samples
 from run import set_up
 
@@ -44,6 +50,18 @@ class Args(ClipArgs, CommonArgs):
     needs_reward: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True  # the teacher
+
+    def find_reference(self, files, sketches: str | None):
+        """See CommonArgs."""
+        return find_teacher(self, files, sketches) if self.teacher else files
+
+    def load_rows(self, flag: str, *given, **options) -> list[Row]:
+        """See CommonArgs. Rows to train on have the prompts of --teacher_prompt."""
+        rows, files = super().load_rows(flag, *given, **options), given[1]
+        if flag == "data" and self.teacher_prompt:
+            rows = add_teacher_prompts(
+                rows, files.tokenizer, self.data_args, self.teacher_prompt)
+        return rows
 
     def rules(self, plan):
         """See plan.problems."""

@@ -5,10 +5,11 @@ from pathlib import Path
 from tracked import ROOT, tracked
 
 ORDER = """errors verifiers parts.turns.replies parts.judges.waiting worker dist losses rewards data
-           parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.seeing
-           parts.pictures.rows batch parts.lora.lora parts.experts.experts model_files model rollout
-           parts.turns.turns parts.carry.carry parts.sft.targets parts.distill.teacher plan inputs
-           log checkpoint evaluate flags run grpo ppo sft distill""".split()  # the lowest first
+           parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.rows
+           parts.pictures.seeing batch parts.lora.lora parts.experts.experts model_files model
+           rollout parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets plan
+           inputs parts.distill.teacher log checkpoint evaluate flags run grpo ppo sft
+           distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 
 
