@@ -261,8 +261,8 @@ class Batch:
         self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
             row = sample.prompt.row
-            if last != (row.prompt_ids, row.pictures):  # equal neighbours share a prompt
-                owner, last = i, (row.prompt_ids, row.pictures)
+            if last != row.seen:  # equal neighbours share a prompt
+                owner, last = i, row.seen
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:

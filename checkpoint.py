@@ -137,7 +137,7 @@ def check(saved: Saved, settings: dict, flags=()) -> Saved:
     before = was.get("row_digests", rows)  # an older checkpoint has none
     if not wrong and rows != before:
         first = next(new for new, old in zip(rows, before, strict=True) if new != old)[0]
-        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or picture"]
+        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or a file of it"]
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Would work: those of before, or another --name.")
@@ -163,14 +163,9 @@ def digest(value) -> str:
 
 
 def row_digests(rows: list) -> list:
-    """[index, digest] of each row: of all that the loop gets."""
-    found = []
-    for row in rows:
-        files = [sampled(it) if isinstance(it, str) else it
-                 for it in (row.pictures.sources if row.pictures else ())]
-        parts = row.prompt_ids, row.answer, row.columns, row.target, row.teacher_ids, files
-        found.append([row.index, digest(json.dumps(parts, default=str, skipkeys=True))])
-    return found
+    """[index, digest] of each row."""
+    return [[row.index, digest(json.dumps(row.digested(sampled), default=str, skipkeys=True))]
+            for row in rows]
 
 
 def digest_of_files(folder: str | None) -> str:

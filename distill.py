@@ -16,6 +16,7 @@ import torch
 import dist
 import losses
 from batch import Batch, Meter, Micro, Sample, sample_metrics
+from data import Row
 from dist import World
 from errors import not_default
 from flags import ClipArgs, CommonArgs, parse
@@ -24,8 +25,9 @@ from model import Policy, learning_rate
 from parts.distill.divergence import beside
 from parts.distill.teacher import (
     TeacherMemory,
+    add_teacher_prompts,
     behind_teacher_prompts,
-    with_teacher,
+    find_teacher,
 )
 from rewards import score_samples
 from run import set_up
@@ -51,14 +53,21 @@ class Args(ClipArgs, CommonArgs):
     needs_reference: ClassVar[bool] = True  # the teacher
     memory: ClassVar[type] = TeacherMemory
 
-    def load_model(self, notes, began=None, sketches=None):
-        """The files of --model, with those of --teacher."""
-        files = super().load_model(notes, began, sketches)
-        return with_teacher(self, files, sketches) if self.teacher else files
-
     def formula(self, reference, micro):
         """Log-probs, or with --divergence how far they are from the teacher's too."""
         return beside(reference, micro, self.temperature, self.divergence)
+
+    def find_reference(self, files, sketches: str | None):
+        """See CommonArgs."""
+        return find_teacher(self, files, sketches) if self.teacher else files
+
+    def load_rows(self, flag: str, *given, **options) -> list[Row]:
+        """See CommonArgs. Rows to train on have the prompts of --teacher_prompt."""
+        rows, files = super().load_rows(flag, *given, **options), given[1]
+        if flag == "data" and self.teacher_prompt:
+            rows = add_teacher_prompts(
+                rows, files.tokenizer, self.data_args, self.teacher_prompt)
+        return rows
 
     def rules(self, plan):
         """See plan.problems."""

@@ -20,14 +20,14 @@ import torch
 import tyro
 
 import dist
-import inputs
 import losses
-from data import DataArgs
+from data import DataArgs, Row, load, make_row
 from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
 from evaluate import EvalArgs
 from model import ModelArgs, OptimizerArgs
 from parts.experts.experts import ExpertArgs
 from parts.lora.lora import LoraArgs
+from parts.pictures import reading
 from parts.report.args import ReportArgs
 from parts.turns.turns import TurnArgs
 from plan import Memory, PlanArgs
@@ -312,9 +312,23 @@ class CommonArgs:
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or critic_lr
 
-    def load_model(self, *options) -> inputs.ModelFiles:
-        """See inputs.load_model."""
-        return inputs.load_model(self, *options)
+    def find_reference(self, files, sketches: str | None):
+        """files, an inputs.ModelFiles, with what the plan and the rows need of the reference model.
+        sketches: see inputs.find_model."""
+        return files
+
+    def load_rows(self, flag: str, seed: int, files, notes: list[str],
+                  make=make_row) -> list[Row]:
+        """Of --data or --eval_data: `flag`. [] without the flag. files: inputs.ModelFiles. notes
+        gets a sentence with their counts. make: make_row, or what a script has in its place."""
+        spec = getattr(self, flag)
+        if not spec:
+            return []
+        make = reading.maker(make, self, files, spec)
+        rows, note = load(spec, files.tokenizer, self.data_args, seed=seed, make=make,
+                          eos_ids=files.ends)
+        notes.append(f"--{flag} {note}")
+        return rows
 
     def formula(self, reference, micro):
         """What an update asks of Policy.logprobs in the place of log-probs. None: those."""

@@ -4,7 +4,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -18,14 +17,9 @@ import model_files
 import rewards
 from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
-from parts.distill.teacher import add_teacher_prompts
 from parts.experts import experts
-from parts.pictures import rows as pictured
-from parts.pictures.seeing import FAMILIES, sees
-from parts.sft import targets
 from parts.turns import turns
 from plan import GIB, Plan, Shape, problems, shape_from
-from rollout import HELD
 
 
 @dataclass
@@ -34,27 +28,14 @@ class Inputs:
     source: str  # the model's folder
     tokenizer: object
     shape: Shape
-    reference: str | None  # the folder of the reference; None: that of the model
+    reference: str | None  # see ModelFiles
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
     bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: Plan
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
-    eyes: object = None  # of a model that sees: idefics3.Eyes, and those of other families
     ends: list[int] = field(default_factory=list)  # ids that end a completion
-
-    @property
-    def for_pictures(self) -> dict:
-        """The engine's options for them. {}: the model sees none."""
-        if not self.eyes:
-            return {}
-        most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
-                    if row.pictures), default=0)
-        # vLLM's own normalization would have noise for a mean, by load_format="dummy".
-        return {"limit_mm_per_prompt": {"image": max(1, most), "video": 0},
-                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
-                "mm_processor_kwargs": {"size": self.eyes.size}}
 
 
 def show_plan(args) -> int:
@@ -83,16 +64,12 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     for it; None: now. sketches: see find_model.
     """
     needs, notes = check_flags(args, ranks, local_size), []
-    files, eyes = args.load_model(notes, began, sketches), None
+    files = load_model(args, notes, began, sketches)
     args.choose_rates(files.shape.params)
-    if sees(files.lm.config):
-        eyes = find_eyes(args, files.lm, files.folder, files.reference)
-
-    rows = load_rows(args, "data", args.seed, files, eyes, notes)
-    eval_rows = load_rows(args, "eval_data", 0, files, eyes, notes)  # for any --seed
+    files = args.find_reference(files, sketches)
+    rows = args.load_rows("data", args.seed, files, notes)
+    eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
-    if args.teacher_prompt:
-        add_teacher_prompts(rows, files.tokenizer, args.data_args, args.teacher_prompt)
     rewards.check_rows(
         needs, everything if args.needs_rollouts and not args.eval_args.eval_only else eval_rows)
     bridge = find_bridge(args, files, everything)
@@ -102,7 +79,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, bridge, Plan(args, *counts), eyes=eyes, ends=files.ends)
+                  notes, bridge, Plan(args, *counts), ends=files.ends)
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> list:
@@ -125,7 +102,7 @@ class ModelFiles(NamedTuple):
     folder: str
     lm: object  # model.skeleton
     ends: list[int] = []  # ids that end a completion
-    reference: str | None = None  # the folder of another model, which is the reference
+    reference: str | None = None  # the folder of the reference model; None: it is the same
 
     @property
     def vocab(self) -> int:
@@ -235,40 +212,12 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         found.append("--lora_sync adapter needs a GPU for a model with experts. Would work: "
                      "--lora_sync merged.")
     for row in rows:
-        learned = row.target[0] if row.target else []
-        largest = max(row.prompt_ids + learned, default=None)
+        largest = max(row.ids, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
             found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens "
                          f"with ids below {vocab} (the largest is {largest}).")
             break
     return found
-
-
-# ---- pictures ----
-
-def folder_of(spec: str) -> Path:
-    """Of the data: paths of pictures begin there."""
-    path = Path(data.parts_of(spec)[0])
-    return path if path.is_dir() else path.parent
-
-
-def find_eyes(args, lm, source: str, teacher: str | None = None):
-    """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
-    limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
-    eyes = load_eyes(args.model, source, lm.config, *limits)
-    if teacher:
-        config = model_files.config_of(teacher, "teacher")
-        theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
-        if theirs is None or theirs.kind != eyes.kind:
-            raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
-                                "with an equal processor for pictures and an equal image token.")
-    return eyes
-
-
-def load_eyes(name: str, source: str, config, *limits: int, flag: str = "model"):
-    """Those of a model's family. SettingsError: its files have no processor."""
-    with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
-        return FAMILIES[config.model_type].Eyes(source, config, *limits)
 
 
 # ---- rows, turns, memory ----
@@ -280,31 +229,6 @@ def find_bridge(args, files: ModelFiles, rows: list[data.Row]) -> turns.Bridge |
     if any(row.columns.get("chat_template_kwargs") for row in rows):
         raise SettingsError("rows with chat_template_kwargs take no --reply.")
     return turns.check(args, files.tokenizer, files.ends, files.vocab, rows)
-
-
-def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
-              notes: list[str]) -> list[data.Row]:
-    """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
-    the flag."""
-    spec = getattr(args, flag)
-    if not spec:
-        return []
-    make = data.make_row
-    if args.supervised:
-        make = partial(targets.make_row, eos_ids=files.ends)
-    if eyes:
-        make = partial(pictured.make_row, make=make, eyes=eyes, folder=folder_of(spec))
-    if args.supervised:
-        rows, note = targets.load(spec, files.tokenizer, args, files.ends, seed=seed, make=make)
-    else:
-        rows, note = data.load(
-            spec, files.tokenizer, args.data_args, seed=seed, make=make, eos_ids=files.ends)
-    if not eyes and any(pictured.values_of(row.columns) for row in rows):
-        raise SettingsError(
-            f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
-            f"model of type {', '.join(FAMILIES)}, or rows without image and images.")
-    notes.append(f"--{flag} {note}")
-    return rows
 
 
 def check_memory(found: Inputs, card: float | None, local_size: int) -> None:

@@ -335,8 +335,9 @@ def sample_row(s: Sample, decode=None) -> dict:
     """An object of samples/. decode: the tokenizer's: the prompt is shown as the model saw it."""
     turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
     asked = s.prompt.row
-    ids = asked.pictures.short_ids if asked.pictures else asked.prompt_ids
-    prompt = decode(ids, clean_up_tokenization_spaces=False) if decode else asked.prompt
+    prompt = asked.prompt
+    if decode:
+        prompt = decode(asked.shown_ids, clean_up_tokenization_spaces=False)
     row = {"position": s.prompt.position, "prompt": prompt, "completion": s.text,
            "turns": turns, "answer": asked.answer, "reward": s.score.total,
            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,

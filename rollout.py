@@ -26,6 +26,7 @@ from errors import Count, Range
 from model import Policy, Trained
 from parts.lora import lora
 from parts.pictures.eyes import opened
+from parts.pictures.rows import pictures_in
 from parts.pictures.seeing import NEVER
 
 HELD = 2  # GiB of pictures' pixels that an engine holds at once
@@ -204,7 +205,7 @@ class Engine:
         def seed(i: int, *turn: int) -> int:
             return hash_seed(self.seed, purpose, owners[i].position, i % group, *turn)
 
-        requests = [Request(p.row.prompt_ids, seed(i), pictures=p.row.pictures)
+        requests = [Request(p.row.prompt_ids, seed(i), pictures=pictures_in(p.row))
                     for i, p in enumerate(owners)]
         self.world.same_phase("rollout", len(requests))
         with self.log.time("rollout"):

@@ -31,7 +31,8 @@ from inputs import Inputs, is_tiny, read_inputs
 from log import write_samples
 from parts.carry.carry import Carry
 from parts.lora import lora
-from parts.pictures import seeing
+from parts.pictures import reading, seeing
+from parts.pictures.rows import PicturedRow, pictures_in
 from parts.pictures.seeing import in_line
 from parts.turns.turns import Episodes
 from plan import GIB, Phase, Plan, ceil_div
@@ -94,10 +95,9 @@ def prompts_of(run) -> list[Prompt]:
     are the last ones that this run may have: what depends on the length (windows, scaled
     frequencies) shows there alone."""
     rows = run.inputs.rows + run.inputs.eval_rows
-    rows = sorted(rows, key=lambda row: not row.pictures)[:ROWS]
-    hidden = {row.pictures.eyes.token for row in rows if row.pictures}
-    words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
-             if i not in hidden]
+    rows = sorted(rows, key=lambda row: not pictures_in(row))[:ROWS]
+    hidden = {pictures_in(row).eyes.token for row in rows if pictures_in(row)}
+    words = [i for row in rows for i in row.ids if i not in hidden]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -110,7 +110,7 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
     if run.engine:
         with run.engine.generating(run.policy):
             requests = [Request(p.row.prompt_ids, hash_seed(run.args.seed, "compare", p.position),
-                                room, p.row.pictures) for p in prompts]
+                                room, pictures_in(p.row)) for p in prompts]
             done = run.engine.generate(requests, run.args.temperature)
         engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
     else:
@@ -189,7 +189,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
     """
     a, peaks = plan.args, {}
-    seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
+    seen = max(filter(pictures_in, rows), default=None, key=lambda row: len(
         row.pictures.places) / len(row.prompt_ids))
 
     def update(micro):
@@ -239,7 +239,9 @@ def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -
 
 def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
     """Of these ids, with log-probs of 0."""
-    row = Row(0, "", prompt, None, {}, "", pictures=pictures)
+    row = Row(0, "", prompt, None, {}, "")
+    if pictures:
+        row = PicturedRow(**vars(row), pictures=pictures)
     return Sample(Prompt(0, row), Completion(
         completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
         Score(0.0, {}, None))
@@ -403,7 +405,7 @@ def build_engine(run: "Run") -> Engine:
         adapter=run.adapter if args.lora_args.in_engine(bfloat16) else None,
         kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
         episodes=run.episodes, carry=run.carry, routes=args.expert_args.replay_routing,
-        eyes=inputs.eyes, pictures=inputs.for_pictures)
+        **reading.for_engine(args, inputs, run.policy.module.lm))
     engine.sleep()
     return engine
 

@@ -12,6 +12,7 @@ memory: ModelArgs in model.py.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import exp
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from errors import not_default
 from flags import CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
+from parts.sft import targets
 from parts.sft.held_out import Supervised, given
 from run import set_up
 
@@ -46,6 +48,15 @@ class Args(CommonArgs):
     def needs_engine(self) -> bool:
         """Whether held-out rows are sampled and scored. Their perplexity needs no engine."""
         return bool(self.eval_data and self.reward)
+
+    def load_rows(self, flag: str, seed: int, files, notes: list[str]) -> list[targets.LearnedRow]:
+        """See CommonArgs."""
+        rows = super().load_rows(
+            flag, seed, files, notes, partial(targets.make_row, eos_ids=files.ends))
+        if rows:
+            rows, note = targets.keep(rows, getattr(self, flag), self.max_tokens)
+            notes[-1] += note
+        return rows
 
     def rules(self, plan):
         """See plan.problems."""

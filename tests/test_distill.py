@@ -20,7 +20,7 @@ from errors import SettingsError
 from examples import tiny
 from live import Live
 from parts.distill import divergence as head
-from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, with_teacher
+from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
 from shapes import shape_of
 from tools import float64
 
@@ -200,8 +200,8 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
         args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
             student)
         tokenizer = inputs.load_tokenizer("it", student)
-        shape = plan.shape_from(lm)
-        return with_teacher(args, inputs.ModelFiles(shape, tokenizer, student, lm)).reference
+        files = inputs.ModelFiles(shape_of("tiny"), tokenizer, student, lm)
+        return find_teacher(args, files).reference
 
     student, wide = saved("student", 320), saved("wide", 328)
     assert found(student, "jsd") == student and found(wide, "none") == wide
@@ -214,8 +214,8 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
     row = data.make_row(0, columns, "made up", tokenizer, data.marks_of(tokenizer), DataArgs())
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
-    assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
+    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
+    assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}
     for template, limit in ("{note}", 512), ("{question} {question} {answer}", 15):
         with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):

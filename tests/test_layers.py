@@ -5,11 +5,12 @@ from pathlib import Path
 from tracked import ROOT, tracked
 
 ORDER = """errors verifiers parts.turns.replies parts.judges.waiting worker dist losses rewards data
-           parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.seeing
-           parts.pictures.rows batch parts.lora.lora parts.experts.experts model_files model rollout
-           parts.turns.turns parts.carry.carry parts.sft.targets parts.report.tokens plan inputs log
-           parts.report.report parts.report.args checkpoint evaluate flags parts.distill.teacher run
-           parts.sft.held_out grpo ppo sft distill""".split()  # the lowest first
+           parts.pictures.eyes parts.pictures.idefics3 parts.pictures.qwen2_vl parts.pictures.rows
+           parts.pictures.seeing batch parts.lora.lora parts.experts.experts model_files model
+           rollout parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets
+           parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
+           parts.report.report parts.report.args checkpoint evaluate flags run parts.sft.held_out
+           grpo ppo sft distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 
 

@@ -241,7 +241,7 @@ def expected(setting: Setting, args, lms: dict) -> dict:
         if setting.script == "sft":
             return reference.sft(args, policy, completions, lr)
         if setting.script == "distill":
-            seen = [replace(c, prompt=s.prompt.row.teacher_ids or c.prompt)
+            seen = [replace(c, prompt=getattr(s.prompt.row, "teacher_ids", c.prompt))
                     for s, c in zip(samples, completions, strict=True)]
             return reference.distill(args, policy, before, completions, seen, lr)
         if setting.script == "grpo":

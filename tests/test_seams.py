@@ -271,7 +271,7 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "eyes": None, "for_pictures": {}, "ends": [4], "reference": None,
+                                "reference": None, "ends": [4],
                                 **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
                    Stream(inputs.rows, given.seed), *[None] * 7)
@@ -279,6 +279,8 @@ def run_of(tmp_path, given=None, **inputs):
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
+    text = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    it.policy = SimpleNamespace(module=SimpleNamespace(lm=text))
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     run.build_engine(it)
@@ -389,8 +391,9 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 
 @pytest.mark.parametrize("script", [grpo, sft])
 def test_generated_rows_follow_the_seed(script):
-    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, None)
-    found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
+    lm = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, lm, [2])
+    found = [script.Args(data="tiny").load_rows("data", seed, it, [])
              for seed in (0, 1, 0)]
     texts = [[row.columns for row in rows] for rows in found]
     assert texts[0] == texts[2] != texts[1]

@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import subprocess
+from functools import partial
 from math import exp
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import data
 import plan
 import sft
 from data import Prompt
@@ -75,7 +77,11 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = [tokenizer.eos_token_id] if ends is None else ends
-    return chats.load(str(path), tokenizer, plan.changed(sft.Args(), **flags), ends)
+    args = plan.changed(sft.Args(), **flags)
+    found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
+                            make=partial(chats.make_row, eos_ids=ends))
+    kept, words = chats.keep(found, str(path), args.max_tokens)
+    return kept, note + words
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -13,12 +13,11 @@ import torch
 
 import dist
 import families
-import inputs
 import model
 import run
 from checkpoint import export_model
 from parts.lora import lora
-from parts.pictures import seeing
+from parts.pictures import reading, seeing
 from rollout import Engine, EngineArgs, Request
 from test_vision import fabricate, in_float64, naive
 
@@ -27,8 +26,7 @@ HEAT = 0.9  # the temperature
 
 def engine_of(folder: str, world, policy, rows, tp: int = 1, **more) -> Engine:
     eyes = rows[0].row.pictures.eyes
-    options = inputs.Inputs.for_pictures.fget(SimpleNamespace(
-        rows=[prompt.row for prompt in rows], eval_rows=[], eyes=eyes))
+    options = reading.options(eyes, [prompt.row for prompt in rows])
     return Engine(
         folder, world, EngineArgs(max_num_seqs=16, tp=tp), dtype=torch.float32, max_len=256,
         seed=0, max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parts.pictures import idefics3, qwen2_vl
+from parts.pictures.rows import pictures_in
 
 CLASSES = {kind: f"{name}ForConditionalGeneration" for kind, name in {
     "idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
@@ -92,9 +93,9 @@ def pictures_of(lm, micro) -> dict[str, torch.Tensor]:
     owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
     for row in owners.values():  # each prompt once, in the order of batch.pack
         prompt = micro.batch.samples[row].prompt.row
-        if prompt.pictures:
-            pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
-            places += [start + place for place in prompt.pictures.places]
+        if found := pictures_in(prompt):
+            pixels.append(found.eyes.pixels(found.sources))
+            places += [start + place for place in found.places]
         start += len(prompt.prompt_ids)
     if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
         pixels = [FAMILIES[lm.config.model_type].nothing(lm.config)]
@@ -112,7 +113,7 @@ def positions_of(micro) -> torch.Tensor:
     for row in micro.rows:
         owner, length, tokens = micro.batch.sizes[row]
         if owner not in ends:
-            pictures = micro.batch.samples[row].prompt.row.pictures
+            pictures = pictures_in(micro.batch.samples[row].prompt.row)
             prompts.append(np.array(pictures.positions) if pictures else in_line(length))
             ends[owner] = prompts[-1].max() + 1
         rest.append(in_line(tokens - 1) + ends[owner])
