@@ -10,9 +10,10 @@ import pytest
 import log
 from errors import SettingsError
 from examples import instructions
+from parts.report import report
 from results import collect, speedrun, table
 from test_report import write_run
-from tools import compare, plot, report, samples, score
+from tools import compare, plot, samples, score
 
 ROOT = Path(__file__).parent.parent
 

@@ -55,7 +55,7 @@ class ExpertArgs:
         if args.carry_args and args.carry_args.carry:
             yield ("--replay_routing is for completions of one round, and --carry goes on with "
                    "them: give one of them.")
-        if args.teacher_prompt:
+        if getattr(args, "teacher_prompt", None):
             yield "--replay_routing has no experts for the prompts of --teacher_prompt."
         if not args.needs_engine:
             yield f"--replay_routing needs an engine, and {args.script} starts none."

@@ -1,4 +1,5 @@
 """held_out.py: rows that have their completions, and how well sft.py's policy predicts them."""
+from dataclasses import dataclass
 from math import exp
 
 import numpy as np
@@ -18,6 +19,7 @@ def given(prompt: Prompt) -> Sample:
     return Sample(prompt, completion, "", Score(0.0, {}, None))
 
 
+@dataclass
 class Supervised(Run):
     """The run of sft.py: it predicts --eval_data, and samples it where --reward is given."""
 
