@@ -475,8 +475,8 @@ def fill_template(template: str, columns: dict) -> str:
     pattern = r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{([A-Za-z_]\w*)\}"
     names = {*re.findall(pattern, template)} - {""}
     if not names or names - columns.keys():
-        raise SettingsError(f"the template {template!r} must name one or more columns of the row "
-                            f"({', '.join(columns)}); plain braces are {{ word }}.")
+        raise SettingsError(f"--prompt_template {template!r} must name one or more columns of the "
+                            f"row ({', '.join(columns)}); plain braces are {{ word }}.")
     there = {"": None} | not_null(columns)  # an empty cell is an empty text
     return re.sub(
         pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)

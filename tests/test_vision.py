@@ -284,7 +284,7 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
         part.save_pretrained(folder / "plain")
     args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
-    with pytest.raises(SettingsError, match="has pictures, and --model .*/plain sees none"):
+    with pytest.raises(SettingsError, match="row 0 .*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
 
 
@@ -329,7 +329,7 @@ def naive(lm, sample: Sample):
     row, ids = sample.prompt.row, torch.tensor(sample.completion.ids).long()
     tokens, given = torch.tensor([row.prompt_ids + ids.tolist()]), {}
     x, spots = lm.get_input_embeddings()(tokens), torch.zeros(tokens.shape, dtype=torch.bool)
-    if row.pictures:
+    if pictured.pictures_in(row):
         pixels, *grids = row.pictures.eyes.pixels(row.pictures.sources)
         pixels = pixels.to(x.dtype) if grids else pixels.to(x.dtype).unsqueeze(0)
         found = lm.model.get_image_features(pixels, *grids)

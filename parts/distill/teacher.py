@@ -58,7 +58,8 @@ def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs,
         try:
             made = make_row(row.index, row.columns, row.source, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
-            raise SettingsError(f"--teacher_prompt, row {row.index}: {error}") from None
+            why = str(error).replace("--prompt_template", "--teacher_prompt")
+            raise SettingsError(f"--teacher_prompt, row {row.index}: {why}") from None
         if made is None:
             raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")
         if not len(row.prompt_ids) <= len(made.prompt_ids) <= args.max_prompt_tokens:
