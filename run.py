@@ -426,7 +426,7 @@ class Run:
     adapter: dict | None  # adapter_config.json, with --lora_rank
     carry: Carry | None  # with --carry
     episodes: Episodes | None  # of several turns
-    engine: Engine | None = None  # sft.py has none
+    engine: Engine | None = None  # None: nothing is sampled
     stop: dist.Stop | None = None  # --eval_only has none
     start: int = 0  # steps done
     kl_coef: float = 0.0  # ppo.py may adapt it

@@ -27,7 +27,7 @@ from flags import CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
 from parts.sft import targets
-from parts.sft.held_out import Supervised, given
+from parts.sft.supervised import Supervised, given
 from run import set_up
 
 

@@ -9,7 +9,7 @@ ORDER = """errors verifiers parts.turns.replies parts.judges.waiting worker dist
            parts.pictures.seeing batch parts.lora.lora parts.experts.experts model_files model
            rollout parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets
            parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
-           parts.report.report parts.report.args checkpoint evaluate flags run parts.sft.held_out
+           parts.report.report parts.report.args checkpoint evaluate flags run parts.sft.supervised
            grpo ppo sft distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 

@@ -22,7 +22,7 @@ from examples import tiny
 from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
-from parts.sft.held_out import given, held_out_metrics
+from parts.sft.supervised import given, held_out_metrics
 from probes import World
 from shapes import shape_of
 

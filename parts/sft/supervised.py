@@ -1,4 +1,4 @@
-"""held_out.py: rows that have their completions, and how well sft.py's policy predicts them."""
+"""supervised.py: rows that have their completions, and how well sft.py's policy predicts them."""
 from dataclasses import dataclass
 from math import exp
 
