@@ -334,7 +334,7 @@ def test_the_notebook_gives_what_it_keeps():
 def test_the_page_has_what_may_not_change_in_a_resumed_run():
     text = BARE["docs/reference/metrics_and_files.md"]
     listed = re.search(r"is refused in one sentence:(.*?)All\s+others", text, re.S)[1]
-    assert {*re.findall("--(\\w+)", listed)} == checkpoint.FIXED & {*FLAGS}
+    assert {*re.findall("--(\\w+)", listed)} == checkpoint.fixed(grpo.Args()) & {*FLAGS}
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)

@@ -159,7 +159,7 @@ ROPE = dict(rope_theta=1e4, factor=2.0)
 
 
 @pytest.mark.parametrize("kind, options, words", [
-    *((kind, {}, f"^.* has model_type {kind}, which is not sup.* type idefics3, .*, qwen3_vl.$")
+    *((kind, {}, f"^.* has model_type {kind}, which is not sup.* idefics3, .*, qwen3_5_text.$")
       for kind in ("t5", "gemma3", "llava", "qwen3_vl_moe")),
     ("gpt_oss", {}, "has model_type gpt_oss, which is not supported .GptOssForCausalLM does not"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture .*Sequence"),

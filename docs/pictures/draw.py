@@ -160,7 +160,8 @@ def memory_table() -> str:
     import grpo
     import plan
     from bench.gpu import skeleton
-    from plan import GIB, Memory, shape_from
+    from model_files import shape_from
+    from plan import GIB, Memory
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096), checkpointing=True)
     found = Memory(plan.Plan(args, 4, None, 0), shape_from(skeleton("7b")), 80 * GIB)

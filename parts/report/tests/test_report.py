@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from house import write_run
-from tools import report
+from parts.report import report
 from tracked import ROOT
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
