@@ -87,7 +87,7 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
     (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
-    fixed = checkpoint.fixed(plan.changed(grpo.Args(), **now))
+    fixed = checkpoint.fixed(plan.changed(SCRIPTS["grpo"].Args(), **now))
     if refused:
         with pytest.raises(SettingsError, match=refused):
             checkpoint.check(saved, now, fixed=fixed)
