@@ -18,12 +18,13 @@ import torch
 
 import data
 import dist
+import grpo
 import model
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from forked import PYTHON
-from model_files import STATES
+from parts.states.states import Stateful
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from run import compare_policies
@@ -197,11 +198,12 @@ def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
                         weights, model.OptimizerArgs())
 
 
-def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, **more) -> Engine:
+def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, kind=Engine) -> Engine:
     log = SimpleNamespace(time=lambda name: nullcontext(), count=False)
-    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
-                  max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
-                  trained=[policy], tokenizer=None, log=log, **more)
+    kind = policy.family.engine(kind, grpo.Args(), SimpleNamespace())
+    return kind(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
+                max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
+                trained=[policy], tokenizer=None, log=log)
 
 
 def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):
@@ -211,8 +213,8 @@ def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float3
         world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,
         max_gap=0.15 if dtype == torch.bfloat16 else 1e-3,
         inputs=SimpleNamespace(rows=[prompt.row for prompt in prompts], eval_rows=[],
-                               plan=SimpleNamespace(longest=256)),
-        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24, teacher=None,
+                               reference=None, plan=SimpleNamespace(longest=256)),
+        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24,
                              run_args=SimpleNamespace(max_gap=None)))
 
 
@@ -343,7 +345,7 @@ def with_engine(name: str) -> tuple[float, float, float]:
         assert done.returncode == 0, f"{name}: {done.stderr[-30000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
         trainer, engine, rounds = gaps(f"{folder}/model", found)
-        return trainer, 0.0 if CASES[name][0] in STATES else engine, rounds
+        return trainer, 0.0 if CASES[name][0] in Stateful.types else engine, rounds
 
 
 def compared(kind: str, options: dict, dtype: str = "float32") -> str:
@@ -374,7 +376,7 @@ def compare(folder: str, dtype: str, engine: bool = True, world=None) -> str:
 def worker(folder: str, out: str) -> None:
     kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
     world = dist.join(120)
-    found = two_steps(world, folder, engine=kind not in STATES)
+    found = two_steps(world, folder, engine=kind not in Stateful.types)
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
 
@@ -399,7 +401,7 @@ def names_of(word: str) -> list[str]:
 def row(name: str, trainer: float, engine: float) -> str:
     """A line of the table in bench/RESULTS.md."""
     kind, _, special = CASES[name]
-    last = "-" if kind in STATES else f"{engine:.0e}"  # a CPU's vLLM has none
+    last = "-" if kind in Stateful.types else f"{engine:.0e}"  # a CPU's vLLM has none
     return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {last} |"
 
 

@@ -125,6 +125,14 @@ def arguments(script=grpo, **options):
     return plan.changed(args, **{"max_prompt_tokens": PROMPT} | options)
 
 
+def sample(prompt: data.Row | list[int], completion: np.ndarray) -> Sample:
+    """Of a row, or of one with these ids, with log-probs of 0."""
+    row = data.Row(0, "", prompt, None, {}, "") if isinstance(prompt, list) else prompt
+    return Sample(data.Prompt(0, row), Completion(
+        completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
+        rewards.Score(0.0, {}, None))
+
+
 class Spy(model.Policy):
     """The shipped policy, which keeps the gradient of each optimizer step."""
 
@@ -185,7 +193,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
 
         reference = None
         policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args,
-                     args.expert_args)
+                     args)
         policy.gradients = outcome.gradients
         if args.needs_reference and args.lora_args.lora_rank:
             reference = lora.Base(policy)

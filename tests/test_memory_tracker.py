@@ -29,9 +29,8 @@ import model
 import plan
 import ppo
 from dist import KEYS
+from model_files import family_of, shape_from
 from parts.lora import lora
-from parts.pictures import seeing
-from plan import shape_from
 from shapes import config_of
 
 LENGTH = 1024
@@ -132,13 +131,14 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
             compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
             lm = kind.from_config(
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
-            text, blocks_of = seeing.text_of(lm), [*seeing.text_of(lm).base_model.layers]
+            text, *towers = family_of(lm.config).parts(lm)
+            blocks_of = [*text.base_model.layers]
             if sees:
-                tower = seeing.tower_of(lm)[0]
+                tower = towers[0]
                 blocks_of += next(m for m in tower.modules() if isinstance(m, torch.nn.ModuleList))
                 if sees == "idefics3":
                     tower.embeddings.forward = partial(embed, tower.embeddings)
-                for part in seeing.tower_of(lm):
+                for part in towers:
                     part.requires_grad_(train_vision)
             if rank:
                 lora.put_in(lm, adapters, torch.float32)

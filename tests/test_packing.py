@@ -23,9 +23,8 @@ from transformers import (
 
 import batch
 import model
-import run
 from batch import Batch, Micro
-from learning import difference
+from learning import difference, sample
 from tools import float64
 
 AttentionInterface.register("packed", batch.attention)
@@ -55,7 +54,7 @@ def samples_of(groups, seed: int = 0) -> list:
 
     for prompt, completions in groups:
         prompt = ids(prompt)
-        samples += [run.sample(prompt, np.array(ids(c))) for c in completions]
+        samples += [sample(prompt, np.array(ids(c))) for c in completions]
     return samples
 
 

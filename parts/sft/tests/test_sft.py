@@ -3,8 +3,8 @@ import itertools
 import json
 import os
 import subprocess
+from functools import partial
 from math import exp
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +12,19 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import evaluate
+import data
 import plan
 import sft
-from batch import given
 from data import Prompt
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
+from parts.sft.supervised import given, held_out_metrics
 from probes import World
 from shapes import shape_of
+from tracked import ROOT
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
 # the reference, nothing in what is tested.
@@ -76,7 +77,11 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = [tokenizer.eos_token_id] if ends is None else ends
-    return chats.load(str(path), tokenizer, plan.changed(sft.Args(), **flags), ends)
+    args = plan.changed(sft.Args(), **flags)
+    found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
+                            make=partial(chats.make_row, eos_ids=ends))
+    kept, words = chats.keep(found, str(path), args.max_tokens)
+    return kept, note + words
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -311,7 +316,7 @@ def test_the_loss_of_held_out_rows_has_the_temperature_of_the_loss_that_is_learn
     policy = SimpleNamespace(logprobs=logprobs, backward=lambda loss: None, step=lambda lr: 1.0,
                              metrics={})
     sft.learn(args, world, policy, [given(Prompt(0, rows[0]))], lr=1e-3)
-    evaluate.held_out_metrics(SimpleNamespace(
+    held_out_metrics(SimpleNamespace(
         args=args, world=world, policy=policy, inputs=SimpleNamespace(eval_rows=rows)))
     assert seen == [0.7, 0.7]
 
@@ -324,17 +329,16 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     numbers = (31, 4102, 958, 70, 61524, 8, 77301, 2)
     rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    root = Path(__file__).parent.parent
-    model = tiny.ensure(str(root / "runs"))
+    model = tiny.ensure(str(ROOT / "runs"))
     options = dict(cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
                    capture_output=True)
     done = subprocess.run(
-        [PYTHON, root / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+        [PYTHON, ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
          --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
          --eval_every 1 --save_every 1 --no-report""".split(), *flags], **options)
     assert done.returncode == 0, done.stderr[-3000:]
     for step in ["1"], []:  # the newest
-        made = subprocess.run([PYTHON, root / "tools/export.py", "runs/x", *step], **options)
+        made = subprocess.run([PYTHON, ROOT / "tools/export.py", "runs/x", *step], **options)
         assert made.returncode == 0, made.stderr[-3000:]
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
     _, last, same = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)

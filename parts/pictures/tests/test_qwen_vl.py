@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import data
 import families
 import grpo
-import inputs
+import learning
 import model
 import model_files
 import plan
@@ -35,17 +36,18 @@ from errors import SettingsError
 from examples import squares
 from forked import PYTHON
 from learning import difference
+from model_files import family_of, shape_from
 from parts.lora import lora
+from parts.pictures import reading, seeing
 from parts.pictures import rows as pictured
-from parts.pictures import seeing
-from parts.pictures.rows import Pictures
-from plan import shape_from
+from parts.pictures.engine import HELD, parts_of
+from parts.pictures.rows import PicturedRow, Pictures
 from ranks import results
-from rollout import HELD, Request, parts_of
+from rollout import Request
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
 
 
@@ -114,7 +116,7 @@ def test_ids_pixels_and_positions_are_those_of_transformers(folder, row):
 @pytest.mark.parametrize("size", [(1, 1), (300, 7), (7, 300), (33, 32), (64, 64), (500, 400)])
 @pytest.mark.parametrize("limits", [(0, 0), (9, 0), (0, 30), (9, 30)])
 def test_a_picture_of_any_size_has_a_place_for_each_feature(folder, size, limits):
-    eyes = inputs.load_eyes("x", str(folder / "split"), config_of(folder), *limits)
+    eyes = reading.load_eyes("x", str(folder / "split"), config_of(folder), *limits)
     try:
         ids = eyes.ids_of(size)
     except SettingsError as error:  # long and thin
@@ -149,12 +151,12 @@ def test_two_rows_with_equal_pictures_share_a_prompt(folder):
 def test_limits_that_leave_no_size_are_refused(folder):
     for least, most, words in (20, 10, "at least 20 and at most 10"), (0, 3, "at least 4 and at"):
         with pytest.raises(SettingsError, match=words):
-            inputs.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
+            reading.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
 
 
 def test_a_processor_of_another_model_is_refused(folder):
     with pytest.raises(SettingsError, match="sizes of a patch are not the model's"):
-        inputs.load_eyes("x", str(folder / "split"), config_of(
+        reading.load_eyes("x", str(folder / "split"), config_of(
             folder, vision_config__patch_size=16))
 
 
@@ -162,10 +164,10 @@ def test_equal_pictures_of_a_group_count_once_in_a_call(folder):
     """The parts of a call are cut by the tokens that pictures have, not by the most."""
     rows = read(folder, *({"prompt": "q", "image": f"{name}.png"} for name in "ab"), kind="split")
     half = HELD * 2**30 // 2
-    requests = [Request(row.prompt_ids, i, pictures=row.pictures._replace(bytes=half))
-                for row in (*rows, *rows) for i in range(3)]
+    requests, large = ([
+        Request(row.prompt_ids, i, row=replace(row, pictures=row.pictures._replace(bytes=size)))
+        for row in (*rows, *rows) for i in range(3)] for size in (half, half + 1))
     assert [len(part) for part in parts_of(requests)] == [12]
-    large = [r._replace(pictures=r.pictures._replace(bytes=half + 1)) for r in requests]
     assert [len(part) for part in parts_of(large)] == [3, 3, 3, 3]
     assert rows[0].pictures.bytes == 3 * 64 * 96 + 24 * 12 * 2 * 16**2
     assert [len(part) for part in parts_of([Request([1], 0)])] == [1] and parts_of([]) == [[]]
@@ -187,14 +189,14 @@ def test_without_torchvision_a_sentence_says_what_to_install(kind, error, monkey
     config = SimpleNamespace(model_type=kind)
     with pytest.raises(SettingsError, match=f"pictures of a {kind} need torchvision, and its "
                        "import fails .*torchvision.*Would work: pip install torchvision==0.28.0"):
-        inputs.load_eyes("x", "nowhere", config)
+        reading.load_eyes("x", "nowhere", config)
 
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
     lm = model.skeleton(str(folder / "split"))
     shape, moments = shape_from(lm), []
     assert shape.params == sum(p.numel() for p in lm.parameters())
-    tower, = seeing.tower_of(lm)
+    tower, = family_of(lm.config).parts(lm)[1:]
     assert shape.tower.params == sum(p.numel() for p in tower.parameters())
     assert shape.tower.layer == sum(p.numel() for p in tower.blocks[0].parameters())
     for trained in False, True:
@@ -212,8 +214,9 @@ def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
     grid = np.concatenate([np.array([[0, 1]] * 3), 2 + np.indices((1, 2, 3)).reshape(3, -1),
                            np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
     seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
-    rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
-    samples = [run.sample(row.prompt_ids, np.arange(n), row.pictures)
+    rows = [PicturedRow(0, "", [7] * 9, None, {}, "", pictures=seen),
+            Row(1, "", [8] * 4, None, {}, "")]
+    samples = [learning.sample(row, np.arange(n))
                for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
     found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
     line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
@@ -263,9 +266,10 @@ def tried(world, folder: Path) -> list[int]:
     module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     rows, patches = read(folder, {"prompt": "q", "image": "a.png"}, kind="split"), []
-    seeing.tower_of(module.lm)[0].register_forward_pre_hook(
+    family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, given: patches.append(len(given[0])))
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.trial(rows, run.text_row))
     return [*patches, len(rows[0].prompt_ids)]
 
 
@@ -328,7 +332,7 @@ def test_a_folder_as_the_hub_has_it_is_the_same_model(folder):
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.up_proj.weight")
     assert names["model.visual.merger.mlp.0.weight"] == "visual.merger.mlp.0.weight"
-    eyes = [inputs.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
+    eyes = [reading.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
     assert eyes[0].size == eyes[1].size == {"shortest_edge": 1024, "longest_edge": 128**2}
 
 
@@ -354,7 +358,7 @@ def geometry(folder: Path, name: str, n: int) -> Path:
 
 def easyr1() -> list[str]:
     """The words of the command in recipes.md."""
-    page = (ROOT / "docs/use/recipes.md").read_text()
+    page = (ROOT / "parts/pictures/README.md").read_text()
     command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
     return shlex.split(command.replace("\\\n", ""))
 
@@ -436,7 +440,8 @@ def engine(folder, request) -> dict:
         hub_like(folder)
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", str(folder), str(out), *request.param.split()], cwd=ROOT,
+         Path(__file__).with_name("vision_worker.py"), folder, out, *request.param.split()],
+        cwd=ROOT,
         text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-6000:]
     return pickle.loads(out.read_bytes())
