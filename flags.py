@@ -25,10 +25,10 @@ from data import DataArgs, Row, load, make_row
 from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
 from evaluate import EvalArgs
 from model import ModelArgs, OptimizerArgs
+from model_files import family_of
 from parts.experts.experts import ExpertArgs
 from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
-from parts.pictures import reading
 from parts.pictures.flags import PictureArgs
 from parts.turns.turns import TurnArgs
 from plan import PlanArgs
@@ -336,7 +336,7 @@ class CommonArgs:
         spec = getattr(self, flag)
         if not spec:
             return []
-        make = reading.maker(make, self, files, spec)
+        make = family_of(files.lm.config).maker(make, self, files, spec)
         rows, note = load(spec, files.tokenizer, self.data_args, seed=seed, make=make,
                           eos_ids=files.ends)
         notes.append(f"--{flag} {note}")
