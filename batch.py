@@ -225,14 +225,6 @@ class Sample:
     advantages: torch.Tensor | None = None  # of each sampled token
 
 
-def given(prompt: Prompt) -> Sample:
-    """A sample that nobody sampled: its row has the completion (targets.py)."""
-    ids, learned = prompt.row.target
-    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
-                            np.array(learned))
-    return Sample(prompt, completion, "", Score(0.0, {}, None))
-
-
 class Batch:
     """N samples in request order."""
 

@@ -30,7 +30,7 @@ from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
 # The flags of a group may have others, by name: `fixed`.
-FIXED = frozenset("dtype group model_files precision rows script seed teacher_files".split())
+FIXED = frozenset("dtype group model_files precision reference_files rows script seed".split())
 
 
 class Saved(NamedTuple):
@@ -155,7 +155,7 @@ def facts(args, inputs, world: World) -> dict:
     """Beside the flags, the same on all ranks."""
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
-            "teacher_files": digest_of_files(inputs.reference),
+            "reference_files": digest_of_files(inputs.reference),
             "precision": str(compute_dtype(args.model_args, world.device)),
             **code_digests(plan.flags(args))}
 

@@ -30,8 +30,9 @@ from parts.experts.experts import ExpertArgs
 from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
 from parts.pictures.flags import PictureArgs
+from parts.report.args import ReportArgs
 from parts.turns.turns import TurnArgs
-from plan import PlanArgs
+from plan import Memory, PlanArgs
 from rewards import Pool, RewardArgs
 from rollout import EngineArgs
 from worker import ROOT, load_file
@@ -215,8 +216,6 @@ class RunArgs:
     """Checkpoints to keep, the newest."""
     samples_every: Count = 10
     """Steps between printing a few completions and keeping all in samples/."""
-    report: bool = True
-    """Write runs/NAME/report.html at the end."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
     target_reward: tuple[Number, Number] | None = None
@@ -295,17 +294,16 @@ class CommonArgs:
     turn_args: TurnArgs = field(default_factory=TurnArgs)
     eval_args: EvalArgs = field(default_factory=EvalArgs)
     run_args: RunArgs = field(default_factory=RunArgs)
+    report_args: ReportArgs = field(default_factory=ReportArgs)
     plan_args: PlanArgs = field(default_factory=PlanArgs)
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
     carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
-    supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
+    memory: ClassVar[type] = Memory  # the class that plans it
+    needs_rollouts: ClassVar[bool] = True  # False: the rows have their completions
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
-    teacher: ClassVar[None] = None  # distill.py has these three
-    teacher_prompt: ClassVar[None] = None
-    divergence: ClassVar[str] = "none"
     entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
 
@@ -341,6 +339,9 @@ class CommonArgs:
                           eos_ids=files.ends)
         notes.append(f"--{flag} {note}")
         return rows
+
+    def formula(self, reference, micro):
+        """What an update asks of Policy.logprobs in the place of log-probs. None: those."""
 
     def rules(self, plan):
         """See plan.problems."""

@@ -19,7 +19,7 @@ from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
 from model_files import family_of, shape_from
 from parts.turns import turns
-from plan import GIB, Memory, Plan, Shape, problems
+from plan import GIB, Plan, Shape, problems
 
 
 @dataclass
@@ -43,7 +43,7 @@ def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
     with TemporaryDirectory() as sketches:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
-    planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     print(found.plan.text())
     return int(found.shape.fused and not planned.fits)
@@ -72,7 +72,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
     rewards.check_rows(
-        needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
+        needs, everything if args.needs_rollouts and not args.eval_args.eval_only else eval_rows)
     bridge = turns.find_bridge(args, files, everything)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
@@ -122,7 +122,7 @@ def load_model(args, notes: list[str], began: str | None = None,
 
 
 def open_model(name: str, flag: str, sketches: str | None = None):
-    """The value of --model or --teacher → (its folder, the model without weights, tokenizer)."""
+    """A model's name → (its folder, the model without weights, tokenizer)."""
     folder = find_model(name, flag, sketches)
     lm = model.skeleton(folder, flag=flag)
     if not sketches or Path(name).is_dir():
@@ -136,7 +136,7 @@ def is_tiny(name: str) -> bool:
 
 
 def find_model(name: str, flag: str = "model", sketches: str | None = None) -> str:
-    """The value of --model or --teacher → its folder. Where it is not here, it is made or fetched.
+    """A model's name → its folder. Where it is not here, it is made or fetched.
     sketches: with --plan, where models of tiny.py are made; then all of it comes but weights."""
     if not is_tiny(name):
         return model_files.find(name, flag, weights=not sketches)
@@ -186,7 +186,7 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
-    if not found and args.supervised:
+    if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
         notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
@@ -222,7 +222,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     card: bytes of this rank's GPU; None: it has none.
     """
     args, free = found.plan.args, 0.0 if card else free_bytes() / local_size
-    planned = Memory(found.plan, found.shape, card, free)
+    planned = args.memory(found.plan, found.shape, card, free)
     found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache

@@ -9,5 +9,6 @@ states/     models with layers that have a state (Qwen3.5)
 carry/      completions that go on in the next step (--carry)
 sft/        which tokens of a chat sft.py learns
 distill/    a teacher beside the policy, for distill.py
+report/     the page of a run (--report)
 pairs.py    which of their flags do not go together
 """

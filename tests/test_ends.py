@@ -118,7 +118,7 @@ def test_a_model_that_cannot_end_is_said(ends, left):
     for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
         args, notes = changed(args, stop=stop), []
         words = f"no token that ends a completion: its files name {ends} of 320 ids"
-        if args.supervised and not left:
+        if not args.needs_rollouts and not left:
             with pytest.raises(SettingsError) as error:
                 inputs.check_ends(args, ends, 320, notes)
             assert words in str(error.value)

@@ -177,7 +177,7 @@ class Shipped:
         folder = setting.folder("policy")
         policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args)
         critic = before = None
-        if args.needs_reference and args.lora_args.lora_rank and not args.teacher:
+        if args.needs_reference and args.lora_args.lora_rank and not getattr(args, "teacher", None):
             before = lora.Base(policy)
         elif args.needs_reference:
             start = self.module(model.LogprobModel, setting.folder("start"), args)

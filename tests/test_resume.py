@@ -32,7 +32,7 @@ from parts.sft.targets import LearnedRow
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
-FACTS = {"script", "rows", "model_files", "teacher_files", "precision"}  # no flags
+FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
 
 
 def flags_of(kind) -> dict[str, object]:

@@ -274,7 +274,7 @@ def run_of(tmp_path, given=None, **inputs):
                                 "reference": None, "waits": [], "ends": [4], **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
                    Stream(inputs.rows, given.seed), None,
-                   SimpleNamespace(family=family.Family(None)), None, None)
+                   SimpleNamespace(engine=lambda kind, *given: kind), None, None)
 
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
@@ -457,6 +457,7 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
     class Kind(model.Model):
         def __init__(self, lm, chunk):
             super().__init__()
+            self.family = family.Family(None)
 
     def shard(root, layers, mesh, compute, master, checkpointing, offload):
         seen.append((checkpointing, offload))

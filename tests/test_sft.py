@@ -14,16 +14,15 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import data
-import evaluate
 import plan
 import sft
-from batch import given
 from data import Prompt
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
+from parts.sft.supervised import given, held_out_metrics
 from probes import World
 from shapes import shape_of
 
@@ -317,7 +316,7 @@ def test_the_loss_of_held_out_rows_has_the_temperature_of_the_loss_that_is_learn
     policy = SimpleNamespace(logprobs=logprobs, backward=lambda loss: None, step=lambda lr: 1.0,
                              metrics={})
     sft.learn(args, world, policy, [given(Prompt(0, rows[0]))], lr=1e-3)
-    evaluate.held_out_metrics(SimpleNamespace(
+    held_out_metrics(SimpleNamespace(
         args=args, world=world, policy=policy, inputs=SimpleNamespace(eval_rows=rows)))
     assert seen == [0.7, 0.7]
 

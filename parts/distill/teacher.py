@@ -1,12 +1,14 @@
-"""teacher.py: for distill.py: a teacher beside the policy, and the prompts of --teacher_prompt."""
+"""teacher.py: for distill.py: the teacher, its memory, and the prompts of --teacher_prompt."""
 from dataclasses import dataclass, replace
 
 from batch import Batch
 from data import DataArgs, Row, make_row, marks_of
 from errors import SettingsError
 from inputs import ModelFiles, open_model
-from model import Teacher
 from model_files import shape_from
+from plan import UPDATE_HEAD, Memory, Phase
+
+HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_HEAD
 
 
 def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> ModelFiles:
@@ -20,17 +22,20 @@ def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> ModelF
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
                             f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
                             "Would work: --divergence none.")
-    return files._replace(reference=folder, shape=replace(files.shape, teacher=shape_from(lm)))
+    return files._replace(reference=folder, shape=replace(files.shape, reference=shape_from(lm)))
 
 
-def beside(teacher, micro, temperature: float, kind: str) -> Teacher | None:
-    """A teacher, a model.Policy or lora.Base, on this micro-batch. kind "none": None. Its head is
-    whole from now on, until teacher.module.reshard(): the policy's backward calls it too."""
-    if kind == "none":
-        return None
-    hidden, model = teacher.hidden(micro), teacher.module  # (n, H)
-    model.unshard()
-    return Teacher(hidden, model.head, temperature / model.scale, kind)
+class TeacherMemory(Memory):
+    """With --divergence an update also has the teacher's head and hidden states."""
+
+    def micro_batch(self, phase: Phase) -> tuple[float, float]:
+        """See Memory."""
+        layers, logits = super().micro_batch(phase)
+        if phase.name != "update" or self.args.divergence == "none":
+            return layers, logits
+        teacher = self.shape.reference or self.shape
+        more = self.c * (teacher.root + phase.tokens * teacher.hidden)
+        return layers + more, logits * (1 + HEAD / UPDATE_HEAD)
 
 
 @dataclass

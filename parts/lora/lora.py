@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from errors import Positive
 from inputs import is_tiny
 from log import whole_folder
-from model import LogprobModel, Policy, ValueModel
+from model import LogprobModel, Policy, ValueModel, compute_dtype
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 
@@ -69,6 +69,10 @@ class LoraArgs:
         """Whether the engine gets the adapter itself."""
         sync = "adapter" if self.lora_sync == "auto" and bfloat16 else self.lora_sync
         return self.lora_rank > 0 and sync == "adapter"
+
+    def engine_bytes(self, shape, c: int) -> int:
+        """Of the adapter in the engine. c: bytes of a number."""
+        return c * self.added(shape) if self.in_engine(c == 2) else 0
 
     def chosen(self, name: str) -> bool:
         """Whether the linear layer with this last name has an adapter."""
@@ -130,6 +134,7 @@ class Adapted(Policy):
         layers = {name: m for name, m in lm.named_modules() if isinstance(m, Lora)}
         self.layers = {f"{name}.weight": layer for name, layer in layers.items()}
         self.left_out |= {name for name in lm.state_dict() if is_adapter(name)}
+        self.lora = lora
         self.config = {  # adapter_config.json, as peft and vLLM read it
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
             "r": lora.lora_rank, "lora_alpha": lora.scale * lora.lora_rank, "bias": "none",
@@ -143,6 +148,12 @@ class Adapted(Policy):
     def beginning(self) -> "Base":
         """As Policy.beginning: the same weights without the adapters."""
         return Base(self)
+
+    def engine(self, kind, args, inputs):
+        """As Policy.engine. It may get the adapter itself."""
+        kind, dtype = super().engine(kind, args, inputs), compute_dtype(
+            args.model_args, self.world.device)
+        return taking(kind, self.config) if self.lora.in_engine(dtype == torch.bfloat16) else kind
 
     def export(self, folder: Path) -> None:
         """The adapters alone to adapter/: peft's two files, in float32, by rank 0. A collective."""
@@ -172,11 +183,6 @@ class Base:
         """As Policy.logprobs."""
         with self.without():
             return self.policy.logprobs(*args)
-
-    def hidden(self, micro):
-        """As Policy.hidden."""
-        with self.without():
-            return self.policy.hidden(micro)
 
     def weights(self, dtype):
         """As Policy.weights."""
