@@ -300,7 +300,6 @@ class CommonArgs:
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
-    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
     memory: ClassVar[type] = Memory  # the class that plans it
     needs_rollouts: ClassVar[bool] = True  # False: the rows have their completions
     needs_reward: ClassVar[bool] = True

@@ -29,6 +29,7 @@ from forked import PYTHON
 from parts.distill.teacher import TaughtRow
 from parts.pictures.rows import PicturedRow
 from parts.sft.targets import LearnedRow
+from parts.turns import turns
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
@@ -222,7 +223,8 @@ def test_all_that_a_run_renders_has_its_date(with_date):
     for row in found.rows[:3] + found.eval_rows[:3]:
         assert row.prompt.startswith(date) and decode(row.prompt_ids).startswith(date)
     assert decode(found.rows[0].teacher_ids).startswith(date)
-    assert found.bridge.render([], True).startswith(date)
+    bridge = turns.Bridge(found.tokenizer, found.ends, found.shape.vocab, None)
+    assert bridge.render([], True).startswith(date)
 
 
 def test_a_run_keeps_the_time_at_which_it_began(tmp_path):

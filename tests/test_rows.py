@@ -20,7 +20,6 @@ from examples import convert, tiny
 from parts.distill.teacher import add_teacher_prompts
 from parts.pictures import rows as pictured
 from parts.sft import targets
-from parts.turns import turns
 from worker import Part
 
 TEMPLATE = (
@@ -200,7 +199,7 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     args = plan.changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
-        turns.find_bridge(args, files, [of(asked, row, tmp_path)])
+        args.turn_args.inspect(args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
