@@ -63,7 +63,7 @@ def environment(turns) -> float | None:
     "lora": [
         ("flags.py", "from parts.lora.lora import LoraArgs\n", ""),
         ("flags.py", "    lora_args: LoraArgs = field(default_factory=LoraArgs)\n", ""),
-        ("flags.py", "\n    LoRA: ten times as much. The plan prints it.", " The plan\n    prints it."),
+        ("flags.py", ";\n    LoRA: ten times as much. The plan", ".\n    The plan"),
         ("flags.py", """\
         if self.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
             lr, critic_lr = 10 * lr, 10 * critic_lr
@@ -105,6 +105,8 @@ def environment(turns) -> float | None:
         ("model_files.py", "    Stateful,\n", ""),
     ],
     "carry": [
+        ("grpo.py", "from dataclasses import dataclass, field\n",
+                    "from dataclasses import dataclass\n"),
         ("grpo.py", "from parts.carry.carry import CarryArgs\n", ""),
         ("grpo.py", "    carry_args: CarryArgs = field(default_factory=CarryArgs)\n", ""),
         ("ppo.py", "from parts.carry.carry import CarryArgs\n", ""),

@@ -163,10 +163,10 @@ def words_of(name: str) -> set[str]:
         found |= {path.stem} - {"__init__"}
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.add(node.name)
-                if node.name.endswith("Args"):
-                    found |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)
-                              and "ClassVar" not in ast.unparse(part.annotation)}
+                flags = [part for part in node.body if isinstance(part, ast.AnnAssign)
+                         and "ClassVar" not in ast.unparse(part.annotation)]
+                found |= {node.name} | {part.target.id for part in flags
+                                        if node.name.endswith("Args")}
     return found - PLAIN
 
 
