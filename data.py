@@ -520,7 +520,7 @@ class Marks(NamedTuple):
     silent: list[str]  # all that begin, end or pad: no words
 
     def check(self, said) -> None:
-        """SettingsError: what the model reads (messages, schemas) holds one of `silent`."""
+        """SettingsError: what is said (messages, schemas) holds one of `silent`."""
         text = json.dumps(said, ensure_ascii=False, default=str)
         for mark in self.silent:
             if mark in text:

@@ -3,7 +3,7 @@
     prompt | y1 <end> | \\n <user> z1 <end> \\n <assistant> | y2 <end> | …
              sampled    the reply z1, not sampled           sampled
 
-Ids are only appended: what was sampled is never decoded and encoded again. See docs/use/turns.md.
+Ids are only appended: what was sampled is never decoded and encoded again. See parts/turns/.
 """
 import math
 import os

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,8 +23,8 @@ from parts.turns.turns import ReplyPool, said
 from rewards import RewardArgs
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
 CLASS = """
 import os, random

@@ -46,8 +46,8 @@ from ranks import results
 from rollout import Request
 from test_vision import expected, fabricate, flat, naive, png, read, updates
 from tools import float64
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
 
 
@@ -358,7 +358,7 @@ def geometry(folder: Path, name: str, n: int) -> Path:
 
 def easyr1() -> list[str]:
     """The words of the command in recipes.md."""
-    page = (ROOT / "docs/use/recipes.md").read_text()
+    page = (ROOT / "parts/pictures/README.md").read_text()
     command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
     return shlex.split(command.replace("\\\n", ""))
 
@@ -440,7 +440,8 @@ def engine(folder, request) -> dict:
         hub_like(folder)
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", str(folder), str(out), *request.param.split()], cwd=ROOT,
+         Path(__file__).with_name("vision_worker.py"), folder, out, *request.param.split()],
+        cwd=ROOT,
         text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-6000:]
     return pickle.loads(out.read_bytes())

@@ -46,8 +46,8 @@ from ranks import results
 from rewards import Score
 from shapes import shape_of
 from tools import float64, report
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 GROUP, COMPLETION = 3, 10
 
 
@@ -513,7 +513,8 @@ def engine(folder, request) -> dict:
     out = Path(f"{folder}/out{request.param}")
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", str(folder), str(out), "split", str(request.param), "0"],
+         Path(__file__).with_name("vision_worker.py"), folder, out, "split", str(request.param),
+         "0"],
         cwd=ROOT,
         text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert out.exists(), done.stderr[-6000:]
