@@ -520,7 +520,7 @@ class Marks(NamedTuple):
     silent: list[str]  # all that begin, end or pad: no words
 
     def check(self, said) -> None:
-        """SettingsError: what a row or a reply says (messages, schemas) holds one of `silent`."""
+        """SettingsError: what is said (messages, schemas) holds one of `silent`."""
         text = json.dumps(said, ensure_ascii=False, default=str)
         for mark in self.silent:
             if mark in text:
@@ -529,7 +529,7 @@ class Marks(NamedTuple):
 
 
 def reader(tokenizer, eos_ids: list[int]):
-    """A function, ids → the text for a reward or a reply: without what ends, begins or pads.
+    """A function, ids → the text for a reward: without what ends, begins or pads.
     Other control tokens, such as <think>, are the model's words."""
     texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
     silent = {i for i, t in known.items() if t.content in texts}

@@ -10,9 +10,8 @@ import pytest
 import log
 from errors import SettingsError
 from examples import instructions
-from parts.report import report
+from house import has, module, write_run
 from results import collect, speedrun, table
-from test_report import write_run
 from tools import compare, plot, samples, score
 
 ROOT = Path(__file__).parent.parent
@@ -153,7 +152,9 @@ def test_names_are_ordered_by_their_numbers(tmp_path, capsys):
     assert "A 0.000   B 1.000" in printed(capsys, tmp_path / "a", "--", tmp_path / "b")
     steps = {f"eval_{step}": [] for step in (*range(99_996, 100_000), 100_000)}
     run = write_run(tmp_path / "c", [], steps)
-    assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
+    if has("report"):
+        report = module("parts.report.report")
+        assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
     for seed in (10, 2, 1):
         made(tmp_path / f"kk/kk-{seed}", seed, [0.5])
     assert [run.args["seed"] for run in plot.runs_in(tmp_path / "kk")] == [1, 2, 10]
@@ -169,7 +170,7 @@ def test_mistakes_are_one_sentence(tmp_path):
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
             compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
-    for tool in plot.find, report.page:   # beside a run that is there
+    for tool in [plot.find] + ([module("parts.report.report").page] if has("report") else []):
         with pytest.raises(SettingsError, match="x is not a run: it has no"):
             tool([Path(a), Path("x")])
 

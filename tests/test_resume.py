@@ -14,24 +14,17 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
-import distill
 import faults
-import grpo
 import inputs
 import log
 import plan
-import ppo
-import sft
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
-from parts.distill.teacher import TaughtRow
-from parts.pictures.rows import PicturedRow
-from parts.sft.targets import LearnedRow
+from house import QUIET, SCRIPTS, has, module, needs
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
 FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
 
 
@@ -50,7 +43,7 @@ def test_what_is_fixed_is_a_flag_or_a_fact():
     every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
     assert FIXED - every == FACTS
     kept = {name for module in SCRIPTS.values() for name in checkpoint.fixed(module.Args())}
-    assert kept - every == FACTS and "lora_rank" in kept - FIXED
+    assert kept - every == FACTS and ("lora_rank" in kept - FIXED) == has("lora")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -91,7 +84,7 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
     (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
-    fixed = checkpoint.fixed(plan.changed(grpo.Args(), **now))
+    fixed = checkpoint.fixed(plan.changed(SCRIPTS["grpo"].Args(), **now))
     if refused:
         with pytest.raises(SettingsError, match=refused):
             checkpoint.check(saved, now, fixed=fixed)
@@ -105,15 +98,18 @@ def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
 def rows(**changes) -> list[Row]:
     made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
             for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    kinds = {"target": LearnedRow, "teacher_ids": TaughtRow, "pictures": PicturedRow}
-    kind = next((kinds[name] for name in changes if name in kinds), Row)
+    kinds = {"target": ("parts.sft.targets", "LearnedRow"),
+             "teacher_ids": ("parts.distill.teacher", "TaughtRow"),
+             "pictures": ("parts.pictures.rows", "PicturedRow")}
+    kind = next((getattr(module(kinds[name][0]), kinds[name][1])
+                 for name in changes if name in kinds), Row)
     made[1] = kind(**vars(made[1]) | changes)
     return made
 
 
 @pytest.mark.parametrize("changes", [
     dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9}),
-    dict(target=([4], [True])), dict(teacher_ids=[7]),
+    pytest.param(dict(target=([4], [True])), marks=needs("sft")), dict(teacher_ids=[7]),
     dict(pictures=SimpleNamespace(sources=(b"other",)))])
 def test_another_row_is_refused_and_named(tmp_path, changes):
     settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
@@ -124,6 +120,7 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
         checkpoint.check(saved, again)
 
 
+@needs("pictures")
 def test_another_picture_under_the_same_name_is_another_row(tmp_path):
     path, found = tmp_path / "a.png", []
     for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
@@ -210,10 +207,11 @@ def with_date(tmp_path_factory) -> str:
     return str(folder)
 
 
+@needs("distill", "turns")
 def test_all_that_a_run_renders_has_its_date(with_date):
     """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
     args = plan.changed(
-        distill.Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
+        SCRIPTS["distill"].Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
         max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
         reply=str(ROOT / "examples/again.py:reply"))
     found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
@@ -222,7 +220,9 @@ def test_all_that_a_run_renders_has_its_date(with_date):
     for row in found.rows[:3] + found.eval_rows[:3]:
         assert row.prompt.startswith(date) and decode(row.prompt_ids).startswith(date)
     assert decode(found.rows[0].teacher_ids).startswith(date)
-    assert found.bridge.render([], True).startswith(date)
+    turns, vocab = module("parts.turns.turns"), found.shape.vocab
+    bridge = turns.Bridge(found.tokenizer, found.ends, vocab, None)
+    assert bridge.render([], True).startswith(date)
 
 
 def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
@@ -241,7 +241,7 @@ def go(folder: Path, *flags: str, script: str = "grpo", **env: str) -> tuple[int
     if script == "sft":  # it has no engine, and one completion a row
         usual = usual.replace("--kv_cache_gb 0.1", "").replace("--group 4", "")
     done = subprocess.run(
-        [PYTHON, ROOT / f"{script}.py", *usual.split(), "--max_prompt_tokens", "64", "--no-report",
+        [PYTHON, ROOT / f"{script}.py", *usual.split(), "--max_prompt_tokens", "64", *QUIET,
          "--no-export", "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)

@@ -307,7 +307,8 @@ def controls() -> str:
     out = []
     for i, (task, name, reward) in enumerate((("sorting", "sort-grpo", "exact"),
                                               ("knights and knaves", "kk", "kk01"),
-                                              ("guessing game", "game", "won"))):
+                                              ("short instructions", "instructions",
+                                               "follows"))):
         x = 60 + 245 * i
         out += reward_panel(x, 36, name, f"reward/{reward}", task)
         out += reward_panel(x, 250, f"{name}-coin", f"reward/{reward}", "trained on a coin")
@@ -355,6 +356,7 @@ SICK = {  # the metrics that show it
     "collapse": ("collapse", "policy/entropy grad/norm reward/mean"),
     "hacked": ("12", "reward/mean reward/exact rollout/length_mean")}
 PICTURES |= {f"sick_{name}": partial(sick, *what) for name, what in SICK.items()}
+PICTURES = {name: made for name, made in PICTURES.items() if (HERE / f"{name}.svg").exists()}
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ over all groups of 2 or 3 of them is a sum.
 import itertools
 import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,15 +21,15 @@ from batch import Batch, Completion, Micro, Sample
 from errors import SettingsError
 from rewards import Score
 from test_losses import F64, close, gradient, variant
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 TURNS = [(2,), *itertools.product((0, 1), (0, 1, 2))]  # all that a turn may be
 OVER = [(2,), (1, 1)]  # after these first turns the environment ends the episode
 EPISODES = [(one,) if one in OVER else (one, two) for one in TURNS
             for two in (TURNS if one not in OVER else [()])]
 CONTEXTS = [(), *((one,) for one in TURNS if one not in OVER)]  # before a turn
 STATES = [(*context, begun) for context in CONTEXTS for begun in ((), (0,), (1,))]
-PAGE = ROOT / "bench/RESULTS.md"
+PAGE = ROOT / "parts/turns/RESULTS.md"
 
 
 class World:

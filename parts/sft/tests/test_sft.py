@@ -5,7 +5,6 @@ import os
 import subprocess
 from functools import partial
 from math import exp
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +24,7 @@ from parts.sft import targets as chats
 from parts.sft.supervised import given, held_out_metrics
 from probes import World
 from shapes import shape_of
+from tracked import ROOT
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
 # the reference, nothing in what is tested.
@@ -329,17 +329,16 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     numbers = (31, 4102, 958, 70, 61524, 8, 77301, 2)
     rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    root = Path(__file__).parent.parent
-    model = tiny.ensure(str(root / "runs"))
+    model = tiny.ensure(str(ROOT / "runs"))
     options = dict(cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
                    capture_output=True)
     done = subprocess.run(
-        [PYTHON, root / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+        [PYTHON, ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
          --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
          --eval_every 1 --save_every 1 --no-report""".split(), *flags], **options)
     assert done.returncode == 0, done.stderr[-3000:]
     for step in ["1"], []:  # the newest
-        made = subprocess.run([PYTHON, root / "tools/export.py", "runs/x", *step], **options)
+        made = subprocess.run([PYTHON, ROOT / "tools/export.py", "runs/x", *step], **options)
         assert made.returncode == 0, made.stderr[-3000:]
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
     _, last, same = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)

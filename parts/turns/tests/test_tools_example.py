@@ -8,7 +8,6 @@ import json
 import runpy
 import sys
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +19,10 @@ from parts.turns.replies import Move, messages
 from parts.turns.turns import said
 from rewards import RewardArgs
 from test_sft import tokenizer_of
+from tracked import ROOT
 from worker import load_file
 
-FILE = Path(__file__).parent.parent / "examples/tools.py"
+FILE = ROOT / "examples/tools.py"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 PLAIN = "{{ m.content }}"
 CALLS = "{% for c in m.tool_calls %}"

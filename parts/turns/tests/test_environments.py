@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,13 +18,13 @@ from faults import Attempt, differences, metrics
 from log import read
 from parts.turns import turns
 from parts.turns.replies import Move
+from parts.turns.replies import paid as environment
 from parts.turns.turns import ReplyPool, said
 from rewards import RewardArgs
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
-from verifiers import environment
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
 CLASS = """
 import os, random

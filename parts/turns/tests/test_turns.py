@@ -28,9 +28,9 @@ from parts.turns import turns
 from parts.turns.replies import messages
 from rewards import Answer, RewardArgs, score_samples
 from test_sft import with_traits
+from tracked import ROOT
 from worker import Part
 
-ROOT = Path(__file__).parent.parent
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}
 TOKENIZER = tiny.make_tokenizer()
 
@@ -343,7 +343,8 @@ def real(spec, tmp_path_factory):
     """What turns_worker.py found."""
     folder = tmp_path_factory.mktemp("real")
     done = subprocess.run(
-        [PYTHON, ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out"],
+        [PYTHON, Path(__file__).with_name("turns_worker.py"), tiny.ensure(str(ROOT / "runs")), spec,
+         "out"],
         cwd=folder, timeout=600, text=True, capture_output=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -29,7 +29,8 @@ def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
     families.make(name, str(folder / "model"))
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp)],
+         "--standalone", Path(__file__).with_name("lora_worker.py"), folder / "model",
+         folder / "out", str(tp)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

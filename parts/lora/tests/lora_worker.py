@@ -4,7 +4,8 @@ import pickle
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(1, str(Path(__file__).parents[3] / "tests"))
 import torch
 
 import data
