@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from data import Prompt
 from dist import World, balance, share
+from parts.judges.pool import retries_of
 from rewards import Score
 
 # ---- packing ----
@@ -224,14 +225,6 @@ class Sample:
     advantages: torch.Tensor | None = None  # of each sampled token
 
 
-def given(prompt: Prompt) -> Sample:
-    """A sample that nobody sampled: its row has the completion (targets.py)."""
-    ids, learned = prompt.row.target
-    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
-                            np.array(learned))
-    return Sample(prompt, completion, "", Score(0.0, {}, None))
-
-
 class Batch:
     """N samples in request order."""
 
@@ -247,8 +240,8 @@ class Batch:
         self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
             row = sample.prompt.row
-            if last != (row.prompt_ids, row.pictures):  # equal neighbours share a prompt
-                owner, last = i, (row.prompt_ids, row.pictures)
+            if last != row.seen:  # equal neighbours share a prompt
+                owner, last = i, row.seen
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -416,7 +409,7 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
         "rollout/reply_failed": sum(c.failed for c in done),
-        "rollout/reward_retries": sum(s.retries for s in scores)}
+        "rollout/reward_retries": retries_of(scores)}
     for name in scores[0].parts:
         values = [s.parts[name] for s in scores if s.parts[name] is not None]
         if values:

@@ -30,7 +30,7 @@ from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
 # The flags of a group may have others, by name: `fixed`.
-FIXED = frozenset("dtype group model_files precision rows script seed teacher_files".split())
+FIXED = frozenset("dtype group model_files precision reference_files rows script seed".split())
 
 
 class Saved(NamedTuple):
@@ -155,7 +155,7 @@ def facts(args, inputs, world: World) -> dict:
     """Beside the flags, the same on all ranks."""
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
-            "teacher_files": digest_of_files(inputs.teacher),
+            "reference_files": digest_of_files(inputs.reference),
             "precision": str(compute_dtype(args.model_args, world.device)),
             **code_digests(plan.flags(args))}
 
@@ -166,14 +166,9 @@ def digest(value) -> str:
 
 
 def row_digests(rows: list) -> list:
-    """[index, digest] of each row: of all that the loop gets."""
-    found = []
-    for row in rows:
-        files = [sampled(it) if isinstance(it, str) else it
-                 for it in (row.pictures.sources if row.pictures else ())]
-        parts = row.prompt_ids, row.answer, row.columns, row.target, row.teacher_ids, files
-        found.append([row.index, digest(json.dumps(parts, default=str, skipkeys=True))])
-    return found
+    """[index, digest] of each row."""
+    return [[row.index, digest(json.dumps(row.digested(sampled), default=str, skipkeys=True))]
+            for row in rows]
 
 
 def digest_of_files(folder: str | None) -> str:

@@ -32,7 +32,7 @@ class Shape:
     params: int  # all
     fused: bool  # attention; else its memory grows with length²
     linears: dict  # {name: in + out} of the linear layers of a layer
-    teacher: "Shape | None" = None  # of --teacher
+    reference: "Shape | None" = None  # if it is another model
     kind: ClassVar[str] = "text"
 
     def layer_bytes(self, c: int, keys: int) -> float:

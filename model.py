@@ -3,7 +3,7 @@ import math
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed.fsdp as fsdp
@@ -31,14 +31,23 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
     hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
-    if len(hidden) > chunk:  # backward computes the logits again: a few times chunk × V of memory
-        part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-        parts = [part(h, head, t, temperature, chunk, entropy)
-                 for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    logits = head(hidden)
-    formula = compiled() if logits.is_cuda else of_logits
-    return formula(logits, targets, temperature, entropy)
+    def part(hidden, targets):
+        logits = head(hidden)
+        formula = compiled() if logits.is_cuda else of_logits
+        return formula(logits, targets, temperature, entropy)
+
+    return in_chunks(part, chunk, hidden, targets)
+
+
+def in_chunks(part, chunk: int, *tensors):
+    """What `part` makes of tensors (n, …): several (n,). Backward computes the logits again: a few
+    times chunk × V of memory."""
+    if len(tensors[0]) <= chunk:
+        return part(*tensors)
+    if torch.is_grad_enabled():
+        part = partial(recomputed, part)
+    chunks = zip(*(x.split(chunk) for x in tensors), strict=True)
+    return tuple(map(torch.cat, zip(*(part(*some) for some in chunks), strict=True)))
 
 
 def of_logits(logits, targets, temperature: float, entropy: str):
@@ -60,68 +69,6 @@ def compiled():
     """`of_logits` in few passes over the logits. One graph serves every n > 1: a chunk that is
     computed again in the backward must meet the graph of its forward."""
     return torch.compile(of_logits, dynamic=True)
-
-
-def hidden_alone(hidden, *options):
-    """In the place of token_logprobs."""
-    return hidden
-
-
-# ---- a policy beside its teacher: distill.py ----
-
-class Teacher(NamedTuple):
-    """Another model, at the tokens of a micro-batch."""
-    hidden: torch.Tensor  # (n, H) of its own
-    head: object  # (n, H) → logits (n, V)
-    temperature: float
-    kind: str  # of `divergence`
-
-
-def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: str,
-                      teacher: Teacher):
-    """What token_logprobs gives, and the divergence from the teacher: (n,), (n,), (n,)."""
-    if len(hidden) > chunk:
-        part = token_divergences
-        if torch.is_grad_enabled():
-            part = partial(recomputed, token_divergences)
-        parts = [part(h, head, t, temperature, chunk, entropy, teacher._replace(hidden=other))
-                 for h, t, other in zip(hidden.split(chunk), targets.split(chunk),
-                                        teacher.hidden.split(chunk), strict=True)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    logits = head(hidden)
-    with torch.no_grad():
-        theirs = teacher.head(teacher.hidden) / teacher.temperature
-    return (*of_logits(logits, targets, temperature, entropy),
-            divergence(logits / temperature, theirs, teacher.kind))
-
-
-def divergence(logits, teacher_logits, kind):
-    """From the policy p to a teacher q, over the whole vocabulary: logits (n, V) each -> (n,).
-
-        reverse_kl  KL(p || q) = sum_v p (log p - log q)      https://arxiv.org/abs/2306.08543
-        forward_kl  KL(q || p) = sum_v q (log q - log p)      https://arxiv.org/abs/1503.02531
-        jsd         KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2    https://arxiv.org/abs/2306.13649
-
-    Its gradient in the logits is written down, and not left to autograd: it keeps one matrix (n, V)
-    and is exactly 0 where p = q.
-
-        reverse_kl  p (log p - log q - KL(p || q))            forward_kl  p - q
-        jsd         p (log p - log m - KL(p || m)) / 2
-    """
-    logp, logq = logits.detach().log_softmax(-1), teacher_logits.detach().log_softmax(-1)
-    p, q = logp.exp(), logq.exp()
-    # log m = log((p + q)/2), without a difference of large numbers.
-    logm = torch.maximum(logp, logq) + torch.log1p(torch.expm1(-(logp - logq).abs()) / 2)
-    other = {"reverse_kl": logq, "forward_kl": logp, "jsd": logm}[kind]
-    of_q, of_p = (q * (logq - other)).sum(-1), (p * (logp - other)).sum(-1)  # (n,): KL(· || other)
-    if kind == "reverse_kl":
-        found, gradient = of_p, p * (logp - logq - of_p.unsqueeze(-1))
-    elif kind == "forward_kl":
-        found, gradient = of_q, p - q
-    else:
-        found, gradient = (of_q + of_p) / 2, p * (logp - logm - of_p.unsqueeze(-1)) / 2
-    # The second term is 0: it changes no value, and its gradient in the logits is `gradient`.
-    return found + (gradient * (logits - logits.detach())).sum(-1)
 
 
 # ---- a model ----
@@ -286,8 +233,7 @@ class LogprobModel(Model):
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
         """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
-        if formula is None:
-            formula = token_logprobs
+        formula = formula or token_logprobs
         # π = softmax(scale x head / temperature), so the scale goes into the temperature.
         return formula(hidden_states(self.family, self.lm, inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
@@ -388,16 +334,9 @@ class Policy(Trained):
         return super().step(lr)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
-                 teacher: Teacher | None = None):
-        """log π and entropy of each sampled token: (n,) each. With a teacher (parts/distill/) the
-        divergence from it too."""
-        formula = teacher and partial(token_divergences, teacher=teacher)
+                 formula=None):
+        """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
-
-    def hidden(self, micro: Micro):
-        """What the head gets for each predicted token: (n, H), without gradient."""
-        with torch.no_grad():
-            return self.run(micro, micro.targets, 1.0, "none", hidden_alone)
 
     def weights(self, dtype=None):
         """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""

@@ -162,7 +162,7 @@ class Plan:
                 passes.append(("score", rows, a.score_tokens))
             if critic:
                 passes.append(("critic score", rows, critic.critic_score_tokens))
-        if a.supervised and self.n_eval:
+        if self.n_eval and not a.needs_rollouts:  # they have their completions
             passes.append(("score", self.n_eval, a.score_tokens))
         # Completions that share a prompt have one copy of its tokens, but each copies its keys:
         # less than group + 1 keys a token. batch.py allows no more than KEYS.
@@ -205,7 +205,7 @@ class Plan:
             yield (f"  data       {count(self.n_rows, 'prompt')}, "
                    f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
                    f"{count(self.batches[-1], 'prompt')} in the last")
-        if not a.supervised:
+        if a.needs_rollouts:
             n = prompts * a.group
             yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
                    f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
@@ -255,7 +255,6 @@ SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentati
 GRAPHS = 1.0 * GIB  # of the engine
 CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
-TEACHER_HEAD = 6  # more of them for --divergence
 
 
 class Memory:
@@ -306,8 +305,8 @@ class Memory:
         critic = reference = 0.0
         if args.critic_args:  # it has all of these too
             critic = weights + 3 * gradients
-        if args.needs_reference and (args.teacher or not self.added):  # else it is the policy
-            reference = self.c * (shape.teacher or shape).params / self.ranks
+        if args.needs_reference and (shape.reference or not self.added):  # else: the policy
+            reference = self.c * (shape.reference or shape).params / self.ranks
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference
         return {"weights": (0.0 if "params" in away else weights, weights),
@@ -324,9 +323,9 @@ class Memory:
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
         """Bytes of its largest one: (layers and what FSDP gathers for them, logits)."""
         c, tokens, args, critic = self.c, phase.tokens, self.args, phase.name.startswith("critic")
-        update, shape, teacher = phase.name.endswith("update"), self.shape, self.shape.teacher
-        if phase.name == "score" and teacher and teacher.params > shape.params:
-            shape = teacher  # it scores too
+        update, shape, other = phase.name.endswith("update"), self.shape, self.shape.reference
+        if phase.name == "score" and other and other.params > shape.params:
+            shape = other  # it scores too
         root = shape.vocab * shape.hidden if critic else shape.root
         gathered = c * (root + root / self.ranks + 2 * shape.layer)
         again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
@@ -341,9 +340,6 @@ class Memory:
         whole, each = shape.beside(c, args, update)
         gathered, size = gathered + whole, size + each
         copies = UPDATE_HEAD if update else SCORE_HEAD
-        if update and args.divergence != "none":  # the teacher's head and hidden states
-            teacher, copies = teacher or shape, copies + TEACHER_HEAD
-            gathered, size = gathered + c * teacher.root, size + c * teacher.hidden
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
         layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
         if critic:
@@ -400,7 +396,7 @@ class Memory:
                  if name.endswith(("update_tokens", "score_tokens"))}
         for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
             plan = replace(self.plan, args=changed(self.args, **change))
-            if Memory(plan, self.shape, self.card, self.room).fits:
+            if type(self)(plan, self.shape, self.card, self.room).fits:
                 words = " ".join(f"--{name} {value}" for name, value in change.items())
                 return f"Would work: {words.replace(' True', '')}"
         return "What makes it smaller: docs/use/memory_and_machines.md"

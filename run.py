@@ -25,12 +25,11 @@ from checkpoint import export_model
 from data import Prompt, Row, Stream
 from dist import cut, peak_memory
 from errors import Mistakes, SettingsError
-from evaluate import held_out_metrics, sampled_metrics
+from evaluate import sampled_metrics
 from flags import CommonArgs
 from inputs import Inputs, read_inputs
 from log import write_samples
 from parts.carry import carry
-from parts.distill.teacher import beside
 from parts.lora import lora
 from parts.turns import turns
 from plan import GIB, Phase, Plan, ceil_div
@@ -50,7 +49,7 @@ CAUSES = {
 
 def compare_policies(run):
     """SettingsError if transformers, trainer and engine are not one policy; else the run says how
-    far they are apart. A teacher is compared with transformers too. A collective.
+    far they are apart. A reference of other files is compared with transformers too. A collective.
 
     A gap is the mean over tokens of the difference of log-probs, in nats: rounding moves single
     tokens much, and their mean little. Each rank compares its own engine.
@@ -62,9 +61,9 @@ def compare_policies(run):
     gaps = {"trainer and transformers": trainer - plain}
     if engine is not None:
         gaps["engine and trainer"] = engine - trainer
-    if run.args.teacher:
+    if run.inputs.reference:
         theirs, _ = transformers_logprobs(run.reference, run, samples)
-        gaps["teacher and transformers"] = trainer_logprobs(run.reference, run, samples) - theirs
+        gaps["reference and transformers"] = trainer_logprobs(run.reference, run, samples) - theirs
     means = torch.stack([gap.abs().mean() for gap in (*gaps.values(), noise)])
     *means, rounding = run.world.max(means.nan_to_num(torch.inf)).tolist()
     judge(run, dict(zip(gaps, means, strict=True)), rounding)
@@ -94,8 +93,7 @@ def prompts_of(run) -> list[Prompt]:
     frequencies) shows there alone."""
     family = run.policy.family
     rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
-    words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
-             if i not in family.never]
+    words = [i for row in rows for i in row.ids if i not in family.never]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -191,12 +189,11 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     a, peaks = plan.args, {}
 
     def update(micro):
-        teacher = beside(reference, micro, a.temperature, a.divergence)
         entropy = "grad" if a.entropy_coef else "value"
-        found = policy.logprobs(micro, a.temperature, entropy, teacher)
+        found = policy.logprobs(micro, a.temperature, entropy, a.formula(reference, micro))
         policy.backward(sum(found).sum())
-        if teacher:
-            reference.module.reshard()
+        if reference:
+            reference.module.reshard()  # a formula may leave its head whole
 
     def score(micro):
         for scored in (reference, policy) if reference else (policy,):
@@ -261,8 +258,9 @@ def end(world, phase: Phase, failed: int):
 
 # ---- set-up ----
 
-def set_up(args) -> "Run":
-    """Everything that a loop needs, in five phases. Weights load in the last."""
+def set_up(args, kind=None) -> "Run":
+    """Everything that a loop needs, in five phases. Weights load in the last. kind: of the Run, if
+    a script has its own."""
     # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
@@ -296,7 +294,7 @@ def set_up(args) -> "Run":
         run_log.say(f"  {note}")
     # 5. Build the models, the engine, the reward workers.
     with run_log.time("loading"):
-        return build(args, world, inputs, run_log, settings, saved)
+        return build(args, world, inputs, run_log, settings, saved, kind)
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
@@ -325,15 +323,16 @@ def again(world: dist.World, name: str) -> str:
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
-          saved: checkpoint.Saved | None) -> "Run":
+          saved: checkpoint.Saved | None, kind=None) -> "Run":
     """The run with its models, engine and reward workers; a resumed one as its checkpoint has it.
     settings: of the next checkpoint. A collective."""
-    scorer = rewards.Pool(list(args.reward), args.reward_args)  # its processes start now
+    scorer = args.pool(inputs.waits)  # its processes start now
     scorer.progress["max_steps"] = args.steps
     policy, reference, critic = build_models(args, world, inputs)
-    run = Run(args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer,
-              policy, reference, critic, start=saved.state["step"] if saved else 0,
-              kl_coef=getattr(args, "kl_reward_coef", 0.0))
+    run = (kind or Run)(
+        args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer, policy,
+        reference, critic, start=saved.state["step"] if saved else 0,
+        kl_coef=getattr(args, "kl_reward_coef", 0.0))
     if args.needs_engine:
         run.engine = build_engine(run)
     world.together(scorer.wait)
@@ -348,7 +347,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 def build_models(args, world: dist.World, inputs: Inputs):
     """(policy, reference, critic): None where the run has none. The critic is of ppo.py. The
-    reference is the teacher, or the starting model."""
+    reference is the starting model, if no other one is named."""
     source, shared = inputs.source, (world, args.model_args, args.optimizer_args)
     logprobs, values, kind = model.LogprobModel, model.ValueModel, model.Policy
     if args.lora_args.lora_rank:
@@ -361,11 +360,11 @@ def build_models(args, world: dist.World, inputs: Inputs):
     policy = kind(load(logprobs), *shared, args)
     if args.critic_args:
         critic = model.Critic(load(values), *shared, args)
-    if args.needs_reference and not inputs.teacher:
+    if args.needs_reference and not inputs.reference:
         reference = policy.beginning()
     if args.needs_reference and not reference:
-        teacher = load(model.LogprobModel, inputs.teacher or source, trained=False)
-        reference = model.Policy(teacher, *shared)
+        frozen = load(model.LogprobModel, inputs.reference or source, trained=False)
+        reference = model.Policy(frozen, *shared)
     return policy, reference, critic
 
 
@@ -401,7 +400,7 @@ class Run:
     policy: model.Policy
     reference: object  # a Policy, or what computes log-probs as one does; None: it is not needed
     critic: model.Critic | None  # of ppo.py
-    engine: Engine | None = None  # sft.py has none
+    engine: Engine | None = None  # None: nothing is sampled
     stop: dist.Stop | None = None  # --eval_only has none
     start: int = 0  # steps done
     kl_coef: float = 0.0  # ppo.py may adapt it
@@ -456,14 +455,12 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py)."""
-        metrics = {}
-        if self.args.supervised:
-            with self.log.time("eval"):
-                metrics = held_out_metrics(self)
-        if self.engine:
-            metrics |= sampled_metrics(self, step)
-        self.log.step(step, metrics)
+        """Writes what --eval_data gives after `step` steps. A collective."""
+        self.log.step(step, self.held_out(step))
+
+    def held_out(self, step: int) -> dict[str, float]:
+        """pass@1 and pass@k. A collective."""
+        return sampled_metrics(self, step)
 
     def record(self, step: int, samples: list):
         """Each --samples_every steps the samples go to samples/, those that an update has learned
@@ -505,8 +502,7 @@ class Run:
             if self.world.rank == 0:
                 missed = log.grade(self.log, self.args.run_args)
             self.log.finish(self.args.steps)
-        if self.args.run_args.report and self.world.rank == 0:
-            log.write_report(self.log)
+        self.args.report_args.write(self.log)
         missed = self.world.any_rank(missed)
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()

@@ -181,6 +181,11 @@ def make_mixture(tokenizer):
     return model
 
 
+def make(task, tokenizer):
+    """The task's model with random weights."""
+    return make_mixture(tokenizer) if task == "experts" else make_model(tokenizer)
+
+
 LIKE = 16  # lessons of one forward, alike in length: so little is padding
 
 
@@ -245,7 +250,7 @@ def build(folder, task="sort", seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = make_tokenizer()
-        model = make_mixture(tokenizer) if task == "experts" else make_model(tokenizer)
+        model = make(task, tokenizer)
         teach(model, tokenizer, TASKS[task], seed)
     torch.set_num_threads(threads)
     for part in (model.config, model.generation_config, tokenizer):

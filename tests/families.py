@@ -213,8 +213,8 @@ def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float3
         world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,
         max_gap=0.15 if dtype == torch.bfloat16 else 1e-3,
         inputs=SimpleNamespace(rows=[prompt.row for prompt in prompts], eval_rows=[],
-                               plan=SimpleNamespace(longest=256)),
-        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24, teacher=None,
+                               reference=None, plan=SimpleNamespace(longest=256)),
+        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24,
                              run_args=SimpleNamespace(max_gap=None)))
 
 

@@ -73,8 +73,8 @@ def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
     assert tokenizer("Sort 31")["input_ids"] == [bos][:len(before)] + ids + [eos]
     row = row_of(QA, tokenizer)
     assert row.prompt_ids == [bos][:len(before)] + ids
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
-    assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
+    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
+    assert made.teacher_ids[-1] != eos and made.teacher_ids[:len(before)] == [bos][:len(before)]
     learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer),
                                sft.Args().data_args, eos_ids=[eos])
     assert learned.prompt_ids == row.prompt_ids
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_end_is_said(ends, left):
     for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
         args, notes = changed(args, stop=stop), []
         words = f"no token that ends a completion: its files name {ends} of 320 ids"
-        if args.supervised and not left:
+        if not args.needs_rollouts and not left:
             with pytest.raises(SettingsError) as error:
                 inputs.check_ends(args, ends, 320, notes)
             assert words in str(error.value)
@@ -192,8 +192,8 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
     assert "<think>" not in data.marks_of(tokenizer).begins
     row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
-    assert row.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
+    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
+    assert made.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
 
 
 # ---- --stop

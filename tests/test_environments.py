@@ -19,8 +19,8 @@ from faults import Attempt, differences, metrics
 from log import read
 from parts.turns import turns
 from parts.turns.replies import Move
-from parts.turns.turns import said
-from rewards import Pool, RewardArgs
+from parts.turns.turns import ReplyPool, said
+from rewards import RewardArgs
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
 from verifiers import environment
@@ -150,7 +150,7 @@ def test_an_episode_of_the_lake_is_the_librarys():
     gymnasium = pytest.importorskip("gymnasium")
     grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
     row = {"map": grid, "slippery": True}
-    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply")) as pool:
+    with closing(ReplyPool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0))) as pool:
         pool.wait()
         for seed in range(20):
             env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0

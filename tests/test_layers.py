@@ -4,13 +4,14 @@ from pathlib import Path
 
 from tracked import ROOT, tracked
 
-ORDER = """errors verifiers parts.turns.replies parts.judges.waiting parts.pairs worker dist losses
-           rewards data batch family parts.pictures.eyes parts.pictures.idefics3
-           parts.pictures.qwen2_vl parts.pictures.engine parts.pictures.seeing parts.pictures.flags
-           parts.pictures.rows parts.experts.experts parts.states.states model_files model rollout
-           parts.turns.turns parts.carry.carry parts.sft.targets parts.distill.teacher plan inputs
-           log parts.lora.lora checkpoint evaluate flags run grpo ppo sft
-           distill""".split()  # the lowest first
+ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting parts.pairs dist losses
+           rewards parts.judges.pool data batch family parts.pictures.eyes parts.pictures.idefics3
+           parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine parts.pictures.seeing
+           parts.pictures.flags parts.experts.experts parts.states.states model_files model rollout
+           parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets
+           parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
+           parts.report.report parts.report.args parts.lora.lora checkpoint evaluate flags run
+           parts.sft.supervised grpo ppo sft distill""".split()  # the lowest first
 PLACE = {name: i for i, name in enumerate(ORDER)}
 
 

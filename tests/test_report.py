@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import report
+from parts.report import report
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",

@@ -10,9 +10,10 @@ import pytest
 import log
 from errors import SettingsError
 from examples import instructions
+from parts.report import report
 from results import collect, speedrun, table
 from test_report import write_run
-from tools import compare, plot, report, samples, score
+from tools import compare, plot, samples, score
 
 ROOT = Path(__file__).parent.parent
 
@@ -334,7 +335,7 @@ def test_the_readme_quotes_the_first_command():
     steps = [row for row in rows if not log.is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps]
     it = log.Log(ROOT, SimpleNamespace(rank=0), len(steps))
-    printed = [log.evaluation_line(rows[0]), it.step_line(steps[0]), it.step_line(steps[-1]),
+    printed = [it.evaluation_line(rows[0]), it.step_line(steps[0]), it.step_line(steps[-1]),
                f"reward, first 3 and last 10 of {len(steps)} steps: {sum(rewards[:3]) / 3:.3f} -> "
                f"{sum(rewards[-10:]) / 10:.3f}"]
     readme = (ROOT / "README.md").read_text()

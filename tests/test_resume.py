@@ -26,10 +26,13 @@ from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
+from parts.distill.teacher import TaughtRow
+from parts.pictures.rows import PicturedRow
+from parts.sft.targets import LearnedRow
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
-FACTS = {"script", "rows", "model_files", "teacher_files", "precision"}  # no flags
+FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
 
 
 def flags_of(kind) -> dict[str, object]:
@@ -102,8 +105,9 @@ def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
 def rows(**changes) -> list[Row]:
     made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
             for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    for name, value in changes.items():
-        setattr(made[1], name, value)
+    kinds = {"target": LearnedRow, "teacher_ids": TaughtRow, "pictures": PicturedRow}
+    kind = next((kinds[name] for name in changes if name in kinds), Row)
+    made[1] = kind(**vars(made[1]) | changes)
     return made
 
 

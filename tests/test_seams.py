@@ -16,6 +16,7 @@ import dist
 import distill
 import errors
 import family
+import flags
 import grpo
 import inputs
 import model
@@ -25,7 +26,6 @@ import rewards
 import rollout
 import run
 import sft
-import worker
 from batch import Batch, Completion, Sample
 from data import Prompt, Row, Stream
 from examples import tiny
@@ -202,7 +202,7 @@ def test_a_completion_whose_reply_failed_has_no_score():
 
 
 def test_calls_without_a_score_are_counted_and_not_completions():
-    scorer = SimpleNamespace(unanswered=0, warned=True, kind="reward")
+    scorer = SimpleNamespace(unanswered=0, warned=True, flag="reward")
     nothing = ["no"] * 8  # of two calls
     for count in 2, 4, 6:
         rewards.report(scorer, None, nothing, 2)
@@ -217,8 +217,9 @@ def test_the_time_of_a_call_grows_with_its_completions():
         return [1.0] * len(completions)
 
     items = [Item("", "", None, {}, 0, False)] * 4
-    reward, call = Reward("trl", slow, None, [], True), worker.Call(items, [None])
-    asyncio.run(waiting.score_one(call, reward, call.found[0], slice(0, 4), 0.2, 0))
+    loaded = waiting.Loaded([Reward(slow, None, groups=True)], 0.2, 0)
+    call = waiting.Call(loaded.rewards, items)
+    asyncio.run(waiting.score_all(loaded, [call]))
     assert call.found == [[1.0] * 4]
 
 
@@ -270,7 +271,7 @@ def run_of(tmp_path, given=None, **inputs):
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
                                 "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "ends": [4], **inputs})
+                                "reference": None, "waits": [], "ends": [4], **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
                    Stream(inputs.rows, given.seed), None,
                    SimpleNamespace(engine=lambda kind, *given: kind), None, None)
@@ -278,6 +279,8 @@ def run_of(tmp_path, given=None, **inputs):
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
+    text = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    it.policy = SimpleNamespace(module=SimpleNamespace(lm=text))
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     run.build_engine(it)
@@ -297,7 +300,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
         loaded.append((kind, folder, options))))
     monkeypatch.setattr(model, "Policy", lambda *given: SimpleNamespace(beginning=lambda: None))
     monkeypatch.setattr(model, "Critic", lambda *given: None)
-    it = run_of(tmp_path, given, source="start", teacher=teacher and "teacher")
+    it = run_of(tmp_path, given, source="start", reference=teacher and "teacher")
     run.build_models(given, it.world, it.inputs)
     own = dict(seed=3)
     critic = [] if teacher else [(model.ValueModel, "start", own)]
@@ -307,7 +310,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
 
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(run.rewards, "Pool", lambda *given: SimpleNamespace(
+    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(
         wait=int, progress={}))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
     monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
@@ -388,8 +391,9 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 
 @pytest.mark.parametrize("script", [grpo, sft])
 def test_generated_rows_follow_the_seed(script):
-    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, None)
-    found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
+    lm = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, lm, [2])
+    found = [script.Args(data="tiny").load_rows("data", seed, it, [])
              for seed in (0, 1, 0)]
     texts = [[row.columns for row in rows] for rows in found]
     assert texts[0] == texts[2] != texts[1]
@@ -435,7 +439,7 @@ def test_an_engine_of_several_ranks_gets_the_requests_of_all_of_them():
 
 def test_a_reply_is_put_behind_the_system_message_of_the_run(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(turns, "Pool", lambda *given: SimpleNamespace(
+    monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
         wait=lambda: None, close=lambda: None, needs=[], methods=[]))
     monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
         ids=lambda last, messages: []))

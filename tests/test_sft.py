@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import subprocess
+from functools import partial
 from math import exp
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +13,16 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import evaluate
+import data
 import plan
 import sft
-from batch import given
 from data import Prompt
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
+from parts.sft.supervised import given, held_out_metrics
 from probes import World
 from shapes import shape_of
 
@@ -76,7 +77,11 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = [tokenizer.eos_token_id] if ends is None else ends
-    return chats.load(str(path), tokenizer, plan.changed(sft.Args(), **flags), ends)
+    args = plan.changed(sft.Args(), **flags)
+    found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
+                            make=partial(chats.make_row, eos_ids=ends))
+    kept, words = chats.keep(found, str(path), args.max_tokens)
+    return kept, note + words
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -311,7 +316,7 @@ def test_the_loss_of_held_out_rows_has_the_temperature_of_the_loss_that_is_learn
     policy = SimpleNamespace(logprobs=logprobs, backward=lambda loss: None, step=lambda lr: 1.0,
                              metrics={})
     sft.learn(args, world, policy, [given(Prompt(0, rows[0]))], lr=1e-3)
-    evaluate.held_out_metrics(SimpleNamespace(
+    held_out_metrics(SimpleNamespace(
         args=args, world=world, policy=policy, inputs=SimpleNamespace(eval_rows=rows)))
     assert seen == [0.7, 0.7]
 

@@ -37,8 +37,8 @@ from forked import PYTHON
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.lora import lora
+from parts.pictures import reading, seeing
 from parts.pictures import rows as pictured
-from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
@@ -70,8 +70,8 @@ def read(folder: Path, *rows: dict, kind="one", least=0, most=0, **options) -> l
     """Rows by the shipped way, from a file beside the pictures. most: --max_image_tokens."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = str(folder / kind)
-    make = partial(pictured.make_row, make=data.make_row, folder=inputs.folder_of(
-        f"{folder}/rows.jsonl"), eyes=inputs.load_eyes(
+    make = partial(pictured.make_row, make=data.make_row, folder=reading.folder_of(
+        f"{folder}/rows.jsonl"), eyes=reading.load_eyes(
             "x", source, model.config_of(source), least, most))
     tokenizer = inputs.load_tokenizer("x", source)
     return data.load(f"{folder}/rows.jsonl", tokenizer, data.DataArgs(**options), make=make)[0]
@@ -210,7 +210,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     tokenizer.chat_template = PARTS
     make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer,
                    marks=data.marks_of(tokenizer),
-                   eyes=inputs.load_eyes("x", source, model.config_of(source)), folder=folder)
+                   eyes=reading.load_eyes("x", source, model.config_of(source)), folder=folder)
     columns = {"prompt": "1 <image> 2", "image": "a.png"}
     row = make(columns, args=data.DataArgs(), make=data.make_row)
     assert row.prompt == "[1 ]<image>[ 2]"
@@ -246,7 +246,7 @@ def test_a_processor_that_would_not_scale_or_pad_is_refused(folder, tmp_path, fl
     path.write_text(json.dumps(found))
     source = str(tmp_path / "one")
     with pytest.raises(SettingsError, match="or its do_pad or do_resize is off"):
-        inputs.load_eyes("x", source, model.config_of(source))
+        reading.load_eyes("x", source, model.config_of(source))
 
 
 @pytest.mark.parametrize("part, name, value", [
@@ -256,7 +256,7 @@ def test_tiles_that_are_not_the_models_are_refused(folder, part, name, value):
     source, config = str(folder / "split"), model.config_of(str(folder / "split"))
     setattr(config.vision_config if part else config, name, value)
     with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's"):
-        inputs.load_eyes("x", source, config)
+        reading.load_eyes("x", source, config)
 
 
 @pytest.mark.parametrize("teacher, words", [
@@ -266,11 +266,11 @@ def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
     lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
-    inputs.find_eyes(args, lm, source, str(folder / "teacher"))
+    reading.find_eyes(args, lm, source, str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
     AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
     with pytest.raises(SettingsError, match=f"--teacher {teacher} {words}"):
-        inputs.find_eyes(args, lm, source, str(folder / teacher))
+        reading.find_eyes(args, lm, source, str(folder / teacher))
 
 
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
@@ -284,7 +284,7 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
         part.save_pretrained(folder / "plain")
     args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
-    with pytest.raises(SettingsError, match="has pictures, and --model .*/plain sees none"):
+    with pytest.raises(SettingsError, match="row 0 .*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
 
 
@@ -329,7 +329,7 @@ def naive(lm, sample: Sample):
     row, ids = sample.prompt.row, torch.tensor(sample.completion.ids).long()
     tokens, given = torch.tensor([row.prompt_ids + ids.tolist()]), {}
     x, spots = lm.get_input_embeddings()(tokens), torch.zeros(tokens.shape, dtype=torch.bool)
-    if row.pictures:
+    if pictured.pictures_in(row):
         pixels, *grids = row.pictures.eyes.pixels(row.pictures.sources)
         pixels = pixels.to(x.dtype) if grids else pixels.to(x.dtype).unsqueeze(0)
         found = lm.model.get_image_features(pixels, *grids)

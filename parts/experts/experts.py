@@ -227,6 +227,10 @@ def forget_packed_experts(model) -> None:
 def has_routes(sample) -> bool:
     """Whether the engine told its experts."""
     return getattr(sample.completion, "routes", None) is not None
+
+
+# ---- in a forward ----
+
 def blocks(lm) -> list[nn.Module]:
     """The mixtures, by layer."""
     return [module for module in lm.modules() if hasattr(module, "experts")]

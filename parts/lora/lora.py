@@ -184,11 +184,6 @@ class Base:
         with self.without():
             return self.policy.logprobs(*args)
 
-    def hidden(self, micro):
-        """As Policy.hidden."""
-        with self.without():
-            return self.policy.hidden(micro)
-
     def weights(self, dtype):
         """As Policy.weights."""
         with self.without():

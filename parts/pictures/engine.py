@@ -1,6 +1,7 @@
 """engine.py: an engine for a model that sees: it gets the pictures of a prompt beside its ids."""
 from family import NEVER
 from parts.pictures.eyes import opened
+from parts.pictures.rows import pictures_in
 
 HELD = 2  # GiB of pictures' pixels that an engine holds at once
 
@@ -44,11 +45,6 @@ def looking(kind: type, eyes, rows: list) -> type:
             return found
 
     return Looking
-
-
-def pictures_in(row):
-    """Of a data.Row, or None."""
-    return getattr(row, "pictures", None)
 
 
 def parts_of(requests: list) -> list[list]:

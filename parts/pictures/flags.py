@@ -16,6 +16,11 @@ class PictureArgs:
     """Train a model's vision tower and projector too. Else they stay as they are."""
     fixed: ClassVar[tuple[str, ...]] = ("train_vision",)  # see checkpoint.py
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Least and most tokens of a picture."""
+        return self.min_image_tokens, self.max_image_tokens
+
     def rules(self, plan):
         """See plan.problems."""
         if plan.shape and plan.shape.kind != "pictures":

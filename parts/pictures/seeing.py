@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from errors import as_sentence
 from family import Family, Shape
 from parts.pictures import idefics3, qwen2_vl
 from parts.pictures.engine import HELD, looking
+from parts.pictures.rows import pictures_in
 
 NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
          "qwen3_vl": "Qwen3VL"}  # of transformers
@@ -22,6 +24,12 @@ FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES
 def sees(config) -> bool:
     """Whether the model of this config sees pictures."""
     return config.model_type in FAMILIES
+
+
+def load_eyes(name: str, folder: str, config, *limits: int, flag: str = "model"):
+    """Those of a model's family. SettingsError: its files have no processor."""
+    with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
+        return FAMILIES[config.model_type].Eyes(folder, config, *limits)
 
 
 class Seeing(Family):
@@ -48,9 +56,9 @@ class Seeing(Family):
         owners = {micro.batch.sizes[row][0]: row for row in micro.rows}
         for row in owners.values():  # each prompt once, in the order of batch.pack
             prompt = micro.batch.samples[row].prompt.row
-            if prompt.pictures:
-                pixels.append(prompt.pictures.eyes.pixels(prompt.pictures.sources))
-                places += [start + place for place in prompt.pictures.places]
+            if seen := pictures_in(prompt):
+                pixels.append(seen.eyes.pixels(seen.sources))
+                places += [start + place for place in seen.places]
             start += len(prompt.prompt_ids)
         if not pixels:  # FSDP: all ranks gather the tower, so one that sees nothing runs it too
             pixels = [self.own.nothing(self.config)]
@@ -76,16 +84,17 @@ class Seeing(Family):
 
     def engine(self, kind, args, inputs):
         """With the pictures of a prompt beside its ids."""
-        return looking(kind, inputs.eyes, inputs.rows + inputs.eval_rows)
+        eyes = load_eyes(args.model, inputs.source, self.config, *args.picture_args.limits)
+        return looking(kind, eyes, inputs.rows + inputs.eval_rows)
 
     def first(self, rows):
         """Those with pictures."""
-        return sorted(rows, key=lambda row: not row.pictures)
+        return sorted(rows, key=lambda row: not pictures_in(row))
 
     def trial(self, rows, text_row):
         """With the pictures of the row that has most for its tokens: the tower computes them as
         often as the micro-batch has room for that row."""
-        seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
+        seen = max(filter(pictures_in, rows), default=None, key=lambda row: len(
             row.pictures.places) / len(row.prompt_ids))
         if not seen:
             return text_row
@@ -189,7 +198,7 @@ def positions_of(micro) -> torch.Tensor:
     for row in micro.rows:
         owner, length, tokens = micro.batch.sizes[row]
         if owner not in ends:
-            pictures = micro.batch.samples[row].prompt.row.pictures
+            pictures = pictures_in(micro.batch.samples[row].prompt.row)
             prompts.append(np.array(pictures.positions) if pictures else in_line(length))
             ends[owner] = prompts[-1].max() + 1
         rest.append(in_line(tokens - 1) + ends[owner])

@@ -5,6 +5,10 @@
 
 Ids are only appended: what was sampled is never decoded and encoded again. See docs/use/turns.md.
 """
+import math
+import os
+import queue
+import re
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,8 +23,9 @@ from batch import Completion
 from data import Prompt, Row, ids_after, marks_of, reader, texts_of
 from errors import Count, SettingsError
 from parts.turns.replies import Move
-from rewards import Answer, Pool, check_rows, report
+from rewards import Answer, Pool, check_rows, file_of, report
 from rollout import Request, hash_seed
+from worker import ROOT, Part
 
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
@@ -34,6 +39,51 @@ class TurnArgs:
     max_turns: Count = 8
     """The model's turns in an episode, at most."""
     switch: ClassVar[str] = "reply"
+
+    def rules(self, plan):
+        """See plan.problems."""
+        paid = {"environment", "turns"} & {spec.partition(":")[0] for spec in plan.args.reward}
+        if paid and not self.reply:
+            yield "--reward environment or turns needs --reply FILE.py:NAME."
+
+
+class ReplyPool(Pool):
+    """Workers that answer turns. Each has an inbox, and keeps its own environments."""
+    flag: ClassVar = "reply"
+    module: ClassVar = "parts.turns.replies"
+
+    def parse(self, specs: list[str]) -> list[Part]:
+        """FILE.py:NAME."""
+        path, name = re.fullmatch(r"(?:(.+\.py):)?(.*)", specs[0]).groups()
+        if not path or not name.isidentifier():
+            raise SettingsError(
+                f"--reply {specs[0]}: it must be FILE.py:FUNCTION; it has no weight.")
+        if not os.path.isfile(file_of(path)):
+            raise SettingsError(f"--reply {specs[0]}: no such file, here or in {ROOT}.")
+        return [Part(name, math.nan, file_of(path))]
+
+    def make_inboxes(self, count: int) -> list[queue.Queue]:
+        """See rewards.Pool."""
+        return [queue.Queue() for _ in range(count)]
+
+    def what(self) -> tuple:
+        """See rewards.Pool."""
+        return (self.parts[0],)
+
+    def take(self, told: list) -> None:
+        """The methods of a CLASS, and what it needs."""
+        self.methods, self.needs = told
+
+    def ask(self, moves: list[Move], homes: list[int]) -> list[Answer]:
+        """An answer for each. homes: a number for each; the same worker gets all moves of a number,
+        and keeps their environment."""
+        self.homes = homes
+        return super().ask(moves)
+
+    def put(self, calls: list[slice]) -> None:
+        """See rewards.Pool."""
+        for call, home in zip(calls, self.homes, strict=True):
+            self.inboxes[home % len(self.inboxes)].put(call)
 
 
 def said(text: str) -> dict:
@@ -102,10 +152,19 @@ class Bridge:
         return found
 
 
+def find_bridge(args, files, rows: list[Row]) -> Bridge | None:
+    """What makes the next prompt after a completion. files: inputs.ModelFiles. None: one turn."""
+    if not args.turn_args.reply:
+        return None
+    if any(row.columns.get("chat_template_kwargs") for row in rows):
+        raise SettingsError("rows with chat_template_kwargs take no --reply.")
+    return check(args, files.tokenizer, files.ends, files.vocab, rows)
+
+
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
-    with closing(Pool([spec], args.reward_args, "reply")) as pool:
+    with closing(ReplyPool([spec], args.reward_args)) as pool:
         pool.wait()
         check_rows(pool.needs, rows, "reply")
     rewards = [reward.partition(":")[0] for reward in args.reward]
@@ -157,7 +216,7 @@ class Episodes:
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        self.workers = Pool([args.turn_args.reply], args.reward_args, "reply")
+        self.workers = ReplyPool([args.turn_args.reply], args.reward_args)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
         # --reward turns: a turn is paid what reward() grows by.
