@@ -152,8 +152,9 @@ class Family:
         """In the order in which engine, trainer and transformers are compared."""
         return rows
 
-    def trial(self, rows: list[Row], text_row):
-        """run.text_row, or what is larger, by the rows of the data."""
+    def largest(self, rows: list[Row], text_row):
+        """text_row, a function (tokens of its prompt, of its micro-batch) → Row, or one whose rows
+        need more, by the rows of the data."""
         return text_row
 
     def shape(self, lm) -> Shape:

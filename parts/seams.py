@@ -25,6 +25,8 @@ PARTS = {
     "sft": {"files": ["sft.py", *ROADS]},
     "distill": {"files": ["distill.py", *ROADS]},
     "report": {"files": ["tools/report.py"]},
+    "trial": {},
+    "other_systems": {},
     "variants": {"folder": "variants"},
     "parts": {"folder": "parts", "files": ["tests/test_strip.py"]},  # the last to go
 }
@@ -102,6 +104,16 @@ SEAMS = {
         ("results/speedrun.py", " --no-report", ""),
         ("requirements.txt", "# The tests of report.html, with the browser of the system; without "
                              "one they are skipped.\nplaywright==1.65.2\n", ""),
+    ],
+    "other_systems": [
+        ("flags.py", "from parts.other_systems.other_systems import theirs\n", ""),
+        ("flags.py", '["", *theirs(sys.argv[1:]), said', '["", said'),
+    ],
+    "trial": [
+        ("flags.py", "from parts.trial.trial import TrialArgs\n", ""),
+        ("flags.py", "    trial_args: TrialArgs = field(default_factory=TrialArgs)\n", ""),
+        ("run.py", "from parts.trial.trial import try_worst_case\n", ""),
+        ("run.py", "        try_worst_case(run)\n", ""),
     ],
     "variants": [
         ("grpo.py", ", as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too.", "."),

@@ -110,7 +110,7 @@ class Seeing(Family):
         """Those with pictures."""
         return sorted(rows, key=lambda row: not pictures_in(row))
 
-    def trial(self, rows, text_row):
+    def largest(self, rows, text_row):
         """With the pictures of the row that has most for its tokens: the tower computes them as
         often as the micro-batch has room for that row."""
         seen = max(filter(pictures_in, rows), default=None, key=lambda row: len(

@@ -28,7 +28,6 @@ import inputs
 import log
 import model
 import plan
-import run
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
@@ -42,6 +41,7 @@ from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
+from parts.trial import trial
 from ranks import results
 from rewards import Score
 from shapes import shape_of
@@ -452,8 +452,8 @@ def tried(world, folder: Path) -> list[int]:
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
-                       row_of=policy.family.trial(rows, run.text_row))
+    trial.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.largest(rows, trial.text_row))
     return [*tiles, len(rows[1].prompt_ids)]
 
 
