@@ -171,7 +171,7 @@ class Log:
         self.rows: list[dict] = []  # of metrics.jsonl
         self.times = defaultdict(float)  # of this step
         self.wandb = None
-        # Of evaluations, the first and the last: who grades them.
+        # Figures of an evaluation that are compared at the end, and the flag that grades each.
         self.compared = {"eval/pass@1": "target_eval"}
 
     def say(self, text: str):
@@ -372,12 +372,13 @@ def grade(run_log: Log, flags) -> bool:
     n, first, last = len(rewards), 1, 1
     if n >= 13:
         first, last = 3, 10
-    ends, missed = [("target_reward", f"reward, first {first} and last {last} of {n} steps",
-                     rewards[:first], rewards[-last:])], False
+    ends = [("target_reward", f"reward, first {first} and last {last} of {n} steps",
+             rewards[:first], rewards[-last:])]
     for key, flag in run_log.compared.items():
         found = [row[key] for row in evaluations if row.get(key) is not None]
         words = f"held-out {key.removeprefix('eval/')}, before and after"
         ends.append((flag, words, found[:1], found[1:][-1:]))
+    missed = False
     for flag, words, before, after in ends:
         target, reached = vars(flags).get(flag), False
         if after:

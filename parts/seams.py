@@ -32,23 +32,8 @@ SEAMS = {
     "turns": [
         ("flags.py", "from parts.turns.turns import TurnArgs\n", ""),
         ("flags.py", "    turn_args: TurnArgs = field(default_factory=TurnArgs)\n", ""),
-        ("inputs.py", "from parts.turns import turns\n", ""),
-        ("inputs.py", "    bridge: turns.Bridge | None = None  # what stands between two turns; "
-                      "None: one turn\n", ""),
-        ("inputs.py", "    bridge = turns.find_bridge(args, files, everything)\n", ""),
-        ("inputs.py", ", ends=files.ends, bridge=bridge)", ", ends=files.ends)"),
-        ("run.py", "from parts.turns import turns\n", ""),
-        ("run.py", "    if inputs.bridge:\n        kind = turns.playing(kind, turns.Episodes(args, "
-                   "inputs.bridge, run.world, run.log))\n", ""),
-        ("verifiers.py", '    "environment": "verifiers:environment", "turns": '
-                         '"verifiers:environment",\n', ""),
-        ("verifiers.py", '''\
-def environment(turns) -> float | None:
-    """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
-    return turns[-1].get("reward")
-
-
-''', ""),
+        ("verifiers.py", '    "environment": "parts.turns.replies:paid", "turns": '
+                         '"parts.turns.replies:paid",\n', ""),
     ],
     "judges": [
         ("flags.py", "from parts.judges.pool import JudgeArgs, JudgePool\n", ""),
@@ -63,11 +48,6 @@ def environment(turns) -> float | None:
     "lora": [
         ("flags.py", "from parts.lora.lora import LoraArgs\n", ""),
         ("flags.py", "    lora_args: LoraArgs = field(default_factory=LoraArgs)\n", ""),
-        ("flags.py", ";\n    LoRA: ten times as much. The plan", ".\n    The plan"),
-        ("flags.py", """\
-        if self.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
-            lr, critic_lr = 10 * lr, 10 * critic_lr
-""", ""),
         ("run.py", "from parts.lora import lora\n", ""),
         ("run.py", "    if args.lora_args.lora_rank:\n        logprobs, values, kind = "
                    "lora.kinds(args.lora_args, args.model, source)\n", ""),
@@ -93,10 +73,8 @@ def environment(turns) -> float | None:
         ("model_files.py", "    Mixture,\n", ""),
     ],
     "pictures": [
-        ("flags.py", "from parts.pictures import reading\n", ""),
         ("flags.py", "from parts.pictures.flags import PictureArgs\n", ""),
         ("flags.py", "    picture_args: PictureArgs = field(default_factory=PictureArgs)\n", ""),
-        ("flags.py", "        make = reading.maker(make, self, files, spec)\n", ""),
         ("model_files.py", "from parts.pictures.seeing import Seeing\n", ""),
         ("model_files.py", "    Seeing,\n", ""),
     ],
@@ -111,10 +89,6 @@ def environment(turns) -> float | None:
         ("grpo.py", "    carry_args: CarryArgs = field(default_factory=CarryArgs)\n", ""),
         ("ppo.py", "from parts.carry.carry import CarryArgs\n", ""),
         ("ppo.py", "\n    carry_args: CarryArgs = field(default_factory=CarryArgs)\n", ""),
-        ("flags.py", "    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one\n", ""),
-        ("run.py", "from parts.carry import carry\n", ""),
-        ("run.py", "    if args.carry_args and args.carry_args.carry:\n        kind = "
-                   "carry.carrying(kind, carry.Carry(args, run.stream))\n", ""),
     ],
     "sft": [
         ("data.py", 'ends before it, or sft.py, which learns it.")', 'ends before it.")'),
