@@ -159,7 +159,7 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     for routes in (True, False):
         engine = experts.mixing(rollout.Engine, routes)(
-            "folder", World(0, 1, 0, 1, torch.device("cpu"), None, 1.0), rollout.EngineArgs(),
+            "folder", World(0, 1, 0, 1, torch.device("cpu"), None), rollout.EngineArgs(),
             tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
             kv_cache=0, log=None, trained=[])
         assert given["enable_return_routed_experts"] == routes
