@@ -98,6 +98,7 @@ SEAMS = {
         ("flags.py", "    report_args: ReportArgs = field(default_factory=ReportArgs)\n", ""),
         ("log.py", "from parts.report.tokens import token_row\n", ""),
         ("log.py", "    return row | token_row(s, decode)\n", "    return row\n"),
+        ("run.py", "        self.args.report_args.write(self.log)\n", ""),
         ("tools/__init__.py", "report.py: a page (parts/report/).\n", ""),
         ("results/speedrun.py", " --no-report", ""),
         ("requirements.txt", "# The tests of report.html, with the browser of the system; without "
