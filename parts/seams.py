@@ -105,6 +105,17 @@ SEAMS = {
                              "one they are skipped.\nplaywright==1.65.2\n", ""),
     ],
     "variants": [
+        ("flags.py", ", as in\nvariants/. The file is found from the current folder or from the "
+                     "project's, and loaded before\nweights are.\n",
+                     ". The\nfile is found from the current folder or from the project's, and "
+                     "loaded before weights are.\n"),
+        ("flags.py", """\
+    if (ROOT / "variants" / f"{spec}.py").is_file():
+        works = f"--{flag} variants/{spec}.py:{spec}"
+""", ""),
+        ("losses.py", " Others are in variants/.\n", "\n"),
+        ("losses.py", "a random number, for\n# losses of variants/. They", "a random\n# number. They"),
+        ("grpo.py", "The formulas are in losses.py and variants/.", "The formulas are in losses.py."),
         ("grpo.py", ", as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too.", "."),
         ("grpo.py", ", as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric.", "."),
         ("grpo.py", "which variants/__init__.py describes: (M,).", "for each token: (M,)."),

@@ -167,6 +167,7 @@ def words_of(name: str) -> set[str]:
                          and "ClassVar" not in ast.unparse(part.annotation)]
                 found |= {node.name} | {part.target.id for part in flags
                                         if node.name.endswith("Args")}
+                found.add(re.sub("Args$", "_args", node.name).lower())
     return found - PLAIN
 
 
