@@ -117,6 +117,17 @@ SEAMS = {
         ("run.py", "        try_worst_case(run)\n", ""),
     ],
     "variants": [
+        ("flags.py", ", as in\nvariants/. The file is found from the current folder or from the "
+                     "project's, and loaded before\nweights are.\n",
+                     ". The\nfile is found from the current folder or from the project's, and "
+                     "loaded before weights are.\n"),
+        ("flags.py", """\
+    if (ROOT / "variants" / f"{spec}.py").is_file():
+        works = f"--{flag} variants/{spec}.py:{spec}"
+""", ""),
+        ("losses.py", " Others are in variants/.\n", "\n"),
+        ("losses.py", " for\n# losses of variants/. They", "\n# if it wants one. They"),
+        ("grpo.py", "in losses.py and variants/. Shapes", "in losses.py. Shapes"),
         ("grpo.py", ", as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too.", "."),
         ("grpo.py", ", as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric.", "."),
         ("grpo.py", "which variants/__init__.py describes: (M,).", "for each token: (M,)."),
