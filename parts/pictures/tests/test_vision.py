@@ -33,6 +33,7 @@ from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
 from forked import PYTHON
+from house import module, needs
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.lora import lora
@@ -45,7 +46,7 @@ from parts.trial import trial
 from ranks import results
 from rewards import Score
 from shapes import shape_of
-from tools import float64, report
+from tools import float64
 from tracked import ROOT
 
 GROUP, COMPLETION = 3, 10
@@ -495,10 +496,12 @@ def test_adapters_are_in_the_text_model_alone(folder):
     assert trained and all(name.startswith("model.text_model.") for name in trained)
 
 
+@needs("report")
 def test_the_report_has_the_pictures_of_each_prompt(folder):
     """Equal texts with other pictures are other prompts."""
     rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
-    made = json.loads(gzip.decompress(base64.b64decode(report.block(rows, False, None))))
+    block = module("parts.report.report").block(rows, False, None)
+    made = json.loads(gzip.decompress(base64.b64decode(block)))
     assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
     for (source,), name in zip(made["pictures"], "ab", strict=True):
         image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
