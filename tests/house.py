@@ -24,6 +24,8 @@ WORDS = {  # in a case: what says that it is of a part
     "sft": r"\bsft\b",
     "states": r"qwen3[._]5|linear_attention",
     "turns": r"reply|turns|turn_credit|environment|examples/(again|doors|guess)|\b(game|doors)\b",
+    "trial": "worst_case",
+    "other_systems": "other_systems",
     "variants": "variants"}
 
 
