@@ -34,6 +34,7 @@ SEAMS = {
     "turns": [
         ("flags.py", "from parts.turns.turns import TurnArgs\n", ""),
         ("flags.py", "    turn_args: TurnArgs = field(default_factory=TurnArgs)\n", ""),
+        ("sft.py", " + not_default(self.turn_args)", ""),
         ("verifiers.py", '    "environment": "parts.turns.replies:paid", "turns": '
                          '"parts.turns.replies:paid",\n', ""),
     ],

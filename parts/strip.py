@@ -77,13 +77,13 @@ class House:
             for file, text, instead in self.seams.get(name, ()):
                 if file not in gone:
                     files[file] = replaced(files.get(file, ""), text, instead, file, name)
-            if "parts/seams.py" in files:
-                files["parts/seams.py"] = without_entries(files["parts/seams.py"], name)
+        if "parts/seams.py" in files:
+            files["parts/seams.py"] = without_entries(files["parts/seams.py"], gone.union(names))
         lost = pages.names_of(self.files) - pages.names_of(files)
         files["run.sh"] = without_jobs(files["run.sh"], lost)
-        lost = pages.names_of(self.files) - pages.names_of(files)
         if "parts/pairs.py" in files:
-            files["parts/pairs.py"] = without_entries(files["parts/pairs.py"], *lost)
+            files["parts/pairs.py"] = without_entries(files["parts/pairs.py"], lost)
+        lost = pages.names_of(self.files) - pages.names_of(files)
         for file in files:
             if file.endswith(".md") and file != "CHANGELOG.md":
                 files[file] = pages.without(files[file], file, lost)
@@ -114,14 +114,19 @@ def without_jobs(script: str, lost: set[str]) -> str:
     return script
 
 
-def without_entries(table: str, *names: str) -> str:
-    """A Python file without the entries of its dictionaries whose key is, or has, such a name."""
-    lines = table.splitlines(keepends=True)
-    for node in (node for node in ast.walk(ast.parse(table)) if isinstance(node, ast.Dict)):
-        for key, value in zip(node.keys, node.values, strict=True):
-            words = {part.value for part in ast.walk(key) if isinstance(part, ast.Constant)}
-            if words & {*names, *(name.removeprefix("--") for name in names)}:
-                lines[key.lineno - 1:value.end_lineno] = [""] * (value.end_lineno - key.lineno + 1)
+def without_entries(table: str, names: set[str]) -> str:
+    """A Python file without what it has of these names: entries of a dictionary whose key is or has
+    one, and tuples that begin with one."""
+    names, lines = names | {name.removeprefix("--") for name in names}, table.splitlines(True)
+    spans = []
+    for node in ast.walk(ast.parse(table)):
+        if isinstance(node, ast.Dict):
+            spans += [(key, value) for key, value in zip(node.keys, node.values, strict=True)
+                      if names & {getattr(part, "value", "") for part in ast.walk(key)}]
+        if isinstance(node, ast.Tuple) and len(node.elts) == 3:
+            spans += [(node, node)] if getattr(node.elts[0], "value", "") in names else []
+    for first, last in spans:
+        lines[first.lineno - 1:last.end_lineno] = [""] * (last.end_lineno - first.lineno + 1)
     return "".join(lines)
 
 

@@ -193,7 +193,8 @@ def stripped(folder: Path, *names: str) -> Path:
     assert found.returncode == 0, found.stdout
     gone = PARTS if names == ("--all",) else names
     words = {word for name in gone for word in words_of(name)} | (
-        {"parts", "strip"} if names == ("--all",) else {f"parts.{name}" for name in gone})
+        {"parts/", "from parts", "strip.py"} if names == ("--all",) else
+        {f"parts.{name}" for name in gone})
     pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})\b")
     assert not [f"{path.name}:{i}: {line.strip()}" for path in sorted(folder.glob("*.py"))
                 for i, line in enumerate(path.read_text().splitlines(), 1) if pattern.search(line)]
