@@ -18,7 +18,9 @@ from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
 from examples.tiny import CHATML
-from parts.distill.teacher import add_teacher_prompts
+from house import module
+
+teacher = module("parts.distill.teacher")
 
 QA = {"question": "q", "answer": "a"}
 
@@ -168,7 +170,7 @@ def test_a_template_that_names_no_column_is_refused_by_its_flag():
             load_rows, QA, template=template)
         made = data.make_row(0, QA, "", TOKENIZER, data.marks_of(TOKENIZER), DataArgs())
         assert "--teacher_prompt" + words in sentence(
-            add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
+            teacher.add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 
 
 def test_no_second_bos():

@@ -4,13 +4,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import house
 import learning
 import model
 import ppo
 import ranks
 from learning import LONGEST, difference, fabricate, make_models, whole
-from parts.lora import lora
 from tools import float64
+
+lora = house.module("parts.lora.lora")
 
 LIMIT = 1e-12
 BASE = dict(critic_lr=1e-3, minibatches=1, critic_update_tokens=4096, critic_score_tokens=4096)

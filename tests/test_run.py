@@ -20,10 +20,12 @@ from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
 from flags import RunArgs
+from house import module
 from log import NotWritten
-from parts.report import report
 from rewards import Score
 from tools import compare, export, plot, samples
+
+report = module("parts.report.report")
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2024, 2, 3, 4, 5, 6)

@@ -13,7 +13,6 @@ import torch
 
 import data
 import dist
-import distill
 import errors
 import family
 import flags
@@ -25,19 +24,22 @@ import ppo
 import rewards
 import rollout
 import run
-import sft
 from batch import Batch, Completion, Sample
 from data import Prompt, Row, Stream
 from examples import tiny
+from house import module
 from log import Log
-from parts.judges import waiting
-from parts.lora import lora
-from parts.turns import turns
 from plan import Plan, changed
 from rewards import Answer
 from rollout import Engine, Request, hash_seed
 from shapes import shape_of
 from worker import Item, Part, Reward
+
+distill = module("distill")
+sft = module("sft")
+waiting = module("parts.judges.waiting")
+lora = module("parts.lora.lora")
+turns = module("parts.turns.turns")
 
 
 def args(**flags):
