@@ -19,12 +19,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import ClassVar, NamedTuple
 
 from verifiers import GUARDS, REWARDS
@@ -32,7 +31,6 @@ from verifiers import GUARDS, REWARDS
 # ---- functions ----
 
 ROOT = Path(__file__).absolute().parent
-TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
 
 
 class Item(NamedTuple):
@@ -114,19 +112,9 @@ def import_file(path: Path) -> ModuleType:
         sys.path.insert(0, folder)
     spec = None if "." in name else importlib.util.find_spec(name)
     if not spec or spec.origin != str(path):
-        sys.exit(f"{path} cannot be imported by its name: `import {name}` finds "
-                 f"{spec.origin if spec else 'nothing'}. Would work: another name for the file.")
+        sys.exit(f"`import {name}` must find {path} (it finds {spec and spec.origin}). Would work: "
+                 "another name for the file.")
     return importlib.import_module(name)
-
-
-def names_twice(parts: list[Part]) -> list[str]:
-    """The names of modules that lie in two folders of reward files: `import` would take either."""
-    folders, names = {Path(part.path).resolve().parent for part in parts if part.path}, Counter()
-    for folder in folders:
-        packages = () if folder == ROOT else folder.glob("*/__init__.py")
-        names.update({path.stem for path in folder.glob("[!_]*.py")}
-                     | {path.parent.name for path in packages})
-    return sorted(name for name, count in names.items() if count > 1)
 
 
 def load_file(path: Path) -> ModuleType:
@@ -150,8 +138,8 @@ def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[R
     word = next((word for word in kind.words if word in named), None)
     if not word:
         sys.exit(f"{part.path} needs a function {part.name} with a parameter "
-                 f"{' or '.join(kind.words)} (it has {list(named)}). For a function of verl or "
-                 "EasyR1 see examples/adapters.py.")
+                 f"{' or '.join(kind.words)} (it has {list(named)}); examples/adapters.py has "
+                 "others.")
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     reward = kind(function, None if any_name else list(named), word == "completions")
     given = reward.given([kind.nothing]).keys()
@@ -170,8 +158,7 @@ def as_lists(items: list[Item]) -> dict:
     given |= {name: [item.row.get(name) for item in items] for name in row}
     if isinstance(row.get("prompt"), list):  # TRL's conversational form
         prompts, completions = given["prompt"], given["turns"]
-    return given | {"prompts": prompts, "completions": completions, "trainer_state": TRAINER,
-                    "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    return given | {"prompts": prompts, "completions": completions}
 
 
 def tried(value) -> float | None | str:
@@ -276,6 +263,5 @@ def work(fd: int, load=load, score=score) -> None:
     except Exception:
         return send(traceback.format_exc()[-2000:])
     send(told)
-    for progress, call in inbox:
-        vars(TRAINER).update(progress)
+    for call in inbox:
         send(score(rewards, call))

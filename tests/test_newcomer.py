@@ -57,7 +57,7 @@ def mistakes(*flags: str) -> str:
     ("--reply own.py:ok:0.5", ["--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no "
                                "weight."]),
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file, here or in "]),
-    ("--data a.csv", ["a.csv cannot be loaded: UnicodeDecodeError: "]),
+    ("--data a.csv", ["a.csv cannot be loaded ('utf-8' codec"]),
     ("--data bare.jsonl --eval_data held.jsonl --batch 1",
      ["--reward exact needs 'answer': row 0 of "]),
     ("--eval_data junk", ["junk, row 0 (counted from 0): no prompt column in (text)"])])
