@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from errors import Count, SettingsError, as_sentence
@@ -106,10 +105,8 @@ def call_of(stored) -> dict:
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
     """What the chat template makes of them. SettingsError: it raises."""
-    try:
+    with as_sentence("the chat template cannot write it"):
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
-    except (TemplateError, TypeError) as error:
-        raise SettingsError(f"the chat template: {error}") from error
 
 
 def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
@@ -361,12 +358,12 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
     import datasets
     if not os.path.isdir(path):
         return from_arrow(datasets.load_dataset(path, config, split=split).with_format("arrow")[:])
-    with tempfile.TemporaryDirectory() as cache:
-        saved = f"{path}/*.arrow" if os.path.isfile(f"{path}/state.json") else None
-        made = datasets.load_dataset_builder(  # `datasets` alone takes no folder of save_to_disk
-            "arrow" if saved else path, config, data_files=saved, cache_dir=cache)
-    rows = {name: sum(map(read_file, paths), [])
-            for name, paths in made.config.data_files.items()}
+    files = {"train": sorted(map(str, Path(path).glob("*.arrow")))}  # of save_to_disk
+    if not files["train"]:
+        with tempfile.TemporaryDirectory() as cache:
+            made = datasets.load_dataset_builder(path, config, cache_dir=cache)
+            files = made.config.data_files
+    rows = {name: sum(map(read_file, paths), []) for name, paths in files.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(
         {name: len(found) for name, found in rows.items()})
     return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
@@ -508,7 +505,7 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
         """What comes first before, between and after messages: tokens, with a role among them."""
         text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
         if tokenizer.chat_template:
-            with suppress(TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
+            with suppress(Exception):  # it takes no such chat
                 text = tokenizer.apply_chat_template(chat, tokenize=False)
         runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
                 for part in text.split("QX7")]

@@ -72,7 +72,7 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
+    """Gives samples texts and scores. `group` in a row have one prompt. A collective."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
@@ -122,7 +122,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 # ---- the flags and the rows ----
 
 def parse(specs: list[str]) -> list[Part]:
-    """The words of --reward → parts. One SettingsError has all mistakes."""
+    """The words of --reward → parts. SettingsError: all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
@@ -164,7 +164,7 @@ def check(specs: list[str]) -> tuple[list, list[str]]:
 
 
 def check_rows(needs: list, rows: list, flag: str = "reward"):
-    """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
+    """SettingsError: a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
         for row in rows:
             where = f"--{flag} {name} needs {column!r}: row {row.index} of {row.source}"
@@ -219,6 +219,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):  # no process is left
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.code = self.process.wait()
+            self.inbox.close()
             self.socket.close()
         return self.code
 
@@ -289,7 +290,7 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. Its workers are its own: Linux kills them when it ends (PDEATHSIG)."""
+        """A thread. Linux kills its worker when it ends (PDEATHSIG)."""
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()

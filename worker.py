@@ -2,7 +2,6 @@
 
 A function of a reward file is found, called, and its result checked. The names of its parameters
 show whether it takes one completion (ours) or lists (TRL's): docs/use/data_and_rewards.md.
-examples/adapters.py is for functions of verl and EasyR1.
 """
 import contextlib
 import ctypes
@@ -58,7 +57,7 @@ class Reward:
     function: Callable
     takes: list[str] | None  # its parameters; None: any
     groups: bool = False  # does one call take all completions of a prompt, as TRL's do?
-    words: ClassVar = ("completions", "completion", "turns")  # a parameter of it is one of these
+    words: ClassVar = ("completions", "completion", "turns")  # it has one of these parameters
     nothing: ClassVar = Item("", "", None, {}, 0, False)
 
     def given(self, items: list) -> dict:
@@ -78,8 +77,8 @@ class Reward:
         return self.function(**given)
 
     def values(self, result, items: list) -> list:
-        """A number for each item. None: it has none. NaN: TRL's None, "not applicable". TypeError,
-        ValueError: a mistake; a str: that of one item of a group."""
+        """A number for each item. None: it has none. NaN: TRL's None, "not applicable". A str: what
+        is wrong with that of one item of a group."""
         if not self.groups:
             return [number(result)]
         results = list(result)
@@ -107,14 +106,13 @@ def find(part: Part):
 def import_file(path: Path) -> ModuleType:
     """A file of rewards, under its own name and with its folder first on sys.path, as `python FILE`
     has it: its processes can import it too. SystemExit: another module has the name."""
-    folder, name = str(path.parent), path.stem
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = None if "." in name else importlib.util.find_spec(name)
-    if not spec or spec.origin != str(path):
-        sys.exit(f"`import {name}` must find {path} (it finds {spec and spec.origin}). Would work: "
-                 "another name for the file.")
-    return importlib.import_module(name)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    found = importlib.util.find_spec(path.stem).origin
+    if found != str(path):
+        sys.exit(f"`import {path.stem}` must find {path}, not {found}. Would work: another name for"
+                 " the file.")
+    return importlib.import_module(path.stem)
 
 
 def load_file(path: Path) -> ModuleType:
@@ -129,7 +127,7 @@ def load_file(path: Path) -> ModuleType:
 # ---- the parameters ----
 
 def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
-    """What `find` found → a `kind`, and [(its name, column of the row that it needs), …]."""
+    """What `find` found → a `kind`, and [(its name, column that it needs), …]."""
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
     parameters = inspect.signature(function).parameters if callable(function) else {}
@@ -170,8 +168,7 @@ def tried(value) -> float | None | str:
 
 
 def number(value) -> float | None:
-    """A finite number (of numpy, torch, decimal, fractions) as a float, or None. Else a
-    TypeError."""
+    """A finite number (of numpy, torch, fractions) as a float, or None. Else a TypeError."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -184,8 +181,7 @@ def number(value) -> float | None:
 # ---- the process ----
 #
 # In: pickles: its memory and what to load, then calls. Out: lines of JSON: what the pool is told of
-# the functions (or a text, why they cannot be loaded), then a line for each call. What a reward
-# prints goes where the trainer's does.
+# the functions (or a text, why they cannot be loaded), then a line for each call.
 
 def load(parts: list[Part]) -> tuple[list[Reward], list]:
     """The functions of --reward. Of them: does one take a group; the names of those that are `async
@@ -220,9 +216,8 @@ def answers(columns: list[list]) -> list[list]:
     """What each reward found → of each item: [its values, an error or None]."""
     made = []
     for found in zip(*columns, strict=True):
-        errors = [value for value in found if isinstance(value, str)]
-        values = [None if isinstance(value, str) else value for value in found]
-        made.append([values, errors[-1] if errors else None])
+        error = next((value for value in found if isinstance(value, str)), None)
+        made.append([[None if isinstance(value, str) else value for value in found], error])
     return made
 
 

@@ -189,7 +189,7 @@ def test_system_replaces_the_rows_own_message_and_a_template_may_refuse_it():
     assert prompt(QA, tokenizer=make_tokenizer(None), system="S") == "S\n\nq"
     strict = make_tokenizer("{{ raise_exception('System role refused') }}" + CHATML)
     message = sentence(load_rows, {"prompt": "q"}, tokenizer=strict, system="S")
-    assert "row 0 (counted from 0): the chat template: System role refused" in message
+    assert "row 0 (counted from 0): the chat template cannot write it (System role" in message
 
 
 # ---- What is left out

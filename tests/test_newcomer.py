@@ -76,7 +76,7 @@ def test_rows_that_are_not_scored_need_no_answer(place):
      "cannot read its config.json"),
     ("config.json", lambda old: "[1, 2]", "config.json must be a JSON object (it is [1, 2])"),
     ("chat_template.jinja", lambda old: "{{ messages and raise_exception('no') }}",
-     "the chat template: no")])
+     "the chat template cannot write it (no")])
 def test_a_models_broken_file_is_named(place, file, change, words):
     path = shutil.copytree(TINY, place / "changed") / file
     path.write_text(change(path.read_text() if path.exists() else ""))

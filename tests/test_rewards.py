@@ -81,7 +81,7 @@ def own(tmp_path, monkeypatch):
 FILES = {"own.py": F + "return 1\ndef batch(sources): return 1\n"
                    "def compute_score(data_source, solution_str, ground_truth): return 1\n",
          "exit.py": "os._exit(7)", "says.py": "sys.exit('set KEY first')",
-         **dict.fromkeys(["math.py", "v1.2.py", "a/one.py"], F + "return 1"),
+         **dict.fromkeys(["math.py", "a/one.py"], F + "return 1"),
          "a/same.py": "", "b/same.py": "", "b/two.py": "def g(completion): return 1"}
 
 
@@ -93,7 +93,6 @@ FILES = {"own.py": F + "return 1\ndef batch(sources): return 1\n"
     (["own.py:compute_score"], "examples/adapters.py has others"),
     (["says.py:f"], r"GB\): set KEY first$"),
     (["math.py:f"], "`import math` must find .*another name for the file"),
-    (["v1.2.py:f"], "must find .*v1.2.py .it finds None"),
     (["a/one.py:f", "b/two.py:g"], "two of its folders have same. Would work")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
     for name, code in FILES.items():
