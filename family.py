@@ -101,6 +101,10 @@ class Family:
         """Yields sentences for what its engine cannot do without a GPU."""
         return ()
 
+    def maker(self, make, args, files, spec: str):
+        """data.load's `make` for the rows of `spec`. files: inputs.ModelFiles."""
+        return make
+
     # ---- in files ----
 
     def pieces(self, name: str, tensor, first: int = 0):

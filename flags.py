@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -25,14 +26,14 @@ from data import DataArgs, Row, load, make_row
 from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
 from evaluate import EvalArgs
 from model import ModelArgs, OptimizerArgs
+from model_files import family_of
 from parts.experts.experts import ExpertArgs
 from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
-from parts.pictures import reading
 from parts.pictures.flags import PictureArgs
 from parts.report.args import ReportArgs
 from parts.turns.turns import TurnArgs
-from plan import Memory, PlanArgs
+from plan import Memory, PlanArgs, groups
 from rewards import Pool, RewardArgs
 from rollout import EngineArgs
 from worker import ROOT, load_file
@@ -264,8 +265,8 @@ class CommonArgs:
     steps: Count = 60
     """Rollouts, each followed by its update."""
     lr: Positive | None = None
-    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6;
-    LoRA: ten times as much. The plan prints it."""
+    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6. The
+    plan prints it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Of the data's order and of every completion's own random stream."""
     name: str | None = None
@@ -299,7 +300,6 @@ class CommonArgs:
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
-    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
     memory: ClassVar[type] = Memory  # the class that plans it
     needs_rollouts: ClassVar[bool] = True  # False: the rows have their completions
     needs_reward: ClassVar[bool] = True
@@ -310,11 +310,10 @@ class CommonArgs:
     def choose_rates(self, parameters: int) -> None:
         """Sets --lr and --critic_lr where they are not given. parameters: of the model."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
-        if self.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
-            lr, critic_lr = 10 * lr, 10 * critic_lr
-        self.lr = self.lr or lr
+        factor = prod(getattr(group, "rate", 1) for group in groups(self))
+        self.lr = self.lr or factor * lr
         if self.critic_args:
-            self.critic_args.critic_lr = self.critic_args.critic_lr or critic_lr
+            self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
     def pool(self, waits: list[str]) -> Pool:
         """The workers of --reward. waits: the rewards that are `async def`."""
@@ -334,7 +333,7 @@ class CommonArgs:
         spec = getattr(self, flag)
         if not spec:
             return []
-        make = reading.maker(make, self, files, spec)
+        make = family_of(files.lm.config).maker(make, self, files, spec)
         rows, note = load(spec, files.tokenizer, self.data_args, seed=seed, make=make,
                           eos_ids=files.ends)
         notes.append(f"--{flag} {note}")

@@ -18,8 +18,7 @@ import rewards
 from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
 from model_files import family_of, shape_from
-from parts.turns import turns
-from plan import GIB, Plan, Shape, problems
+from plan import GIB, Plan, Shape, groups, problems
 
 
 @dataclass
@@ -36,7 +35,6 @@ class Inputs:
     waits: list[str]  # rewards that are `async def`
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
     ends: list[int] = field(default_factory=list)  # ids that end a completion
-    bridge: turns.Bridge | None = None  # what stands between two turns; None: one turn
 
 
 def show_plan(args) -> int:
@@ -73,13 +71,15 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     everything = rows + eval_rows
     rewards.check_rows(
         needs, everything if args.needs_rollouts and not args.eval_args.eval_only else eval_rows)
-    bridge = turns.find_bridge(args, files, everything)
+    for group in groups(args):
+        if hasattr(group, "inspect"):  # what its flags ask of files and rows
+            group.inspect(args, files, everything)
     counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
     mistakes += model_limits(args, files.lm.config, everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, Plan(args, *counts), waits, ends=files.ends, bridge=bridge)
+                  notes, Plan(args, *counts), waits, ends=files.ends)
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:

@@ -85,7 +85,7 @@ def score_samples(run, samples: list, group: int) -> None:
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
-            sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
+            sample.score = Score(None, dict.fromkeys(score.parts), "its episode failed")
     report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
 
 

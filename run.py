@@ -29,9 +29,7 @@ from evaluate import sampled_metrics
 from flags import CommonArgs
 from inputs import Inputs, read_inputs
 from log import write_samples
-from parts.carry import carry
 from parts.lora import lora
-from parts.turns import turns
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
 from rollout import Engine, Request, hash_seed
@@ -372,10 +370,9 @@ def build_engine(run: "Run") -> Engine:
     args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
     models = run.policy, run.reference, run.critic
     kind = run.policy.engine(Engine, args, inputs)
-    if args.carry_args and args.carry_args.carry:
-        kind = carry.carrying(kind, carry.Carry(args, run.stream))
-    if inputs.bridge:
-        kind = turns.playing(kind, turns.Episodes(args, inputs.bridge, run.world, run.log))
+    for group in plan.groups(args):
+        if hasattr(group, "engine"):  # its flags extend it
+            kind = group.engine(kind, run)
     engine = kind(
         inputs.source, run.world, args.engine_args, tokenizer=inputs.tokenizer,
         eos_ids=inputs.ends, log=run.log,

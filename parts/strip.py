@@ -79,8 +79,11 @@ class House:
                     files[file] = replaced(files.get(file, ""), text, instead, file, name)
             if "parts/seams.py" in files:
                 files["parts/seams.py"] = without_entries(files["parts/seams.py"], name)
-        files["run.sh"] = without_jobs(files["run.sh"], gone)
         lost = pages.names_of(self.files) - pages.names_of(files)
+        files["run.sh"] = without_jobs(files["run.sh"], lost)
+        lost = pages.names_of(self.files) - pages.names_of(files)
+        if "parts/pairs.py" in files:
+            files["parts/pairs.py"] = without_entries(files["parts/pairs.py"], *lost)
         for file in files:
             if file.endswith(".md") and file != "CHANGELOG.md":
                 files[file] = pages.without(files[file], file, lost)
@@ -101,22 +104,23 @@ def replaced(whole: str, text: str, instead: str, file: str, part: str) -> str:
     return whole.replace(text, instead)
 
 
-def without_jobs(script: str, gone: set[str]) -> str:
-    """run.sh without the jobs that use a file that is gone, and without their lines of help."""
+def without_jobs(script: str, lost: set[str]) -> str:
+    """run.sh without the jobs that use a file or a flag that is gone, and their lines of help."""
     for case in re.findall(r"^  \w[^\n)]*\)(?:.*\n)+?(?=  \S+\)|  \S+ \|)", script, re.M):
-        if gone & {*re.findall(r"[\w/]+\.\w+", case)}:
+        if lost & {*re.findall(r"[\w/]+\.\w+|--\w+", case)}:
             job = re.match(r" *(\w+)", case)[1]
             script = re.sub(rf"^# \./run\.sh {job}\b.*\n(#  .*\n)*", "", script.replace(case, ""),
                             flags=re.M)
     return script
 
 
-def without_entries(table: str, name: str) -> str:
-    """seams.py without what it has of a part: the entry of each dictionary with this key."""
+def without_entries(table: str, *names: str) -> str:
+    """A Python file without the entries of its dictionaries whose key is, or has, such a name."""
     lines = table.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(table)):
-        for key, value in zip(getattr(node, "keys", ()), getattr(node, "values", ()), strict=True):
-            if getattr(key, "value", None) == name:
+    for node in (node for node in ast.walk(ast.parse(table)) if isinstance(node, ast.Dict)):
+        for key, value in zip(node.keys, node.values, strict=True):
+            words = {part.value for part in ast.walk(key) if isinstance(part, ast.Constant)}
+            if words & {*names, *(name.removeprefix("--") for name in names)}:
                 lines[key.lineno - 1:value.end_lineno] = [""] * (value.end_lineno - key.lineno + 1)
     return "".join(lines)
 

@@ -24,12 +24,13 @@ from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from forked import PYTHON
-from parts.states.states import Stateful
+from house import has, kept, module
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from run import compare_policies
 from tools import float64
 
+STATES = module("parts.states.states").Stateful.types if has("states") else ()
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 # Two ways to compute one model may differ by so many times what float32 rounds, which each run
@@ -39,7 +40,7 @@ ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
 WINDOWS = ["sliding_attention", "full_attention"]
 # Name: (model_type, what differs from SIZES, what is special)
-CASES = {
+CASES = kept({
     "Llama": ("llama", dict(tie_word_embeddings=False), ""),
     "Llama, tied": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
                     "such as SmolLM2; here with biases"),
@@ -110,18 +111,18 @@ CASES = {
     "GPT-2": ("gpt2", {}, "learned positions; weights are transposed"),
     "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
                  "such as Pythia; attention beside the MLP"),
-}
+})
 # Options of config.json, beside those of a family's first case above: (kind, options).
 # All three programs compute these alike.
-EQUAL = [
+EQUAL = kept([
     ("qwen2", dict(layer_types=WINDOWS[:1] * 2, use_sliding_window=True, sliding_window=64)),
     ("qwen3_moe", dict(mlp_only_layers=[0])), ("qwen3_moe", dict(decoder_sparse_step=2)),
     ("qwen3_moe", dict(use_sliding_window=True, sliding_window=32)),
     ("mellum", dict(mlp_layer_types=["dense", "sparse"])),
-    ("gemma4_text", dict(rope_parameters=dict.fromkeys(WINDOWS, PLAIN_ROPE)))]
+    ("gemma4_text", dict(rope_parameters=dict.fromkeys(WINDOWS, PLAIN_ROPE)))])
 # These they do not: one of them leaves an option out, or ends in an error. A model of such a kind,
 # or with such an option, may not run.
-UNEQUAL = [
+UNEQUAL = kept([
     *((kind, dict(sliding_window=32)) for kind in (
         "llama", "granite", "ernie4_5", "olmo2", "olmoe", "glm4", "hunyuan_v1_dense", "phi",
         "arcee", "cohere", "gpt_neox", "seed_oss")),
@@ -148,7 +149,7 @@ UNEQUAL = [
         original_max_position_embeddings=128, llama_4_scaling_beta=0.1))),
     ("cohere2", dict(sliding_window=32, layer_types=WINDOWS)), ("apertus", {}),
     ("hyperclovax", dict(logits_scaling=3.0)),
-    ("lfm2", dict(layer_types=["conv", "full_attention"]))]
+    ("lfm2", dict(layer_types=["conv", "full_attention"]))])
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1,
              bos_token_id=None, eos_token_id=2, pad_token_id=0)
@@ -345,7 +346,7 @@ def with_engine(name: str) -> tuple[float, float, float]:
         assert done.returncode == 0, f"{name}: {done.stderr[-30000:]}"
         found = pickle.loads(Path(folder, "out").read_bytes())
         trainer, engine, rounds = gaps(f"{folder}/model", found)
-        return trainer, 0.0 if CASES[name][0] in Stateful.types else engine, rounds
+        return trainer, 0.0 if CASES[name][0] in STATES else engine, rounds
 
 
 def compared(kind: str, options: dict, dtype: str = "float32") -> str:
@@ -376,7 +377,7 @@ def compare(folder: str, dtype: str, engine: bool = True, world=None) -> str:
 def worker(folder: str, out: str) -> None:
     kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
     world = dist.join(120)
-    found = two_steps(world, folder, engine=kind not in Stateful.types)
+    found = two_steps(world, folder, engine=kind not in STATES)
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
 
@@ -401,7 +402,7 @@ def names_of(word: str) -> list[str]:
 def row(name: str, trainer: float, engine: float) -> str:
     """A line of the table in bench/RESULTS.md."""
     kind, _, special = CASES[name]
-    last = "-" if kind in Stateful.types else f"{engine:.0e}"  # a CPU's vLLM has none
+    last = "-" if kind in STATES else f"{engine:.0e}"  # a CPU's vLLM has none
     return f"| {name} | `{kind}` | {special} | {trainer:.0e} | {last} |"
 
 

@@ -18,7 +18,7 @@ WORDS = {  # in a case: what says that it is of a part
     "distill": "distill|teacher",
     "experts": "experts|mixtral|olmoe|moe|mellum|A3B|replay_routing|freeze_router",
     "judges": "async def|reward_retries",
-    "lora": "lora",
+    "lora": "lora|'rank'",
     "pictures": r"pictures?\b|vision|squares|idefics|_vl\b|image|sees",
     "report": "report",
     "sft": r"\bsft\b",
@@ -58,6 +58,12 @@ def module(name: str) -> ModuleType | None:
     """module("parts.lora.lora"), module("sft"): None where the part was deleted."""
     there = (ROOT / f"{name.replace('.', '/')}.py").exists()
     return importlib.import_module(name) if there else None
+
+
+def adapters(args):
+    """The LoraArgs of a script's Args. None: all weights are trained."""
+    flags = getattr(args, "lora_args", None)
+    return flags if flags and flags.lora_rank else None
 
 
 QUIET = ("--no-report",) if has("report") else ()

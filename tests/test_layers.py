@@ -8,7 +8,7 @@ ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist
            rewards parts.judges.pool data batch family parts.pictures.eyes parts.pictures.idefics3
            parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine parts.pictures.seeing
            parts.pictures.flags parts.experts.experts parts.states.states model_files model rollout
-           parts.pictures.reading parts.turns.turns parts.carry.carry parts.sft.targets
+           parts.turns.turns parts.carry.carry parts.sft.targets
            parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
            parts.report.report parts.report.args parts.lora.lora checkpoint evaluate flags run
            parts.sft.supervised grpo ppo sft distill""".split()  # the lowest first

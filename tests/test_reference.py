@@ -231,7 +231,7 @@ def expected(setting: Setting, args, lms: dict) -> dict:
 
     policy, critic, before = made("policy"), None, None
     if args.needs_reference:
-        itself = args.lora_args.lora_rank and not args.teacher
+        itself = args.lora_args.lora_rank and not getattr(args, "teacher", None)
         before = made("policy" if itself else "start", adapted=False)
     if setting.script == "ppo":
         critic = made("policy", head=start_of("head", (1, 16))[0].requires_grad_())

@@ -22,10 +22,7 @@ from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
-from house import QUIET, SCRIPTS, needs
-from parts.distill.teacher import TaughtRow
-from parts.pictures.rows import PicturedRow
-from parts.sft.targets import LearnedRow
+from house import QUIET, SCRIPTS, has, module, needs
 
 ROOT = Path(__file__).parent.parent
 FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
@@ -46,7 +43,7 @@ def test_what_is_fixed_is_a_flag_or_a_fact():
     every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
     assert FIXED - every == FACTS
     kept = {name for module in SCRIPTS.values() for name in checkpoint.fixed(module.Args())}
-    assert kept - every == FACTS and "lora_rank" in kept - FIXED
+    assert kept - every == FACTS and ("lora_rank" in kept - FIXED) == has("lora")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -101,15 +98,18 @@ def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
 def rows(**changes) -> list[Row]:
     made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
             for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    kinds = {"target": LearnedRow, "teacher_ids": TaughtRow, "pictures": PicturedRow}
-    kind = next((kinds[name] for name in changes if name in kinds), Row)
+    kinds = {"target": ("parts.sft.targets", "LearnedRow"),
+             "teacher_ids": ("parts.distill.teacher", "TaughtRow"),
+             "pictures": ("parts.pictures.rows", "PicturedRow")}
+    kind = next((getattr(module(kinds[name][0]), kinds[name][1])
+                 for name in changes if name in kinds), Row)
     made[1] = kind(**vars(made[1]) | changes)
     return made
 
 
 @pytest.mark.parametrize("changes", [
     dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9}),
-    dict(target=([4], [True])), dict(teacher_ids=[7]),
+    pytest.param(dict(target=([4], [True])), marks=needs("sft")), dict(teacher_ids=[7]),
     dict(pictures=SimpleNamespace(sources=(b"other",)))])
 def test_another_row_is_refused_and_named(tmp_path, changes):
     settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
@@ -220,7 +220,9 @@ def test_all_that_a_run_renders_has_its_date(with_date):
     for row in found.rows[:3] + found.eval_rows[:3]:
         assert row.prompt.startswith(date) and decode(row.prompt_ids).startswith(date)
     assert decode(found.rows[0].teacher_ids).startswith(date)
-    assert found.bridge.render([], True).startswith(date)
+    turns, vocab = module("parts.turns.turns"), found.shape.vocab
+    bridge = turns.Bridge(found.tokenizer, found.ends, vocab, None)
+    assert bridge.render([], True).startswith(date)
 
 
 def test_a_run_keeps_the_time_at_which_it_began(tmp_path):

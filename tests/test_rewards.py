@@ -27,7 +27,7 @@ import rewards
 from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
-from parts.turns.turns import ReplyPool
+from house import module, needs
 from rewards import Item, Pool, RewardArgs, Score, scores_of
 from verifiers import answers_of
 from worker import Part, Reward
@@ -114,11 +114,12 @@ def test_the_words_of_a_reward(own):
         assert "no such reward" not in str(error.value)
 
 
+@needs("turns")
 @pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
 def test_a_mistake_names_its_own_flag(own, spec):
     own(F + "return 1")
     with pytest.raises(SettingsError) as error:
-        ReplyPool.parse(None, [spec])
+        module("parts.turns.turns").ReplyPool.parse(None, [spec])
     assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
 
 

@@ -18,9 +18,8 @@ from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
 from parts.distill.teacher import add_teacher_prompts
-from parts.pictures import reading
+from parts.pictures import rows as pictured
 from parts.sft import targets
-from parts.turns import turns
 from worker import Part
 
 TEMPLATE = (
@@ -200,7 +199,7 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     args = plan.changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
-        turns.find_bridge(args, files, [of(asked, row, tmp_path)])
+        args.turn_args.inspect(args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
@@ -349,10 +348,10 @@ def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
     for kind in "folder", "saved", "jsonl":
         spec = store(tmp_path / name, kind, rows)
         assert data.read(spec)[0] == rows
-        assert reading.folder_of(spec) == Path(spec) if kind != "jsonl" else tmp_path / name
+        assert pictured.folder_of(spec) == Path(spec) if kind != "jsonl" else tmp_path / name
         if kind != "jsonl":
             assert data.read(f"{spec}@train[1:]")[0] == rows[1:]
-            assert reading.folder_of(f"{spec}@train[1:]") == Path(spec)
+            assert pictured.folder_of(f"{spec}@train[1:]") == Path(spec)
             assert data.read(f"{spec}:default@train")[0] == rows or kind == "saved"
     for end in "@train", ":main", "x.jsonl":
         with pytest.raises(SettingsError):

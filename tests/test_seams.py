@@ -270,7 +270,7 @@ def run_of(tmp_path, given=None, **inputs):
     plan = SimpleNamespace(longest=50)
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
-                                "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
+                                "kv_cache": 5.0, "source": "", "tokenizer": None,
                                 "reference": None, "waits": [], "ends": [4], **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
                    Stream(inputs.rows, given.seed), None,

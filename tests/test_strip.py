@@ -152,7 +152,8 @@ TABLE = runpy.run_path(str(ROOT / "parts/seams.py"))
 PARTS = [name for name in TABLE["PARTS"] if name != "parts"
          and (ROOT / TABLE["PARTS"][name].get("folder", f"parts/{name}")).is_dir()]
 # What the core means by words that a part has too.
-PLAIN = {"turns", "rows", "report", "flags", "args", "engine", "tokens", "states", "variants"}
+PLAIN = set("""args engine flags reading report rows states targets tokens turns waiting
+    divergence Call Group Base pool pass_at_k geometric""".split())
 
 
 def words_of(name: str) -> set[str]:
@@ -162,10 +163,10 @@ def words_of(name: str) -> set[str]:
         found |= {path.stem} - {"__init__"}
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.add(node.name)
-                if node.name.endswith("Args"):
-                    found |= {part.target.id for part in node.body
-                              if isinstance(part, ast.AnnAssign)}
+                flags = [part for part in node.body if isinstance(part, ast.AnnAssign)
+                         and "ClassVar" not in ast.unparse(part.annotation)]
+                found |= {node.name} | {part.target.id for part in flags
+                                        if node.name.endswith("Args")}
     return found - PLAIN
 
 

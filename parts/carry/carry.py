@@ -52,6 +52,10 @@ class CarryArgs:
             plan.batches = [plan.args.batch]
             plan.in_flight = plan.args.batch * (1 + self.carry)
 
+    def engine(self, kind: type, run) -> type:
+        """rollout.Engine, or with --carry what extends it."""
+        return carrying(kind, Carry(run.args, run.stream)) if self.carry else kind
+
 
 @dataclass
 class Carried(Completion):

@@ -29,7 +29,8 @@ LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLL
 class LoraArgs:
     """LoRA (docs/use/memory_and_machines.md)."""
     lora_rank: int = 0
-    """Train adapters of this rank and nothing else (and the critic's head). 0: all weights."""
+    """Train adapters of this rank and nothing else (and the critic's head). 0: all weights. An --lr
+    that is not given is ten times as much."""
     lora_alpha: Positive | None = None
     """What it adds is scaled by alpha / rank. Not given: 2 x rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
@@ -39,6 +40,11 @@ class LoraArgs:
     bfloat16, else merged."""
     switch: ClassVar[str] = "lora_rank"
     fixed: ClassVar[tuple[str, ...]] = "lora_alpha", "lora_rank", "lora_targets"
+
+    @property
+    def rate(self) -> int:
+        """--lr in units of full training's: https://thinkingmachines.ai/blog/lora."""
+        return 10 if self.lora_rank else 1
 
     @property
     def scale(self) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+import data
 from data import CHAT, CHATS, PROMPTS, Row, chat_of, from_json, not_null
 from errors import SettingsError
 from parts.pictures.eyes import opened
@@ -67,6 +68,12 @@ def pictures_in(row: Row) -> Pictures | None:
 
 
 # ---- from columns ----
+
+def folder_of(spec: str) -> Path:
+    """Of the data: paths of pictures begin there."""
+    path = Path(data.parts_of(spec)[0])
+    return path if path.is_dir() else path.parent
+
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks, args, *,
              make, eyes, folder: Path) -> Row | None:

@@ -4,17 +4,19 @@ In a packed input each prompt stands once, so its pictures are computed once for
 features stand at places of the prompt, never where the image token is: a completion may have it.
 """
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import AutoConfig
 
-from errors import as_sentence
+from errors import SettingsError, as_sentence
 from family import Family, Shape
 from parts.pictures import idefics3, qwen2_vl
 from parts.pictures.engine import HELD, looking
-from parts.pictures.rows import pictures_in
+from parts.pictures.rows import folder_of, make_row, pictures_in
 
 NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL",
          "qwen3_vl": "Qwen3VL"}  # of transformers
@@ -24,6 +26,18 @@ FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES
 def sees(config) -> bool:
     """Whether the model of this config sees pictures."""
     return config.model_type in FAMILIES
+
+
+def find_eyes(args, config, folder: str, reference: str | None = None):
+    """Of --model, in its folder. reference: that of another model, which gets the same pixels."""
+    eyes = load_eyes(args.model, folder, config, *args.picture_args.limits)
+    if reference:
+        config = AutoConfig.from_pretrained(reference)
+        theirs = sees(config) and load_eyes(args.teacher, reference, config, flag="teacher")
+        if not theirs or theirs.kind != eyes.kind:
+            raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
+                                "with an equal processor for pictures and an equal image token.")
+    return eyes
 
 
 def load_eyes(name: str, folder: str, config, *limits: int, flag: str = "model"):
@@ -72,6 +86,11 @@ class Seeing(Family):
     def hidden(self, lm, inputs):
         """Of the text part."""
         return super().hidden(lm, self.embedded(lm, **inputs))
+
+    def maker(self, make, args, files, spec):
+        """Of rows with pictures."""
+        eyes = find_eyes(args, self.config, files.folder, files.reference)
+        return partial(make_row, make=make, eyes=eyes, folder=folder_of(spec))
 
     def plain_logits(self, lm, head, keep, inputs):
         """With the features in the same places: transformers looks for image tokens."""

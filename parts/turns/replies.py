@@ -108,6 +108,11 @@ class Environments:
             it.close()
 
 
+def paid(turns: list[dict]) -> float | None:
+    """--reward environment or turns: what reward() of a CLASS returned at the end."""
+    return turns[-1].get("reward")
+
+
 # ---- the process ----
 
 def load(part: Part) -> tuple[list, list]:

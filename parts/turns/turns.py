@@ -46,6 +46,22 @@ class TurnArgs:
         if paid and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
 
+    def inspect(self, args, files, rows: list[Row]) -> None:
+        """SettingsError if the function or the chat template cannot be used, or not with these
+        rows. files: inputs.ModelFiles."""
+        if self.reply and any(row.columns.get("chat_template_kwargs") for row in rows):
+            raise SettingsError("rows with chat_template_kwargs take no --reply.")
+        if self.reply:
+            check(args, files.tokenizer, files.ends, files.vocab, rows)
+
+    def engine(self, kind: type, run) -> type:
+        """rollout.Engine, or with --reply what extends it."""
+        if not self.reply:
+            return kind
+        inputs, system = run.inputs, run.args.data_args.system
+        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, system)
+        return playing(kind, Episodes(run.args, bridge, run.world, run.log))
+
 
 class ReplyPool(Pool):
     """Workers that answer turns. Each has an inbox, and keeps its own environments."""
@@ -150,15 +166,6 @@ class Bridge:
             raise SettingsError(f"--reply: the reply has an id of {max(found)}; the model has "
                                 f"{self.vocab:,}.")
         return found
-
-
-def find_bridge(args, files, rows: list[Row]) -> Bridge | None:
-    """What makes the next prompt after a completion. files: inputs.ModelFiles. None: one turn."""
-    if not args.turn_args.reply:
-        return None
-    if any(row.columns.get("chat_template_kwargs") for row in rows):
-        raise SettingsError("rows with chat_template_kwargs take no --reply.")
-    return check(args, files.tokenizer, files.ends, files.vocab, rows)
 
 
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:

@@ -38,8 +38,8 @@ from forked import PYTHON
 from learning import difference
 from model_files import family_of, shape_from
 from parts.lora import lora
-from parts.pictures import reading, seeing
 from parts.pictures import rows as pictured
+from parts.pictures import seeing
 from parts.pictures.engine import HELD, parts_of
 from parts.pictures.rows import PicturedRow, Pictures
 from ranks import results
@@ -116,7 +116,7 @@ def test_ids_pixels_and_positions_are_those_of_transformers(folder, row):
 @pytest.mark.parametrize("size", [(1, 1), (300, 7), (7, 300), (33, 32), (64, 64), (500, 400)])
 @pytest.mark.parametrize("limits", [(0, 0), (9, 0), (0, 30), (9, 30)])
 def test_a_picture_of_any_size_has_a_place_for_each_feature(folder, size, limits):
-    eyes = reading.load_eyes("x", str(folder / "split"), config_of(folder), *limits)
+    eyes = seeing.load_eyes("x", str(folder / "split"), config_of(folder), *limits)
     try:
         ids = eyes.ids_of(size)
     except SettingsError as error:  # long and thin
@@ -151,12 +151,12 @@ def test_two_rows_with_equal_pictures_share_a_prompt(folder):
 def test_limits_that_leave_no_size_are_refused(folder):
     for least, most, words in (20, 10, "at least 20 and at most 10"), (0, 3, "at least 4 and at"):
         with pytest.raises(SettingsError, match=words):
-            reading.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
+            seeing.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
 
 
 def test_a_processor_of_another_model_is_refused(folder):
     with pytest.raises(SettingsError, match="sizes of a patch are not the model's"):
-        reading.load_eyes("x", str(folder / "split"), config_of(
+        seeing.load_eyes("x", str(folder / "split"), config_of(
             folder, vision_config__patch_size=16))
 
 
@@ -189,7 +189,7 @@ def test_without_torchvision_a_sentence_says_what_to_install(kind, error, monkey
     config = SimpleNamespace(model_type=kind)
     with pytest.raises(SettingsError, match=f"pictures of a {kind} need torchvision, and its "
                        "import fails .*torchvision.*Would work: pip install torchvision==0.28.0"):
-        reading.load_eyes("x", "nowhere", config)
+        seeing.load_eyes("x", "nowhere", config)
 
 
 def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(folder):
@@ -332,7 +332,7 @@ def test_a_folder_as_the_hub_has_it_is_the_same_model(folder):
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.up_proj.weight")
     assert names["model.visual.merger.mlp.0.weight"] == "visual.merger.mlp.0.weight"
-    eyes = [reading.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
+    eyes = [seeing.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
     assert eyes[0].size == eyes[1].size == {"shortest_edge": 1024, "longest_edge": 128**2}
 
 

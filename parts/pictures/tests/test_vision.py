@@ -37,8 +37,8 @@ from forked import PYTHON
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.lora import lora
-from parts.pictures import reading, seeing
 from parts.pictures import rows as pictured
+from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
@@ -70,8 +70,8 @@ def read(folder: Path, *rows: dict, kind="one", least=0, most=0, **options) -> l
     """Rows by the shipped way, from a file beside the pictures. most: --max_image_tokens."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = str(folder / kind)
-    make = partial(pictured.make_row, make=data.make_row, folder=reading.folder_of(
-        f"{folder}/rows.jsonl"), eyes=reading.load_eyes(
+    make = partial(pictured.make_row, make=data.make_row, folder=pictured.folder_of(
+        f"{folder}/rows.jsonl"), eyes=seeing.load_eyes(
             "x", source, model.config_of(source), least, most))
     tokenizer = inputs.load_tokenizer("x", source)
     return data.load(f"{folder}/rows.jsonl", tokenizer, data.DataArgs(**options), make=make)[0]
@@ -210,7 +210,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     tokenizer.chat_template = PARTS
     make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer,
                    marks=data.marks_of(tokenizer),
-                   eyes=reading.load_eyes("x", source, model.config_of(source)), folder=folder)
+                   eyes=seeing.load_eyes("x", source, model.config_of(source)), folder=folder)
     columns = {"prompt": "1 <image> 2", "image": "a.png"}
     row = make(columns, args=data.DataArgs(), make=data.make_row)
     assert row.prompt == "[1 ]<image>[ 2]"
@@ -246,7 +246,7 @@ def test_a_processor_that_would_not_scale_or_pad_is_refused(folder, tmp_path, fl
     path.write_text(json.dumps(found))
     source = str(tmp_path / "one")
     with pytest.raises(SettingsError, match="or its do_pad or do_resize is off"):
-        reading.load_eyes("x", source, model.config_of(source))
+        seeing.load_eyes("x", source, model.config_of(source))
 
 
 @pytest.mark.parametrize("part, name, value", [
@@ -256,7 +256,7 @@ def test_tiles_that_are_not_the_models_are_refused(folder, part, name, value):
     source, config = str(folder / "split"), model.config_of(str(folder / "split"))
     setattr(config.vision_config if part else config, name, value)
     with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's"):
-        reading.load_eyes("x", source, config)
+        seeing.load_eyes("x", source, config)
 
 
 @pytest.mark.parametrize("teacher, words", [
@@ -266,11 +266,11 @@ def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
     lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
-    reading.find_eyes(args, lm, source, str(folder / "teacher"))
+    seeing.find_eyes(args, lm.config, source, str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
     AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
     with pytest.raises(SettingsError, match=f"--teacher {teacher} {words}"):
-        reading.find_eyes(args, lm, source, str(folder / teacher))
+        seeing.find_eyes(args, lm.config, source, str(folder / teacher))
 
 
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])

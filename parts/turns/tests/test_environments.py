@@ -18,12 +18,12 @@ from faults import Attempt, differences, metrics
 from log import read
 from parts.turns import turns
 from parts.turns.replies import Move
+from parts.turns.replies import paid as environment
 from parts.turns.turns import ReplyPool, said
 from rewards import RewardArgs
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
 from tracked import ROOT
-from verifiers import environment
 
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
 CLASS = """
