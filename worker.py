@@ -221,21 +221,13 @@ def answers(columns: list[list]) -> list[list]:
     return made
 
 
-def received(pipe: socket.socket):
-    """The trainer's messages, until it ends."""
-    inbox = pipe.makefile("rb")
-    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
-        while True:
-            yield pickle.load(inbox)
-
-
 def work(fd: int, load=load, score=score) -> None:
     """The life of a worker. fd: of its socket. load, score: what a part has in their place."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
     pipe = socket.socket(fileno=fd)
-    inbox = received(pipe)
+    inbox = pipe.makefile("rb")
 
     def send(message):
         # A surrogate alone has no bytes.
@@ -245,18 +237,16 @@ def work(fd: int, load=load, score=score) -> None:
         except OSError:  # this is a fork, or the trainer ended
             os._exit(1)
 
-    started = next(inbox, None)
-    if not started:
-        return
-    memory, *what = started
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        rewards, told = load(*what)
-    except SystemExit as error:  # a sentence that says why
-        return send(str(error))
-    except Exception:
-        return send(traceback.format_exc()[-2000:])
-    send(told)
-    for call in inbox:
-        send(score(rewards, call))
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # the trainer ended
+        memory, *what = pickle.load(inbox)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            rewards, told = load(*what)
+        except SystemExit as error:  # a sentence that says why
+            return send(str(error))
+        except Exception:
+            return send(traceback.format_exc()[-2000:])
+        send(told)
+        while True:
+            send(score(rewards, pickle.load(inbox)))
