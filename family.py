@@ -71,10 +71,10 @@ NEVER = -100.0  # is added to the logit of an id that no policy samples: vLLM's 
 
 
 class Family:
-    """Of one model, whose config.json this is."""
-    types: tuple[str, ...] = ()  # its model_type is one of them; here: none of a part's
+    """What one model brings. config: transformers' own, of its config.json."""
+    types: tuple[str, ...] = ()  # model_type of its models; a text model may have any other
     auto = "AutoModelForCausalLM"  # of transformers
-    never: tuple[int, ...] = ()  # these ids
+    never: tuple[int, ...] = ()  # ids that no policy samples
 
     def __init__(self, config):
         self.config = config
@@ -119,7 +119,7 @@ class Family:
         return {}
 
     def hidden(self, lm, inputs):
-        """The last hidden states (1, S, H)."""
+        """What the head gets: (1, S, H)."""
         return self.parts(lm)[0].base_model(**inputs, use_cache=False).last_hidden_state
 
     def plain_logits(self, lm, head, keep, inputs):
@@ -132,7 +132,7 @@ class Family:
         """Decides which weights are trained. args: of the script; None: all flags as they are."""
 
     def follow(self, lm, args):
-        """Before the training of a policy; a critic has no such call."""
+        """Once, before a policy is trained. A critic has no such call."""
 
     def around(self, micro):
         """A context for a forward of that policy."""
@@ -152,8 +152,9 @@ class Family:
         """In the order in which engine, trainer and transformers are compared."""
         return rows
 
-    def trial(self, rows: list[Row], text_row):
-        """run.text_row, or what is larger, by the rows of the data."""
+    def largest(self, rows: list[Row], text_row):
+        """text_row, a function (tokens of its prompt, of its micro-batch) → Row, or one whose rows
+        need more, by the rows of the data."""
         return text_row
 
     def shape(self, lm) -> Shape:

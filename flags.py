@@ -30,8 +30,10 @@ from model_files import family_of
 from parts.experts.experts import ExpertArgs
 from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
+from parts.other_systems.other_systems import theirs
 from parts.pictures.flags import PictureArgs
 from parts.report.args import ReportArgs
+from parts.trial.trial import TrialArgs
 from parts.turns.turns import TurnArgs
 from plan import Memory, PlanArgs, groups
 from rewards import Pool, RewardArgs
@@ -231,8 +233,6 @@ class RunArgs:
     max_gap: Positive | None = None
     """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
     1e-3; in bfloat16 2 times what rounding does to this model, 0.005 to 0.15."""
-    try_worst_case: Literal["auto", "on", "off"] = "auto"
-    """Try a worst-case micro-batch of each phase before the first rollout. auto: on GPU."""
 
     def rules(self, plan):
         """See plan.problems."""
@@ -295,6 +295,7 @@ class CommonArgs:
     turn_args: TurnArgs = field(default_factory=TurnArgs)
     eval_args: EvalArgs = field(default_factory=EvalArgs)
     run_args: RunArgs = field(default_factory=RunArgs)
+    trial_args: TrialArgs = field(default_factory=TrialArgs)
     report_args: ReportArgs = field(default_factory=ReportArgs)
     plan_args: PlanArgs = field(default_factory=PlanArgs)
 
@@ -368,37 +369,6 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
     --save_every                    steps between two checkpoints, from which the run goes on
 
 """
-
-
-OTHERS = {  # flags of other systems: the table of docs/use/recipes.md
-    "--group": "TRL num_generations, verl rollout.n, OpenRLHF n_samples_per_prompt, EasyR1 "
-               "rollout.n",
-    "--batch": "verl train_batch_size, OpenRLHF rollout_batch_size rollout.batch_size, EasyR1 "
-               "rollout_batch_size",
-    "--minibatches (their number)": "TRL steps_per_generation, verl ppo_mini_batch_size, OpenRLHF "
-        "train_batch_size train.batch_size, EasyR1 global_batch_size",
-    "--update_tokens (in tokens)": "TRL per_device_train_batch_size, verl "
-        "ppo_micro_batch_size_per_gpu, OpenRLHF micro_train_batch_size train.micro_batch_size, "
-        "EasyR1 micro_batch_size_per_device_for_update",
-    "--score_tokens (in tokens)": "verl log_prob_micro_batch_size_per_gpu "
-        "log_prob_micro_batch_size, OpenRLHF micro_rollout_batch_size rollout.micro_batch_size, "
-        "EasyR1 micro_batch_size_per_device_for_experience",
-    "--max_tokens": "TRL max_completion_length, verl max_response_length, OpenRLHF "
-        "generate_max_len rollout.max_new_tokens, EasyR1 max_response_length",
-    "--lr": "TRL learning_rate, verl optim.lr, OpenRLHF actor_learning_rate, EasyR1 optim.lr",
-    "--kl_loss_coef": "TRL beta, EasyR1 kl_coef"}
-
-
-def theirs(words: list[str]) -> list[str]:
-    """A sentence for each of the words that is another system's flag."""
-    found = []
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        name = "." + flag[2:].replace("-", "_")  # verl's are long: --actor_rollout_ref.rollout.n
-        for here, names in OTHERS.items():
-            for system, *known in map(str.split, names.split(", ")):
-                if any(name.endswith("." + one) for one in known):
-                    found.append(f"{system}'s {flag} is {here} here.")
-    return found
 
 
 def parse(kind: type, description: str):

@@ -275,7 +275,10 @@ class Memory:
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
-        self.added = self.args.lora_args.added(shape)  # parameters: they alone are trained, if any
+        self.added = self.taken = 0  # parameters that alone are trained; bytes that the engine gets
+        for group in groups(self.args):
+            if hasattr(group, "added"):
+                self.added, self.taken = group.added(shape), group.engine_bytes(shape, self.c)
         self.cache = self.holds = 0.0
         self.parts = {"set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
                       **self.models(), **self.passes(),
@@ -352,8 +355,7 @@ class Memory:
     def engine(self) -> tuple[float, float]:
         """Bytes while it samples, and while it sleeps. It sets `cache` and `holds`."""
         e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
-        weights = c * shape.params / e.tp
-        weights += self.args.lora_args.engine_bytes(shape, c)
+        weights = c * shape.params / e.tp + self.taken
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
         work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)

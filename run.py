@@ -1,10 +1,8 @@
 """run.py: what all training scripts share: set-up, saving, evaluation, the end.
 
-Before the first step engine, trainer and transformers are compared, and the largest micro-batch of
-each phase is tried.
+Before the first step engine, trainer and transformers are compared.
 """
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -23,14 +21,13 @@ import rewards
 from batch import Batch, Completion, Micro, Sample
 from checkpoint import export_model
 from data import Prompt, Row, Stream
-from dist import cut, peak_memory
 from errors import Mistakes, SettingsError
 from evaluate import sampled_metrics
 from flags import CommonArgs
 from inputs import Inputs, read_inputs
 from log import write_samples
 from parts.lora import lora
-from plan import GIB, Phase, Plan, ceil_div
+from parts.trial.trial import try_worst_case
 from rewards import Score
 from rollout import Engine, Request, hash_seed
 
@@ -159,99 +156,6 @@ def plain_logprobs(policy, sample: Sample, heat: float, device):
     module.reshard()
     logprobs = (logits.cpu().double() / heat).log_softmax(-1)  # (n, V)
     return logprobs.gather(-1, micro.targets.cpu().unsqueeze(-1)).squeeze(-1)
-
-
-# ---- the largest micro-batches ----
-
-def try_worst_case(run):
-    """--try_worst_case: the largest micro-batch of each phase."""
-    wanted = run.args.run_args.try_worst_case
-    if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
-        return
-    row_of = run.policy.family.trial(run.inputs.rows, text_row)
-    peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
-                           run.reference, run.critic, row_of)
-    peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
-    run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
-
-
-def text_row(p: int, tokens: int) -> Row:
-    """A prompt of `p` tokens, for a micro-batch of `tokens`."""
-    return Row(0, "", [0] * p, None, {}, "")
-
-
-def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
-                   row_of=text_row) -> dict[str, float]:
-    """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
-    state. A collective."""
-    a, peaks = plan.args, {}
-
-    def update(micro):
-        entropy = "grad" if a.entropy_coef else "value"
-        found = policy.logprobs(micro, a.temperature, entropy, a.formula(reference, micro))
-        policy.backward(sum(found).sum())
-        if reference:
-            reference.module.reshard()  # a formula may leave its head whole
-
-    def score(micro):
-        for scored in (reference, policy) if reference else (policy,):
-            scored.logprobs(micro, a.temperature)
-
-    def values(micro):
-        critic.backward(critic.values(micro).sum())  # of a score pass: nothing
-
-    forwards = {"update": update, "score": score, "critic update": values, "critic score": values}
-    models = [it for it in (policy, critic) if it]
-    moments = [torch.empty(2 * p.to_local().nbytes, dtype=torch.uint8, device=p.device)
-               for it in models if not it.optimizer.state
-               for p in it.parameters.values()]  # held, as in the first optimizer step
-    for phase in plan.phases(max(plan.batches)):
-        if phase.name not in peaks:  # of several sizes, the largest comes first
-            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], row_of)
-            for it in models:
-                it.optimizer.zero_grad()
-    del moments
-    torch.cuda.empty_cache()
-    most = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
-    return dict(zip(peaks, most, strict=True))
-
-
-def measure(phase: Phase, world, vocab: int, forward, row_of=text_row) -> float:
-    """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
-    for tokens in phase.tokens // 2, phase.tokens:
-        peak_memory(world.device)  # starts again
-        try:
-            with torch.set_grad_enabled("update" in phase.name):
-                forward(worst_micro(
-                    tokens, phase.longest, phase.keys, vocab, world.device, row_of))
-        except (MemoryError, RuntimeError) as error:
-            if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
-                raise
-            end(world, phase, tokens)
-    return peak_memory(world.device)
-
-
-def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
-                row_of=text_row) -> Micro:
-    """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers `keys` keys for each token (see plan.Phase)."""
-    rows = ceil_div(tokens, longest)
-    n = max(2, tokens // rows)  # tokens of a row
-    p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
-    ids = (np.arange(n - p) % vocab).astype(np.int32)
-    one = Sample(Prompt(0, row_of(p, tokens)), Completion(
-        ids, np.zeros(len(ids), np.float32), False), "", Score(0.0, {}, None))
-    batch = Batch([one] * (rows * keys))
-    return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
-
-
-def end(world, phase: Phase, failed: int):
-    """Ends the run."""
-    flag, half = f"--{phase.name.replace(' ', '_')}_tokens", failed // 2
-    advice = f"at most {flag} {half}" if half >= phase.longest else "--checkpointing or more ranks"
-    raise SettingsError(
-        f"{flag} {phase.budget} needs too much memory: a micro-batch with {failed} tokens does not "
-        f"fit on rank {world.rank}. Use {advice}.") from None
 
 
 # ---- set-up ----

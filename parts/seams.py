@@ -25,6 +25,8 @@ PARTS = {
     "sft": {"files": ["sft.py", *ROADS]},
     "distill": {"files": ["distill.py", *ROADS]},
     "report": {"files": ["tools/report.py"]},
+    "trial": {},
+    "other_systems": {},
     "variants": {"folder": "variants"},
     "parts": {"folder": "parts", "files": ["tests/test_strip.py"]},  # the last to go
 }
@@ -98,12 +100,34 @@ SEAMS = {
         ("flags.py", "    report_args: ReportArgs = field(default_factory=ReportArgs)\n", ""),
         ("log.py", "from parts.report.tokens import token_row\n", ""),
         ("log.py", "    return row | token_row(s, decode)\n", "    return row\n"),
+        ("run.py", "        self.args.report_args.write(self.log)\n", ""),
         ("tools/__init__.py", "report.py: a page (parts/report/).\n", ""),
         ("results/speedrun.py", " --no-report", ""),
         ("requirements.txt", "# The tests of report.html, with the browser of the system; without "
                              "one they are skipped.\nplaywright==1.65.2\n", ""),
     ],
+    "other_systems": [
+        ("flags.py", "from parts.other_systems.other_systems import theirs\n", ""),
+        ("flags.py", '["", *theirs(sys.argv[1:]), said', '["", said'),
+    ],
+    "trial": [
+        ("flags.py", "from parts.trial.trial import TrialArgs\n", ""),
+        ("flags.py", "    trial_args: TrialArgs = field(default_factory=TrialArgs)\n", ""),
+        ("run.py", "from parts.trial.trial import try_worst_case\n", ""),
+        ("run.py", "        try_worst_case(run)\n", ""),
+    ],
     "variants": [
+        ("flags.py", ", as in\nvariants/. The file is found from the current folder or from the "
+                     "project's, and loaded before\nweights are.\n",
+                     ". The\nfile is found from the current folder or from the project's, and "
+                     "loaded before weights are.\n"),
+        ("flags.py", """\
+    if (ROOT / "variants" / f"{spec}.py").is_file():
+        works = f"--{flag} variants/{spec}.py:{spec}"
+""", ""),
+        ("losses.py", " Others are in variants/.\n", "\n"),
+        ("losses.py", " for\n# losses of variants/. They", "\n# if it wants one. They"),
+        ("grpo.py", "in losses.py and variants/. Shapes", "in losses.py. Shapes"),
         ("grpo.py", ", as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too.", "."),
         ("grpo.py", ", as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric.", "."),
         ("grpo.py", "which variants/__init__.py describes: (M,).", "for each token: (M,)."),

@@ -16,7 +16,6 @@ import learning
 import model
 import plan
 import ppo
-import run
 from batch import Batch, Micro, pack
 from dist import KEYS
 from errors import SettingsError
@@ -25,6 +24,7 @@ from learning import difference, fabricate
 from live import Live
 from model_files import shape_from
 from parts.states.states import put_in_rows
+from parts.trial import trial
 from plan import Memory
 from ranks import on_ranks, results
 from shapes import shape_of
@@ -271,7 +271,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     for keys, tokens, grad in product((2, KEYS), (1024, 2048), (True, False)):
         micro = alone(tokens, world)
         if keys == KEYS:
-            micro = run.worst_micro(tokens, 64, KEYS, 256, world.device)
+            micro = trial.worst_micro(tokens, 64, KEYS, 256, world.device)
         with Live() as live, torch.set_grad_enabled(grad):
             logprobs, _ = policy.logprobs(micro, 1.0, "value")
             policy.backward(logprobs.sum())
@@ -342,7 +342,7 @@ def run_phases(world, folder: str) -> tuple[dict, bool, bool]:
                 for t in [*policy.module.parameters(), *moments]]
     before = state()
     made = plan.Plan(args, world.size, 64, 0)
-    peaks = run.measure_phases(made, world, learning.VOCAB, policy)
+    peaks = trial.measure_phases(made, world, learning.VOCAB, policy)
     same = all(map(torch.equal, before, state()))
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
 
@@ -358,7 +358,7 @@ def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
 @pytest.mark.parametrize("keys", [2, 3, KEYS])
 @pytest.mark.parametrize("tokens", [1000, 32, 2])
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
-    micro = run.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
+    micro = trial.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
     lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]     # prompt and completion
     assert max(lengths) <= 32
@@ -381,7 +381,7 @@ def out_of_memory(world, folder: str, whom: tuple[int, ...]) -> None:
         return shipped(*inputs, **options)
 
     layer.forward = forward
-    run.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
+    trial.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
 
 
 @pytest.mark.parametrize("whom", [(1,), (0, 1)])

@@ -66,9 +66,9 @@ def patch_grids(monkeypatch, pictures: int) -> None:
     def index(*shape):
         return torch.zeros(shape, dtype=torch.long)
 
-    for place in qwen2_5, qwen3:
-        monkeypatch.setattr(place, "get_vision_position_ids", lambda *_, **more: index(tokens, 2))
-        monkeypatch.setattr(place, "get_vision_attention_seqlens", lambda *_, **more: (ends, None))
+    for family in qwen2_5, qwen3:
+        monkeypatch.setattr(family, "get_vision_position_ids", lambda *_, **more: index(tokens, 2))
+        monkeypatch.setattr(family, "get_vision_attention_seqlens", lambda *_, **more: (ends, None))
     monkeypatch.setattr(qwen2_5, "get_max_seqlen", lambda *_, **more: None)
     monkeypatch.setattr(qwen2_5, "get_vision_window_index",
                         lambda *_, **more: (index(tokens // 4), window_ends))

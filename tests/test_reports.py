@@ -6,7 +6,7 @@ import pytest
 
 import test_docs
 from examples import tiny
-from flags import OTHERS, theirs
+from parts.other_systems.other_systems import OTHERS, theirs
 from test_docs import FLAGS, ROOT, TEXT, blocks, rows
 from test_script import script
 

@@ -165,8 +165,10 @@ def words_of(name: str) -> set[str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 flags = [part for part in node.body if isinstance(part, ast.AnnAssign)
                          and "ClassVar" not in ast.unparse(part.annotation)]
-                found |= {node.name} | {part.target.id for part in flags
-                                        if node.name.endswith("Args")}
+                found.add(node.name)
+                if node.name.endswith("Args"):
+                    found |= {part.target.id for part in flags}
+                    found.add(node.name.removesuffix("Args").lower() + "_args")
     return found - PLAIN
 
 

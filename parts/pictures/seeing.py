@@ -10,7 +10,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from errors import SettingsError, as_sentence
 from family import Family, Shape
@@ -23,18 +22,15 @@ NAMES = {"idefics3": "Idefics3", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_V
 FAMILIES = {kind: idefics3 if kind == "idefics3" else qwen2_vl for kind in NAMES}
 
 
-def sees(config) -> bool:
-    """Whether the model of this config sees pictures."""
-    return config.model_type in FAMILIES
-
-
 def find_eyes(args, config, folder: str, reference: str | None = None):
     """Of --model, in its folder. reference: that of another model, which gets the same pixels."""
     eyes = load_eyes(args.model, folder, config, *args.picture_args.limits)
     if reference:
-        config = AutoConfig.from_pretrained(reference)
-        theirs = sees(config) and load_eyes(args.teacher, reference, config, flag="teacher")
-        if not theirs or theirs.kind != eyes.kind:
+        from transformers import AutoConfig
+        config, theirs = AutoConfig.from_pretrained(reference), None
+        if config.model_type in FAMILIES:
+            theirs = load_eyes(args.teacher, reference, config, flag="teacher")
+        if theirs is None or theirs.kind != eyes.kind:
             raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
                                 "with an equal processor for pictures and an equal image token.")
     return eyes
@@ -110,7 +106,7 @@ class Seeing(Family):
         """Those with pictures."""
         return sorted(rows, key=lambda row: not pictures_in(row))
 
-    def trial(self, rows, text_row):
+    def largest(self, rows, text_row):
         """With the pictures of the row that has most for its tokens: the tower computes them as
         often as the micro-batch has room for that row."""
         seen = max(filter(pictures_in, rows), default=None, key=lambda row: len(

@@ -13,7 +13,6 @@ import losses
 import model
 import plan
 import ranks
-import run
 import sft
 from data import DataArgs
 from errors import SettingsError
@@ -21,6 +20,7 @@ from examples import tiny
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
+from parts.trial import trial
 from shapes import shape_of
 from tools import float64
 
@@ -151,7 +151,7 @@ def tried(world, folder: str) -> dict[str, tuple]:
 
         head.divergence = counted
         reference = models[1] if args.needs_reference else None
-        peaks = run.measure_phases(
+        peaks = trial.measure_phases(
             plan.Plan(args, world.size, 64, 0), world, 64, models[0], reference)
         found[name] = sorted(peaks), set(calls)
         assert all(p.grad is None for p in models[0].module.parameters())

@@ -28,7 +28,6 @@ import learning
 import model
 import model_files
 import plan
-import run
 from batch import Batch, Micro
 from checkpoint import export_model
 from data import Row
@@ -42,6 +41,7 @@ from parts.pictures import rows as pictured
 from parts.pictures import seeing
 from parts.pictures.engine import HELD, parts_of
 from parts.pictures.rows import PicturedRow, Pictures
+from parts.trial import trial
 from ranks import results
 from rollout import Request
 from test_vision import expected, fabricate, flat, naive, png, read, updates
@@ -268,8 +268,8 @@ def tried(world, folder: Path) -> list[int]:
     rows, patches = read(folder, {"prompt": "q", "image": "a.png"}, kind="split"), []
     family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, given: patches.append(len(given[0])))
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
-                       row_of=policy.family.trial(rows, run.text_row))
+    trial.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.largest(rows, trial.text_row))
     return [*patches, len(rows[0].prompt_ids)]
 
 

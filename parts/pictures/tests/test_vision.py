@@ -28,12 +28,12 @@ import inputs
 import log
 import model
 import plan
-import run
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
 from forked import PYTHON
+from house import module, needs
 from learning import begin_with, difference
 from model_files import family_of, shape_from
 from parts.lora import lora
@@ -42,10 +42,11 @@ from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
+from parts.trial import trial
 from ranks import results
 from rewards import Score
 from shapes import shape_of
-from tools import float64, report
+from tools import float64
 from tracked import ROOT
 
 GROUP, COMPLETION = 3, 10
@@ -452,8 +453,8 @@ def tried(world, folder: Path) -> list[int]:
     rows, tiles = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
     family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, _, given: tiles.append(len(given["pixel_values"])), with_kwargs=True)
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
-                       row_of=policy.family.trial(rows, run.text_row))
+    trial.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.largest(rows, trial.text_row))
     return [*tiles, len(rows[1].prompt_ids)]
 
 
@@ -495,10 +496,12 @@ def test_adapters_are_in_the_text_model_alone(folder):
     assert trained and all(name.startswith("model.text_model.") for name in trained)
 
 
+@needs("report")
 def test_the_report_has_the_pictures_of_each_prompt(folder):
     """Equal texts with other pictures are other prompts."""
     rows = [log.sample_row(sample) for sample in fabricate(folder)[:7]]
-    made = json.loads(gzip.decompress(base64.b64decode(report.block(rows, False, None))))
+    block = module("parts.report.report").block(rows, False, None)
+    made = json.loads(gzip.decompress(base64.b64decode(block)))
     assert [row["p"] for row in made["rows"]] == [0, 0, 0, 1, 1, 1, 0]
     for (source,), name in zip(made["pictures"], "ab", strict=True):
         image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))

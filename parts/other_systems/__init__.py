@@ -1,0 +1,1 @@
+"""What flags of other systems are called here."""
