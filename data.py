@@ -233,9 +233,7 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
     """The prompts of `spec` in order, and a sentence with their counts. make: for make_row."""
     raw, name = read(spec, seed)
     marks, rows = marks_of(tokenizer, eos_ids), []
-    silent = os.environ.get("RANK", "0") != "0"
-    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
-            raw, spec, delay=10, disable=silent)):
+    for index, columns in enumerate(tqdm(raw, spec, delay=10)):  # shown after ten seconds
         try:
             row = (make or make_row)(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
