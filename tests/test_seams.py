@@ -279,8 +279,6 @@ def run_of(tmp_path, given=None, **inputs):
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
-    text = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
-    it.policy = SimpleNamespace(module=SimpleNamespace(lm=text))
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     run.build_engine(it)
