@@ -173,7 +173,7 @@ def scorer_of(world, groups: bool = False):
         return [Answer([1.0], None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
-                             parts=[Part("exact", 1.0, None)], progress={})
+                             parts=[Part("exact", 1.0, None)])
     return asked, SimpleNamespace(
         world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
@@ -281,8 +281,6 @@ def run_of(tmp_path, given=None, **inputs):
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
-    text = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
-    it.policy = SimpleNamespace(module=SimpleNamespace(lm=text))
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     run.build_engine(it)
@@ -313,7 +311,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
     monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(
-        wait=int, progress={}))
+        wait=int))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
     monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
     monkeypatch.setattr(run, "build_models", lambda *given: ("policy", None, None))
