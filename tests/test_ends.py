@@ -62,28 +62,7 @@ def tags_in(tokenizer):
     return tokenizer
 
 
-# ---- a tokenizer that appends EOS
-
-@pytest.mark.parametrize("before", [[], ["<s>"]])
-def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
-    """Each completion was one token, and sft.py learned an answer behind an EOS."""
-    tokenizer = plain(before, ["</s>"])
-    bos, eos = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
-    ids = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
-    assert tokenizer("Sort 31")["input_ids"] == [bos][:len(before)] + ids + [eos]
-    row = row_of(QA, tokenizer)
-    assert row.prompt_ids == [bos][:len(before)] + ids
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
-    assert row.teacher_ids[-1] != eos and row.teacher_ids[:len(before)] == [bos][:len(before)]
-    learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer),
-                               sft.Args().data_args, eos_ids=[eos])
-    assert learned.prompt_ids == row.prompt_ids
-    assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
-                              [True] * 3)
-    bridge = turns.Bridge(tokenizer, [eos], 999, None)
-    assert bridge.ids(eos, [{"role": "user", "content": "z"}]) == tokenizer(
-        "\n\nz\n\n", add_special_tokens=False)["input_ids"]
-
+# ---- prompts
 
 def test_samples_show_the_prompt_that_the_model_saw():
     tokenizer = plain(["<s>"])
@@ -104,7 +83,6 @@ def test_a_template_that_ends_a_prompt_in_eos_is_refused():
 
 @pytest.mark.parametrize("files, expected", [
     ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, [7, 9]),
-    ({"config": {"eos_token_id": 8}}, [8]),  # what GenerationConfig.from_model_config reads
     ({"config": {"text_config": {"eos_token_id": [8, 9]}}}, [8, 9]), ({"config": {}}, [])])
 def test_ids_in_the_models_files(tmp_path, files, expected):
     for name, content in files.items():
@@ -147,9 +125,7 @@ def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
 def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
     tokenizer = tags_in(tiny.make_tokenizer())
     ids = tokenizer(f"{THOUGHT}<|im_end|>")["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
-    text = data.reader(tokenizer, [0, 2])(np.array(ids))
-    assert text == THOUGHT and format_tags(text) == 1.0
+    assert format_tags(data.reader(tokenizer, [0, 2])(ids)) == 1.0
     episodes = object.__new__(turns.Episodes)
     episodes.world = SimpleNamespace(mine=list, gather=list)
     episodes.bridge, episodes.pays = turns.Bridge(tokenizer, [0, 2], 999, None), False
@@ -278,10 +254,6 @@ def drawn(seed: int):
     return made, name, given, pick
 
 
-def in_order(tokenizer, parts: list[str]) -> list[int]:
-    return [i for part in parts for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
-
-
 def check(tmp_path, seed: int) -> None:
     tokenizer, name, given, pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
@@ -296,6 +268,8 @@ def check(tmp_path, seed: int) -> None:
     else:
         bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
         assert row.prompt_ids == [bos][:pick["bos"]] + bare
+    add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt}")
+    assert row.teacher_ids == row.prompt_ids
     finished = row_of({"prompt": row.prompt}, tokenizer)
     if name not in ("texts", "none"):
         assert finished.finished and finished.prompt_ids == row.prompt_ids
@@ -336,8 +310,11 @@ def check(tmp_path, seed: int) -> None:
             assert {ids[i] for i in last} == {to_id(end)}
         said = reads([i for i, now in zip(ids, learned, strict=True) if now][:last[0] + 1])
         assert said.strip().removesuffix("\nEND") == "13"
+    bridge = turns.Bridge(tokenizer, ends, 10**6, None)
+    if name == "none":
+        assert bridge.ids(ends[0], asked) == tokenizer(
+            "\n\nSort 31\n\n", add_special_tokens=False)["input_ids"]
     if end:
-        bridge = turns.Bridge(tokenizer, ends, 10**6, None)
         ids = row.prompt_ids + ids[:last[0] + 1] if len(last) == 1 else made.prompt_ids + ids
         between = bridge.ids(to_id(end), asked)
         whole = made.prompt_ids + made.target[0]
@@ -377,7 +354,8 @@ def asked() -> list[dict]:
     return [{"role": "user", "content": "q"}]
 
 
-SWEEP = [pytest.param(i, marks=[pytest.mark.slow] if i % 10 else []) for i in range(110)]
+FAST = [*range(0, 110, 10), 43, 109]  # each family; two tokenizers that append an EOS
+SWEEP = [pytest.param(i, marks=[] if i in FAST else [pytest.mark.slow]) for i in range(110)]
 
 
 @pytest.mark.parametrize("seed", SWEEP)
