@@ -123,7 +123,7 @@ distill group=3 steps=1 teacher=x divergence=none temperature=1.5 reward=('exact
 reward_coef=2.0 {TIGHT}
 distill group=1 steps=1 teacher=x dual_clip=1.1 aggregation=sequence {TIGHT}
 distill group=3 steps=2 divergence=none teacher_prompt={{question}} {{answer}}
-distill group=3 steps=2 divergence=jsd teacher_prompt={{question}} {{answer}}
+distill group=3 steps=2 divergence=forward_kl head_chunk=7 teacher_prompt={{question}} {{answer}}
 distill group=3 steps=1 divergence=none lora_rank=2 aggregation=prompt \
 teacher_prompt={{question}} {{answer}} {TWICE}
 distill group=3 steps=2 teacher=x engine_correction=truncate reward=('exact',) reward_coef=2.0 \

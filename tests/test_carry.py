@@ -94,13 +94,13 @@ def steps(it: Carry, n: int) -> list[list]:
     return [one_step(it, step) for step in range(n)]
 
 
-def by_hand(carry: int, tokens: int, n: int) -> list[list[list[int]]]:
+def by_hand(carry: int, tokens: int, n: int, most: int) -> list[list[list[int]]]:
     """Plainly: the step of each token, of both completions of a prompt, in each step's prompts."""
     flight, found = [], []  # of (whole length, steps of its tokens so far), two a prompt
     for step in range(n):
         while len(flight) < 3 * (1 + carry):
             position = 3 * step + len(flight)
-            flight.append([[spread(position, i), []] for i in (0, 1)])
+            flight.append([[min(most, spread(position, i)), []] for i in (0, 1)])
         while any(len(made) < whole for prompt in flight[:3] for whole, made in prompt):
             for prompt in flight:
                 for one in prompt:
@@ -110,29 +110,23 @@ def by_hand(carry: int, tokens: int, n: int) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("carry, tokens", [(1, 4), (2, 4), (1, 7), (3, 32)])
-def test_a_step_has_the_oldest_prompts_whenever_they_end(carry, tokens):
-    """Which prompts it trains on does not depend on their lengths: no short one overtakes."""
-    it = made(carry, tokens)
-    for step, (samples, expected) in enumerate(zip(steps(it, 12), by_hand(carry, tokens, 12),
-                                                   strict=True)):
+@pytest.mark.parametrize("carry, tokens, most", [(1, 4, 32), (2, 4, 10), (1, 7, 32), (3, 32, 32)])
+def test_a_step_has_the_oldest_prompts_whenever_they_end(carry, tokens, most):
+    """Which prompts it trains on does not depend on their lengths: no short one overtakes. What
+    has `most` tokens and no end is truncated."""
+    it = made(carry, tokens, max_tokens=most)
+    for step, (samples, expected) in enumerate(zip(steps(it, 12), by_hand(
+            carry, tokens, 12, most), strict=True)):
         assert [s.prompt.position for s in samples] == [
             3 * step + k for k in range(3) for _ in (0, 1)]
         for k, s in enumerate(samples):  # whole, once, in order
             n, c = spread(s.prompt.position, k % 2), s.completion
-            assert c.ids.tolist() == [*range(n - 1), END] and not c.truncated and c.tokens == n
+            whole = [*range(n - 1), END] if n <= most else [*range(most)]
+            assert c.ids.tolist() == whole and c.tokens == len(whole)
+            assert c.truncated == (n > most)
             assert c.steps.tolist() == expected[k // 2][k % 2]
             assert np.array_equal(c.logprobs, -c.steps.astype(np.float32) / 8)
         assert len(it.flight) == 3 * carry
-
-
-def test_a_completion_never_has_more_than_max_tokens_and_is_then_truncated():
-    it = made(1, 4, max_tokens=10)
-    lengths = [(spread(s.prompt.position, k % 2), s.completion)
-               for samples in steps(it, 8) for k, s in enumerate(samples)]
-    for whole, c in lengths:
-        assert len(c.ids) == min(whole, 10) and c.truncated == (whole > 10)
-    assert {c.truncated for _, c in lengths} == {True, False}
 
 
 def test_without_a_batch_ahead_a_round_of_all_tokens_is_the_run_without_carry():
@@ -214,7 +208,7 @@ def test_what_does_not_go_with_it_is_one_sentence():
         assert any(one.startswith(words) for one in found), found
 
 
-# ---- what is exact, and what is biased: every outcome of the shipped Carry is enumerated.
+# ---- what is exact: every outcome of the shipped Carry is enumerated.
 
 STOP, PLACES = 0, 2  # a vocabulary of three tokens, one of which ends; at most two tokens
 POLICIES = torch.randn(2, 3, 3, dtype=torch.float64,  # (step, token before or none, token)
@@ -249,26 +243,12 @@ class Branches:
         return Completion(np.array(ids, np.int32), np.array(logprobs), STOP not in ids)
 
 
-class ByReadiness(Carry):
-    """What was done before: the first prompts that have ended."""
-
-    def sample(self, engine, prompts):
-        self.step = engine.world.step
-        self.start(prompts)
-        while len(self.flight) < 2:
-            self.start(self.stream.next(1))
-        while not (ready := [g for g in self.flight if not any(self.unfinished([g]))]):
-            self.round(engine)
-        self.flight.remove(ready[0])
-        return [SimpleNamespace(completion=ready[0].completions[0])]
-
-
-def outcomes(kind: type, rounds: int) -> Counter:
+def outcomes() -> Counter:
     """{(ids, their steps) of the completion that step 1 trains on: its probability}."""
     found, script = Counter(), []
     while True:
         args = SimpleNamespace(batch=1, group=1, seed=0, temperature=1.0, max_tokens=PLACES,
-                               carry_args=CarryArgs(1, rounds))
+                               carry_args=CarryArgs(1, 1))
         stream = SimpleNamespace(position=0)
 
         def following(n, stream=stream):
@@ -277,7 +257,7 @@ def outcomes(kind: type, rounds: int) -> Counter:
                                     row=SimpleNamespace(prompt_ids=[9])) for k in range(n)]
 
         stream.next, engine = following, Branches(script)
-        it = kind(args, stream)
+        it = Carry(args, stream)
         for step in range(2):
             engine.world.step = step
             samples = it.sample(engine, stream.next(1))
@@ -321,19 +301,17 @@ def exact() -> torch.Tensor:
     return logits.grad
 
 
-def off(kind: type, rounds: int, correction: str) -> float:
-    found = outcomes(kind, rounds)
+def off(correction: str) -> float:
+    found = outcomes()
     assert sum(found.values()) == pytest.approx(1, abs=1e-12)
     return float((gradient(found, correction) - exact()).norm() / exact().norm())
 
 
-def test_the_expected_gradient_in_order_is_exact_with_sequence_truncate_and_not_by_readiness():
+def test_the_expected_gradient_is_exact_with_sequence_truncate():
     """Over all outcomes, and over which completion is trained on. sequence_truncate has no bound
     here. truncate weighs a token by its own ratio alone: a later token keeps the old prefix."""
-    assert off(Carry, 1, "sequence_truncate") < 1e-12
-    assert off(Carry, 1, "none") > off(Carry, 1, "truncate") > 0.01
-    assert off(ByReadiness, 1, "sequence_truncate") > 0.1  # no correction sees a selection
-    assert off(ByReadiness, PLACES, "sequence_truncate") < 1e-12  # a round of all tokens
+    assert off("sequence_truncate") < 1e-12
+    assert off("none") > off("truncate") > 0.01
 
 
 # ---- the script

@@ -28,7 +28,7 @@ from parts.sft import targets
 from parts.turns import turns
 from plan import changed
 from rewards import Score
-from test_sft import SAID, TEMPLATES, load, template, tokenizer_of
+from test_sft import CHAT, ROLE, SAID, load, template, tokenizer_of
 
 ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
@@ -136,8 +136,11 @@ def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
 def test_what_begins_ends_or_pads_is_no_text_wherever_it_stands():
     """Three of Llama 3's ends, the header of a reply, <s> and the pad in the middle. Special or
     not: DeepSeek's <|User|> is not."""
-    controls, _, text = TEMPLATES["llama 3"]
-    tokenizer = tags_in(tokenizer_of(controls + " <|eom_id|> <|pad|> <|eot_id|>", text))
+    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    said = f"<|start_header_id|>{ROLE}<|end_header_id|>\n\n{SAID}<|eot_id|>"
+    tokenizer = tags_in(tokenizer_of(
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|pad|> <|eot_id|>",
+        template(said, said, header, "<|begin_of_text|>")))
     tokenizer.pad_token = "<|pad|>"
     ends = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
     written = ("<think>1<|pad|></think><|eom_id|><|start_header_id|>user<|end_header_id|>\n\n"
@@ -196,25 +199,29 @@ def test_a_stop_string_may_be_a_special_token(monkeypatch):
 
 # ---- a sweep
 
-WORD, ROLE = SAID, "{{ m['role'] }}"
-CHATML = f"<|im_start|>{ROLE}\n{WORD}<|im_end|>\n"
-FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn)
-    "chatml": ("", CHATML, CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
-    "default system": ("<|im_start|>system\nUse <think>.<|im_end|>\n", CHATML, CHATML,
-                       "<|im_start|>assistant\n", "<|im_end|>"),
-    "llama": ("<s>", f"<|h|>{ROLE}<|/h|>\n\n{WORD}<|eot|>", f"<|h|>{ROLE}<|/h|>\n\n{WORD}<|eot|>",
-              "<|h|>assistant<|/h|>\n\n", "<|eot|>"),
-    "mistral": ("<s>", f"[INST] {WORD} [/INST]", f" {WORD}</s>", "", "</s>"),
-    "phi": ("", f"<|{ROLE}|>\n{WORD}<|end|>\n", f"<|assistant|>\n{WORD}<|end|>\n",
-            "<|assistant|>\n", "<|end|>"),
-    "gemma": ("<s>", f"<turn>{ROLE}\n{WORD}</turn>\n", f"<turn>model\n{WORD}</turn>\n",
-              "<turn>model\n", "</turn>"),
-    "glm": ("[gMASK]<sop>", f"<|{ROLE}|>\n{WORD}", f"<|assistant|>\n{WORD}", "<|assistant|>\n",
-            "<|user|>"),
-    "speaker": ("", f"<|x|>{ROLE}: {WORD}", f"<|x|>{ROLE}: {WORD}", "<|x|>assistant: ", "<|x|>"),
-    "texts": ("", f"### {ROLE}\n{WORD}\n", f"### {ROLE}\n{WORD}\nEND\n", "### assistant\n", None),
-    "eos last": ("", f"<|{ROLE}|>\n{WORD}</s>\n", f"<|{ROLE}|>\n{WORD}</s>\n", "<|assistant|>\n",
-                 "</s>"),
+TRIMMED = "{{ m['content'] | trim }}"
+CHATML, AGAIN = f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", "<|im_start|>assistant\n"
+CHATML_SAID = f"<|im_start|>{ROLE}\n«{SAID}<|im_end|>»\n"
+FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn, what ends a chat)
+    "chatml": ("", CHATML, CHATML_SAID, AGAIN, "<|im_end|>", ""),
+    "default system": ("<|im_start|>system\nUse <think>.<|im_end|>\n", CHATML, CHATML_SAID, AGAIN,
+                       "<|im_end|>", ""),
+    "llama": ("<s>", f"<|h|>{ROLE}<|/h|>\n\n{TRIMMED}<|eot|>",
+              f"<|h|>{ROLE}<|/h|>\n\n«{TRIMMED}<|eot|>»", "<|h|>assistant<|/h|>\n\n", "<|eot|>",
+              ""),
+    "mistral": ("<s>", f"[INST] {SAID} [/INST]", f"« {SAID}</s>»", "", "</s>", ""),
+    "phi": ("", f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n",
+            "<|assistant|>\n", "<|end|>", "<pad>"),
+    "gemma": ("<s>", f"<turn>{ROLE}\n{SAID}</turn>\n", f"<turn>model\n«{SAID}</turn>»\n",
+              "<turn>model\n", "</turn>", ""),
+    "glm": ("[gMASK]<sop>", f"<|{ROLE}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n",
+            "<|user|>", ""),
+    "speaker": ("", *[f"<|x|>{ROLE}: {SAID}"] * 2, "<|x|>assistant: ", "<|x|>", ""),
+    "texts": ("", f"### {ROLE}\n{SAID}\n", f"### {ROLE}\n{SAID}\nEND\n", "### assistant\n", None,
+              ""),
+    "eos last": ("", f"<|{ROLE}|>\n{SAID}</s>\n",  # OLMo 2's, of several turns
+                 f"<|{ROLE}|>\n«{SAID}</s>»{{% if not loop.last %}}{{{{ '\\n' }}}}{{% endif %}}",
+                 "<|assistant|>\n", "</s>", ""),
     "none": None}
 CONTROLS = """<s> </s> <pad> <|im_start|> <|im_end|> <|h|> <|/h|> <|eot|> [INST] [/INST] <|user|>
     <|assistant|> <|system|> <|end|> <turn> </turn> [gMASK] <sop> <|x|>""".split()
@@ -228,6 +235,19 @@ def pieces():
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Metaspace(prepend_scheme="first")
     return made
+
+
+def plainly(text: str) -> str:
+    return text.replace("«", "").replace("»", "")
+
+
+def marked(family) -> str:
+    """The template with transformers' marks around what is learned. After a block Jinja takes away
+    a newline."""
+    begin, user, assistant, header, _, tail = family
+    text = template(user, assistant, header, begin, tail).replace("«", "{% generation %}")
+    end = "{% endgeneration %}"
+    return text.replace("»\n", end + "{{ '\\n' }}").replace("»", end)
 
 
 def drawn(seed: int):
@@ -247,8 +267,8 @@ def drawn(seed: int):
         made.add_tokens([AddedToken(t, special=pick["tags"], normalized=False) for t in TAGS])
     made.bos_token, made.eos_token, made.pad_token = "<s>", pick["eos"], pick["pad"]
     if family := FAMILIES[name]:
-        begin, user, assistant, header, _ = family
-        made.chat_template = template(user, assistant, header, begin)
+        begin, user, assistant, header, _, tail = family
+        made.chat_template = plainly(template(user, assistant, header, begin, tail))
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
     given = rng.choice(["absent", None, "~", "~`"])
     return made, name, given, pick
@@ -257,7 +277,7 @@ def drawn(seed: int):
 def check(tmp_path, seed: int) -> None:
     tokenizer, name, given, pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
-    bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][-1]
+    bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][4]
     asked = [{"role": "user", "content": "Sort 31"}]
     # The prompt.
     row = row_of({"prompt": "Sort 31"}, tokenizer)
@@ -293,14 +313,12 @@ def check(tmp_path, seed: int) -> None:
     # What is learned, and what stands between two turns.
     if not ends:
         return
-    chat = [*asked, {"role": "assistant", "content": "13"}, *asked,
-            {"role": "assistant", "content": "true"}]
-    for messages in chat[:2], chat:
+    for messages in CHAT[:2], CHAT:
         try:
             made = targets.make_row(0, {"messages": messages}, "", tokenizer, data.marks_of(
                 tokenizer, ends), sft.Args().data_args, eos_ids=ends)
         except SettingsError as error:
-            assert (name in ("texts", "none")) and len(messages) == 4 and str(error)
+            assert (name in ("texts", "none")) and len(messages) > 2 and str(error)
             return
         ids, learned = made.target
         assert made.prompt_ids == row.prompt_ids
@@ -310,13 +328,21 @@ def check(tmp_path, seed: int) -> None:
             assert {ids[i] for i in last} == {to_id(end)}
         said = reads([i for i, now in zip(ids, learned, strict=True) if now][:last[0] + 1])
         assert said.strip().removesuffix("\nEND") == "13"
+    if tokenizer.chat_template and name not in ("glm", "speaker"):  # their end begins a turn
+        theirs = tokenizer.apply_chat_template(
+            CHAT, chat_template=marked(FAMILIES[name]), return_dict=True,
+            return_assistant_tokens_mask=True)
+        whole = made.prompt_ids + ids
+        assert whole == theirs["input_ids"][:len(whole)]
+        rest = [False] * (len(theirs["input_ids"]) - len(whole))
+        assert [False] * len(made.prompt_ids) + learned + rest == theirs["assistant_masks"]
     bridge = turns.Bridge(tokenizer, ends, 10**6, None)
     if name == "none":
         assert bridge.ids(ends[0], asked) == tokenizer(
             "\n\nSort 31\n\n", add_special_tokens=False)["input_ids"]
     if end:
         ids = row.prompt_ids + ids[:last[0] + 1] if len(last) == 1 else made.prompt_ids + ids
-        between = bridge.ids(to_id(end), asked)
+        between = bridge.ids(to_id(end), CHAT[2:3])
         whole = made.prompt_ids + made.target[0]
         start = len(made.prompt_ids) + made.target[1].index(False)
         assert whole[start:start + len(between)] == between

@@ -328,8 +328,9 @@ def formats(i: int) -> dict[str, tuple[dict, list[dict], dict]]:
         "sharegpt": ({"conversations": [{"from": "human", "value": q},
                                         {"from": "gpt", "value": a}]}, [user(q), said(a)], {}),
         "sharegpt with a system": (
-            {"system": "S", "conversations": [{"from": "human", "value": q}]},
-            [{"role": "system", "content": "S"}, user(q)], {}),
+            {"system": "S", "conversations": [{"from": "human", "value": q},
+                                              {"from": "gpt", "value": a}]},
+            [{"role": "system", "content": "S"}, user(q), said(a)], {}),
         "a tool's answer": ({"prompt": turned[:3], "tools": tools}, turned[:3], {"tools": tools}),
         "verl": ({"data_source": "s", "prompt": [user(q)], "reward_model": {
             "style": "rule", "ground_truth": a}, "extra_info": {f"k{i % 3}": i}}, [user(q)], {}),
@@ -356,8 +357,9 @@ def test_the_formats_of_the_field_in_every_store(tmp_path, n):
                 continue
             learns = chats[0][-1]["role"] == "assistant"
             made = (learned if learns else asked)(spec)
-            for row, chat, more, one in zip(made, chats, options, stored, strict=True):
-                first = 1 if learns else len(chat)
+            for i, (row, chat, more, one) in enumerate(zip(
+                    made, chats, options, stored, strict=True)):
+                first = chat.index(user(pair(i)[0])) + 1 if learns else len(chat)
                 assert row.prompt == template(chat[:first], **more), (name, kind)
                 if learns:
                     whole = row.prompt + texts(row)[1]

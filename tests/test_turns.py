@@ -11,15 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import batch
 import data
 import families
-import learning
 import ranks
 import rollout
-from batch import Batch, Completion, Sample
+from batch import Completion, Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
 from forked import PYTHON
@@ -72,8 +70,6 @@ def test_the_bridge_is_what_the_template_puts_between_turns(template, said, expe
     assert there.ids(77, said) == whole                          # a --stop string ended the turn
     assert there.ids(EOT, said) == whole                         # another end than the template's
     assert there.ids(END, said) == (whole[whole.index(END) + 1:] if template else whole)
-    if template:                                                 # the whole chat, encoded at once
-        assert encode(there.render([], True) + "yes" + expected)[-len(whole):] == whole
 
 
 @pytest.mark.parametrize("traits", itertools.product((False, True), repeat=4))
@@ -287,21 +283,6 @@ def test_every_rank_has_the_same_episodes_and_decodes_its_share(spec, played):
     assert max(counts) - min(counts) <= rounds
 
 
-def test_only_sampled_tokens_are_targets():
-    samples = learning.fabricate("mixed", 7)
-    there = Batch(samples)
-    micro = batch.Micro(there, list(range(len(samples))), torch.device("cpu"))
-    expected = [x for s in samples for x in s.completion.ids[s.completion.sampled].tolist()]
-    assert micro.targets.tolist() == expected and len(micro.source) == len(expected)
-    engine = [x for s in samples for x in s.completion.logprobs[s.completion.sampled].tolist()]
-    assert micro.engine_logprobs.tolist() == engine
-    before = [(p + c)[len(p) + t - 1] for s in samples
-              for p, c in [(s.prompt.row.prompt_ids, s.completion.ids.tolist())]
-              for t in np.flatnonzero(s.completion.sampled)]
-    assert micro.inputs["input_ids"].flatten()[micro.source].tolist() == before
-    assert there.tokens.sum() == len(expected) < there.lengths.sum()
-
-
 # ---- examples, and what is refused
 
 def test_the_examples_answer_the_last_words_of_the_model():
@@ -350,27 +331,11 @@ def real(spec, tmp_path_factory):
     return json.loads((folder / "out").read_text())
 
 
-def test_real_episodes_are_the_ids_of_the_engine(real):
-    """Each episode is followed through the rounds by its own ids. The trainer's log-probs of all
-    turns are the engine's."""
-    calls = [call for made in real["rounds"] for call in made]
-    assert len({seed for _, seed, _, _ in calls}) == len(calls)       # a stream for every turn
-    used = 0
+def test_real_episodes_are_those_of_the_trainer(real):
+    """A wrong id in what was asked, or a log-prob at a wrong place, would be a gap."""
     for s in real["samples"]:
-        ids, logprobs = [], []
-        for made in real["rounds"]:
-            start = s["prompt"] + s["ids"]
-            mine = [c for c in made if start[:len(c[0])] == c[0] and len(c[0]) >= len(s["prompt"])
-                    and start[len(c[0]):][:len(c[2])] == c[2]
-                    and s["logprobs"][len(c[0]) - len(s["prompt"]):][:len(c[2])] == c[3]]
-            if mine:
-                (prompt, _, new, their), = mine
-                ids, logprobs, used = ids + new, logprobs + their, used + 1
-        keep = s["sampled"]
-        assert ids == [x for x, k in zip(s["ids"], keep, strict=True) if k]
-        assert logprobs == [x for x, k in zip(s["logprobs"], keep, strict=True) if k]
         assert s["failed"] == (s["kind"] in ("raise", "hang") and not s["truncated"]), s["turns"]
-    assert used == len(calls) and len([*filter(None, real["rounds"])]) == 3
+    assert real["seeds"] == real["turns"] > len(real["samples"])  # a stream for every turn
     assert {s["kind"] for s in real["samples"] if not s["truncated"]} == {
         "plain", "raise", "tools", "hang"}
     assert real["gap"] <= families.ROUNDINGS * real["rounding"], (real["gap"], real["rounding"])

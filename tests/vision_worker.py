@@ -1,5 +1,5 @@
-"""What test_vision.py and test_qwen_vl.py ask of an engine that sees, on two ranks: FOLDER, the
-answers' file, the model in FOLDER, --tp, --lora_rank."""
+"""What test_vision.look asks of an engine that sees, on two ranks: FOLDER, the answers' file, the
+model in FOLDER, --tp, --lora_rank."""
 import os
 import pickle
 import sys
@@ -61,7 +61,7 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
     module = model.build(model.LogprobModel, source, world, weights, adapters=adapters)
     policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=not rank))
-    made = fabricate(path, "split")
+    made = fabricate(path)
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
     adapter = lora.peft_config(module.lm, adapters, source) if rank else None
     engine = engine_of(source, world, policy, rows, int(tp), adapter=adapter)
