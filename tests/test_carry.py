@@ -84,7 +84,6 @@ def spread(position: int, i: int) -> int:
 
 
 def one_step(it: Carry, step: int) -> list:
-    """As `train` does: new prompts for each step."""
     it.engine.log.times.clear()
     it.engine.world.step = step
     return it.sample(it.engine, it.stream.next(3))

@@ -64,7 +64,6 @@ class World:
         return torch.stack(found)
 
     def chances(self):
-        """(37,): of each episode."""
         return torch.stack([part.sum() for part in self.batch.split(self.logprobs())]).exp()
 
     def true_gradient(self):

@@ -28,7 +28,6 @@ V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 
 
 def tables(seed: int) -> torch.Tensor:
-    """Logits (4, V)."""
     return 2 * torch.randn(4, V, generator=torch.Generator().manual_seed(seed),
                            dtype=torch.float64)
 

@@ -46,7 +46,6 @@ def processed(tokenizer, before: list[str], after: list[str]):
 
 
 def plain(before=(), after=(), **tokens):
-    """A byte-level tokenizer with <s> and </s>, and no chat template."""
     made = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(BYTES),
         **({"bos_token": "<s>", "eos_token": "</s>"} | tokens))
@@ -337,7 +336,7 @@ def check(tmp_path, seed: int) -> None:
         rest = [False] * (len(theirs["input_ids"]) - len(whole))
         assert [False] * len(made.prompt_ids) + learned + rest == theirs["assistant_masks"]
     bridge = turns.Bridge(tokenizer, ends, 10**6, None)
-    if name == "none":
+    if name == "none" and not pick["words"]:
         assert bridge.ids(ends[0], asked) == tokenizer(
             "\n\nSort 31\n\n", add_special_tokens=False)["input_ids"]
     if end:

@@ -62,7 +62,6 @@ def spec(tmp_path):
 
 
 def rolled(world, spec, kinds, folder, max_turns=4, reward="turns"):
-    """Episodes of these kinds → their completions."""
     return play(world, spec, kinds, max_turns, 10.0, room=200, answer=str(folder),
                 reward=(reward,))[1]
 

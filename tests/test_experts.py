@@ -68,7 +68,6 @@ def built(world, folder: str, **options):
 
 
 def exported(world, folder: str) -> list[str]:
-    """The names that the engine gets; the model is exported."""
     policy = built(world, folder)
     export_model(policy, folder, f"{folder}-out")
     return [name for name, _ in policy.weights(torch.float32)]

@@ -26,7 +26,6 @@ from shapes import shape_of
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
-    """What lora_worker.py finds with a random model of a family."""
     families.make(name, str(folder / "model"))
     done = subprocess.run(
         [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),

@@ -42,7 +42,6 @@ def variant(name: str) -> str:
 
 
 def loss(name: str, logp, old, A, row, **bounds):
-    """Of a name, with the bounds above."""
     function = flags.own("loss", name if name in losses.LOSSES else variant(name)).function
     return function(logp, old, A, row, n_rows=1, engine_logprobs=old,
                     draws=lambda: torch.zeros(len(row), dtype=F64), **BOUNDS[name] | bounds)
@@ -86,7 +85,6 @@ def reinforce(logprobs, advantages):
 
 
 def true_gradient(theta, outcome_values):
-    """d/dtheta of sum_o p_o * value_o, by differentiating p itself."""
     return gradient(probs(all_logprobs(theta)) @ outcome_values, theta)
 
 

@@ -56,7 +56,6 @@ def packed_logprobs(lm, samples: list) -> torch.Tensor:
 
 
 def one_by_one(lm, samples: list) -> torch.Tensor:
-    """The same, one sequence at a time through plain transformers."""
     lm.set_attn_implementation("sdpa")
     rows = []
     for s in samples:

@@ -191,7 +191,6 @@ def test_a_template_without_a_clock_stays_as_it_is():
 
 @pytest.fixture(scope="module")
 def with_date(tmp_path_factory) -> str:
-    """The tiny model, whose chat template writes the date."""
     source, folder = Path(faults.model()), tmp_path_factory.mktemp("dated")
     for path in source.iterdir():
         (folder / path.name).symlink_to(path)

@@ -66,7 +66,6 @@ def lost(scores):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Write a reward file; give the name of its function f."""
     monkeypatch.chdir(tmp_path)
 
     def write(code, name="own.py"):
@@ -159,7 +158,6 @@ def rows_with(answer, folder):
 
 
 def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
-    """Lists were compared as the text of a list, and gave 0 to all that was said."""
     items, names = [], ["exact", "gsm8k", "math"]
     needs = rewards.check([*names, "kk01"])
     for answer in READ:
@@ -283,7 +281,6 @@ NEIGHBOURS = {
 
 
 def test_what_lies_beside_a_reward_or_a_loss_is_its_own_and_hides_nothing(own):
-    """An examples/ beside the file: gsm8k after it was "No module named 'examples.gsm8k'"."""
     for name, code in NEIGHBOURS.items():
         own(code, name)
     for specs, expected in ((["one/mine.py:f", "two/loss.py:g", "gsm8k"], (111, 7, 1)),
@@ -309,7 +306,6 @@ def g(completions, **_):
 
 
 def test_a_reward_may_have_processes_of_its_own(own):
-    """With each start method: "No module named 'own_mine'" was all that two of them gave."""
     own(POOLS, "my rewards/mine.py")
     specs = [f"my rewards/mine.py:{name}" for name in "fg"]
     items = [item(how) for how in ("fork", "spawn", "forkserver") for _ in range(2)]
@@ -383,7 +379,6 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
 
 
 def gone(pid):
-    """Within a minute."""
     for _ in range(1200):
         try:
             if ") Z " in Path(f"/proc/{pid}/stat").read_text():
@@ -396,7 +391,6 @@ def gone(pid):
 
 @pytest.mark.parametrize("end", ["", "time.sleep(1e9)", "os._exit(3)"])
 def test_what_a_reward_forks_dies_with_its_worker(own, end):
-    """Closed, late, or crashed."""
     spec = own("import subprocess\n" + F + "pid = os.fork()\n    if not pid: time.sleep(1e9)\n"
                "    shell = subprocess.Popen(['sleep', '99'])\n"
                "    print(pid, shell.pid, os.getpid(), file=open('pids', 'w'), flush=True)\n"
@@ -408,7 +402,6 @@ def test_what_a_reward_forks_dies_with_its_worker(own, end):
 
 
 def test_workers_die_with_the_trainer(own, tmp_path):
-    """Killed while they hang."""
     spec = own(F + "open(f'pid{os.getpid()}', 'w'), time.sleep(1e9)")
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -487,7 +480,6 @@ def test_a_batch_that_fails_as_a_whole_stops():
 # ---- hostile completions
 
 def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
-    """Nine of its scorers ran `__import__('os')`."""
     gym = pytest.importorskip("reasoning_gym")
     tasks = """countdown simple_integration n_queens polynomial_multiplication string_insertion
         spiral_matrix bitwise_arithmetic chain_sum""".split()

@@ -87,7 +87,6 @@ def of(load, row: dict, folder: Path, kind: str = "jsonl", **flags):
 
 
 def template(messages, goes_on=True, **options) -> str:
-    """What transformers gives."""
     return TOKENIZER.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=goes_on, **options)
 

@@ -34,7 +34,6 @@ TOKENIZER = tiny.make_tokenizer()
 
 
 def with_template(template):
-    """The tiny tokenizer with another chat template."""
     other = copy.deepcopy(TOKENIZER)
     other.chat_template = template
     begin_with(other, tiny.END_OF_TEXT)  # as Llama's does, where it is not told otherwise
@@ -321,7 +320,6 @@ def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, co
 
 @pytest.fixture(scope="module")
 def real(spec, tmp_path_factory):
-    """What turns_worker.py found."""
     folder = tmp_path_factory.mktemp("real")
     done = subprocess.run(
         [PYTHON, ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out"],

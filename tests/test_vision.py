@@ -93,7 +93,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=KINDS)
 def family(request, tmp_path_factory) -> Path:
-    """A folder of each kind."""
     if request.param == "idefics3":
         return request.getfixturevalue("folder")
     return make_folder(tmp_path_factory.mktemp(request.param), request.param)
@@ -301,7 +300,6 @@ def test_a_processor_that_would_not_scale_or_pad_is_refused(folder, tmp_path, fl
 @pytest.mark.parametrize("part, name, value", [
     ("vision_config", "image_size", 64), ("", "scale_factor", 1)])
 def test_tiles_that_are_not_the_models_are_refused(folder, part, name, value):
-    """vLLM ended in a traceback, long after the start."""
     source, config = str(folder / "split"), model.config_of(str(folder / "split"))
     setattr(config.vision_config if part else config, name, value)
     with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's"):

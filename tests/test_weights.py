@@ -38,7 +38,6 @@ HEAD = "lm_head.weight"
 
 
 def tensors(kind: str, seed: int) -> dict[str, torch.Tensor]:
-    """Of a random model, as save_pretrained has them."""
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(CONFIGS[kind])
     found = {name: torch.randn_like(p) for name, p in lm.named_parameters()}
@@ -138,7 +137,6 @@ def whole(folder: Path) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """The sentence of a run. "": it may begin."""
     try:
         lm = model.skeleton(str(folder))
         model_files.names_in_files(lm, str(folder))
@@ -151,8 +149,6 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_small_file_that_is_broken_is_named(tmp_path, how):
-    """An empty generation_config.json was a JSONDecodeError, [] an AttributeError, and a page of a
-    server in the place of a template was each prompt."""
     whole(tmp_path)
     assert refusal(tmp_path) == ""
     small = [path for path in tmp_path.rglob("*.j*") if path.is_file()]
@@ -179,7 +175,6 @@ def exported(world, folder: str) -> None:
 
 
 def test_an_export_has_every_small_file_of_its_model(tmp_path):
-    """What is not weights: a trainer reads it, and so does whoever serves the export."""
     whole(tmp_path / "model")
     results(1, exported, str(tmp_path / "model"))
     there = {str(path.relative_to(tmp_path / "model")): path for path in (
@@ -214,7 +209,6 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", (0, 2))
 def test_of_a_repository_the_model_is_fetched_and_nothing_else(hub, count):
-    """It came with every *.safetensors: of a repository of Mistral, twice the bytes."""
     files = save(hub.repository, tensors("qwen2", 0), count)
     save(hub.repository, tensors("qwen2", 1), 2, ".fp16")
     save_file(tensors("qwen2", 2), hub.repository / "consolidated.safetensors")
@@ -264,7 +258,6 @@ def cut(folder: Path, files, rng):
 
 
 def edit(folder: Path, files, rng, change):
-    """change: of the tensors of one file."""
     path = folder / rng.choice(files)
     found = change(load_file(path))
     path.unlink()  # it may be a link
@@ -370,7 +363,6 @@ def link(folder: Path):
 
 
 def make(folder: Path, seed: int) -> dict:
-    """A folder as people leave it → what is in it."""
     rng = random.Random(seed)
     kind = rng.choice(list(CONFIGS))
     old, new = tensors(kind, 2 * seed), tensors(kind, 2 * seed + 1)

@@ -119,7 +119,6 @@ def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
 
 
 def in_a_line(micro) -> torch.Tensor:
-    """Positions as of a text, on all axes."""
     return micro.inputs["position_ids"].expand(3, 1, -1)
 
 
