@@ -1,19 +1,16 @@
 """carry.py: which completions go on, which are trained on, with which seeds and ages."""
-import itertools
 import json
 import math
-from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import tyro
 
 import grpo
-import losses
 import plan
 import test_layouts
 from batch import Completion
@@ -205,112 +202,6 @@ def test_what_does_not_go_with_it_is_one_sentence():
     found = plan.problems(planned("--carry", "1", "--stop", "x"), 1)
     for words in ("--carry needs --engine_correction", "--stop needs whole completions"):
         assert any(one.startswith(words) for one in found), found
-
-
-# ---- what is exact: every outcome of the shipped Carry is enumerated.
-
-STOP, PLACES = 0, 2  # a vocabulary of three tokens, one of which ends; at most two tokens
-POLICIES = torch.randn(2, 3, 3, dtype=torch.float64,  # (step, token before or none, token)
-                       generator=torch.Generator().manual_seed(0))
-REWARDS = torch.tensor([[0.3, 0.3, 0.3], [1.0, -0.5, 0.2], [-1.0, 2.0, 0.7]], dtype=torch.float64)
-
-
-class Branches:
-    """Draws by a script of choices. Where the script ends, it takes the first token."""
-
-    def __init__(self, script: list[int]):
-        self.script, self.taken, self.p = script, [], 1.0
-        times = defaultdict(lambda: 1.0)
-        self.log = SimpleNamespace(time=lambda name: nullcontext(), times=times)
-        self.world = SimpleNamespace(same_phase=lambda *told: None, step=0)
-
-    def complete(self, requests, temperature):
-        return [self.one(request) for request in requests]
-
-    def one(self, request) -> Completion:
-        begun, ids = request.prompt_ids[1:], []
-        logprobs = []
-        while len(ids) < request.room and STOP not in ids:
-            logp = POLICIES[self.world.step][(begun + ids)[-1] if begun + ids else 0]
-            logp = logp.log_softmax(-1)
-            k = len(self.taken)
-            token = self.script[k] if k < len(self.script) else 0
-            self.taken.append(token)
-            self.p *= float(logp[token].exp())
-            logprobs.append(float(logp[token]))
-            ids.append(token)
-        return Completion(np.array(ids, np.int32), np.array(logprobs), STOP not in ids)
-
-
-def outcomes() -> Counter:
-    """{(ids, their steps) of the completion that step 1 trains on: its probability}."""
-    found, script = Counter(), []
-    while True:
-        args = SimpleNamespace(batch=1, group=1, seed=0, temperature=1.0, max_tokens=PLACES,
-                               carry_args=CarryArgs(1, 1))
-        stream = SimpleNamespace(position=0)
-
-        def following(n, stream=stream):
-            stream.position += n
-            return [SimpleNamespace(position=stream.position - n + k,
-                                    row=SimpleNamespace(prompt_ids=[9])) for k in range(n)]
-
-        stream.next, engine = following, Branches(script)
-        it = Carry(args, stream)
-        for step in range(2):
-            engine.world.step = step
-            samples = it.sample(engine, stream.next(1))
-        c = samples[0].completion
-        found[tuple(c.ids.tolist()), tuple(c.steps.tolist())] += engine.p
-        script = engine.taken
-        while script and script[-1] == 2:  # its last choice that has another one
-            script.pop()
-        if not script:
-            return found
-        script = [*script[:-1], script[-1] + 1]
-
-
-def gradient(found: Counter, correction: str) -> torch.Tensor:
-    """The expected gradient of step 1, in the logits (3, 3) of its policy."""
-    logits = POLICIES[1].clone().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    for (ids, steps), p in found.items():
-        places = [*zip((0, *ids), ids, steps, strict=False)]
-        logp = torch.stack([logits.log_softmax(-1)[a, b] for a, b, _ in places])
-        engine = torch.stack([POLICIES[step].log_softmax(-1)[a, b] for a, b, step in places])
-        row, factors = torch.zeros(len(ids), dtype=torch.long), 1
-        if correction != "none":
-            factors, _ = losses.engine_correction(
-                logp.detach(), engine, row, n_rows=1, kind=correction, low=0.0, high=1e9)
-        A = REWARDS[ids[0], ids[-1]].expand(len(ids))
-        loss, _ = losses.clip_loss(
-            logp, logp.detach(), A, row, clip_low=0.2, clip_high=0.2, dual_clip=None)
-        total = total + p * (loss * factors).sum()
-    total.backward()
-    return logits.grad
-
-
-def exact() -> torch.Tensor:
-    """The gradient of minus the expected reward of the policy of step 1."""
-    logits = POLICIES[1].clone().requires_grad_()
-    p = logits.softmax(-1)
-    value = p[0, STOP] * REWARDS[STOP, STOP] + sum(
-        p[0, a] * p[a, b] * REWARDS[a, b] for a, b in itertools.product((1, 2), range(3)))
-    (-value).backward()
-    return logits.grad
-
-
-def off(correction: str) -> float:
-    found = outcomes()
-    assert sum(found.values()) == pytest.approx(1, abs=1e-12)
-    return float((gradient(found, correction) - exact()).norm() / exact().norm())
-
-
-def test_the_expected_gradient_is_exact_with_sequence_truncate():
-    """Over all outcomes, and over which completion is trained on. sequence_truncate has no bound
-    here. truncate weighs a token by its own ratio alone: a later token keeps the old prefix."""
-    assert off("sequence_truncate") < 1e-12
-    assert off("none") > off("truncate") > 0.01
 
 
 # ---- the script

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -17,17 +16,14 @@ import data
 import grpo
 import inputs
 import sft
-from batch import Completion, Sample
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
 from examples.formats import format_tags
-from log import sample_row
 from parts.distill.teacher import add_teacher_prompts
 from parts.sft import targets
 from parts.turns import turns
 from plan import changed
-from rewards import Score
 from test_sft import CHAT, ROLE, SAID, load, template, tokenizer_of
 
 ROOT = Path(__file__).parent.parent
@@ -63,14 +59,6 @@ def tags_in(tokenizer):
 
 # ---- prompts
 
-def test_samples_show_the_prompt_that_the_model_saw():
-    tokenizer = plain(["<s>"])
-    sample = Sample(data.Prompt(0, row_of(QA, tokenizer)), Completion(
-        np.array([5], np.int32), np.zeros(1, np.float32), False), text="x",
-        score=Score(1.0, {}, None))
-    assert sample_row(sample, tokenizer.decode)["prompt"] == "<s>Sort 31"
-
-
 def test_a_template_that_ends_a_prompt_in_eos_is_refused():
     tokenizer = plain()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
@@ -79,16 +67,6 @@ def test_a_template_that_ends_a_prompt_in_eos_is_refused():
 
 
 # ---- the chat template's end of a turn
-
-@pytest.mark.parametrize("files, expected", [
-    ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, [7, 9]),
-    ({"config": {"text_config": {"eos_token_id": [8, 9]}}}, [8, 9]), ({"config": {}}, [])])
-def test_ids_in_the_models_files(tmp_path, files, expected):
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    tokenizer = plain()
-    assert data.eos_ids(str(tmp_path), tokenizer) == [*expected, tokenizer.eos_token_id]
-
 
 @pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
 def test_a_model_that_cannot_end_is_said(ends, left):
@@ -121,39 +99,14 @@ def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
 
 # ---- tags that are special tokens
 
-def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
-    tokenizer = tags_in(tiny.make_tokenizer())
-    ids = tokenizer(f"{THOUGHT}<|im_end|>")["input_ids"]
-    assert format_tags(data.reader(tokenizer, [0, 2])(ids)) == 1.0
-    episodes = object.__new__(turns.Episodes)
-    episodes.world = SimpleNamespace(mine=list, gather=list)
-    episodes.bridge, episodes.pays = turns.Bridge(tokenizer, [0, 2], 999, None), False
-    turn = SimpleNamespace(ids=np.array(ids))
-    assert episodes.read([turn]) == [turns.said(THOUGHT)]
-
-
-def test_what_begins_ends_or_pads_is_no_text_wherever_it_stands():
-    """Three of Llama 3's ends, the header of a reply, <s> and the pad in the middle. Special or
-    not: DeepSeek's <|User|> is not."""
-    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    said = f"<|start_header_id|>{ROLE}<|end_header_id|>\n\n{SAID}<|eot_id|>"
-    tokenizer = tags_in(tokenizer_of(
-        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|pad|> <|eot_id|>",
-        template(said, said, header, "<|begin_of_text|>")))
-    tokenizer.pad_token = "<|pad|>"
-    ends = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
-    written = ("<think>1<|pad|></think><|eom_id|><|start_header_id|>user<|end_header_id|>\n\n"
-               "a , b<|begin_of_text|><|eot_id|>")
-    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
-    assert data.reader(tokenizer, ends)(ids) == "<think>1</think>user\n\na , b"
-    assert data.reader(tokenizer, ends)(ids[:3]) == "<think>1"
-    # GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word.
+def test_an_end_may_be_a_word_elsewhere():
+    """GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word."""
     glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
     ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
-    assert data.reader(glm, [0])(ids) == THOUGHT
-    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]  # may be an end, as a word
-    assert data.reader(tokenizer, newline)(2 * newline) == "\n" and len(newline) == 1
+    assert data.reader(glm, [0])(ids) == THOUGHT and format_tags(THOUGHT) == 1.0
+    newline = glm("\n", add_special_tokens=False)["input_ids"]
+    assert data.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
 
 
 ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
@@ -269,7 +222,7 @@ def drawn(seed: int):
         begin, user, assistant, header, _, tail = family
         made.chat_template = plainly(template(user, assistant, header, begin, tail))
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
-    given = rng.choice(["absent", None, "~", "~`"])
+    given = rng.choice(["absent", "nested", None, "~", "~`"])
     return made, name, given, pick
 
 
@@ -294,10 +247,12 @@ def check(tmp_path, seed: int) -> None:
         assert finished.finished and finished.prompt_ids == row.prompt_ids
     assert not row_of({"prompt": "<think>1"}, tokenizer).finished
     # What ends.
-    files = {"absent": [to_id("^")], None: []}.get(given, given and [*map(to_id, given)])
-    eos = {"absent": files[0] if files else None, None: None, "~": to_id("~")}.get(given, files)
-    file = "config" if given == "absent" else "generation_config"
-    (tmp_path / f"{file}.json").write_text(json.dumps({"eos_token_id": eos}))
+    whole, nested = {"eos_token_id": to_id("^")}, {"text_config": {"eos_token_id": [to_id("^")]}}
+    files = [to_id(c) for c in {"absent": "^", "nested": "^", None: ""}.get(given, given)]
+    eos = {None: None, "~": to_id("~")}.get(given, files)
+    (tmp_path / "config.json").write_text(json.dumps(nested if given == "nested" else whole))
+    if given not in ("absent", "nested"):  # what GenerationConfig.from_model_config reads, or this
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     own = [to_id(t) for t in (pick["eos"], end) if t]
     ends = data.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({*files, *own})
@@ -306,9 +261,11 @@ def check(tmp_path, seed: int) -> None:
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
-    closing = [to_id(end)] if end else own[:1]
+    closing, written_ids = [to_id(end)] if end else own[:1], ids
     assert reads(ids) == reads(ids + closing) == expected
-    assert reads([bos, *ids, *([to_id(pick["pad"])] if pick["pad"] else []), *closing]) == expected
+    silent = [bos, *([to_id(pick["pad"])] if pick["pad"] else [])]
+    assert reads([bos, *ids, *silent[1:], *closing]) == expected
+    assert reads(ids[:2] + silent + own + ids[2:]) == expected  # wherever they stand
     # What is learned, and what stands between two turns.
     if not ends:
         return
@@ -336,6 +293,7 @@ def check(tmp_path, seed: int) -> None:
         rest = [False] * (len(theirs["input_ids"]) - len(whole))
         assert [False] * len(made.prompt_ids) + learned + rest == theirs["assistant_masks"]
     bridge = turns.Bridge(tokenizer, ends, 10**6, None)
+    assert bridge.read(written_ids + closing) == expected
     if name == "none" and not pick["words"]:
         assert bridge.ids(ends[0], asked) == tokenizer(
             "\n\nSort 31\n\n", add_special_tokens=False)["input_ids"]

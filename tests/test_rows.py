@@ -223,14 +223,11 @@ def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
     (asked, {"prompt": [user(), said("", tool_calls=[call({})])]}, "prompt ends with what"),
     (asked, {"messages": [user(), said()]}, "messages ends with what the assistant says"),
     (asked, {"prompt": [user() | {"images": ["x.png"]}]}, "no place for images"),
-    (asked, {"prompt": "q", "videos": ["x.mp4"]}, "no place for videos"),
     (asked, {"instruction": "q", "input": "", "output": "a"}, "such as '{instruction} {input}'"),
     (learned, {"question": "q", "answer": 5}, "the answer must be text or a list of"),
     (learned, {"messages": "q"}, "the messages must be a list of"),
     (learned, {"prompt": "q", "chosen": "a", "rejected": "b"}, "this one has prompt, chosen, rej"),
-    (learned, {"prompt": "q", "completion": "a", "label": False}, "its label is False"),
     (asked, {"prompt": "q", "tools": ["f"]}, "tools must be a list of schemas"),
-    (asked, {"prompt": "q", "history": [["one", "two"]]}, "no place for history"),
     (asked, {"prompt": [user("x" * 200), user([{"type": "text", "text": "a"}, IMAGE])]},
      "message 1 of prompt: its content cannot be used: {'role': 'user', 'content': [{'type"),
     (asked, {"text": "q", "label": "a"}, "no prompt column in (text, label); it needs prompt, "),
@@ -239,17 +236,16 @@ def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
     (learned, {"messages": [user(), said(weight=0)]}, "weight is not 0"),
     (learned, {"messages": [user(), said(weight=0.5)]}, "message 1 of messages: its weight cannot"),
     (learned, {"messages": [user(), said(weight="1")]}, "message 1 of messages: its weight cannot"),
-    (asked, {"prompt": "q", "functions": [{"name": "f"}]}, "no place for functions"),
-    (learned, {"prompt": "q", "completion": "a", "weight": 0}, "its weight is 0"),
-    (learned, {"prompt": "q", "completion": "a", "loss_weight": 0.5}, "its loss_weight is 0.5"),
-    (learned, {"messages": [user(), said()], "labels": [-100, 1]}, "its labels is [-100, 1]"),
-    (learned, {"messages": [user(), said(mask=0)]}, "no place for mask"),
-    (learned, {"messages": [user(), said(loss_scale=0.3)]}, "no place for loss_scale"),
     (asked, {"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
     (asked, {"prompt": "q", "reward_model": "{'ground_truth': '1'}"}, "or its JSON text, not"),
     (asked, {"prompt": "q", "extra_info": "{"}, "extra_info must be an object"),
-    (learned, {"messages": [user(), said(train_detail=[1])]}, "no place for train_detail"),
-    (learned, {"messages": [user() | {"train": True}, said()]}, "no place for train")])
+    *((asked, {"prompt": "q", key: ["x"]}, f"no place for {key}")
+      for key in ("videos", "history", "functions")),
+    *((learned, {"messages": [user(), said(**{key: value})]}, f"no place for {key}")
+      for key, value in (("mask", 0), ("loss_scale", 0.3), ("train_detail", [1]))),
+    *((learned, {"prompt": "q", "completion": "a", key: value}, f"its {key} is {value}")
+      for key, value in (("label", False), ("weight", 0), ("loss_weight", 0.5),
+                         ("labels", [-100, 1])))])
 def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, load, row, words):
     assert words in refusal(load, row, tmp_path)
 

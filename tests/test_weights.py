@@ -76,7 +76,7 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- reports, and their kind ----
+# ---- what a run has ----
 
 def loaded(world, folders: list[Path]) -> list:
     """Of each folder what a run has as weights, a tied head too, or the sentence."""
@@ -92,28 +92,6 @@ def loaded(world, folders: list[Path]) -> list:
 
 def ours(*folders: Path) -> list:
     return results(1, loaded, folders)[0]
-
-
-def test_a_file_beside_an_index_of_shards_is_two_models(tmp_path):
-    """transformers reads the file and vLLM the shards: nobody knows what was meant."""
-    write_config(tmp_path, "qwen2")
-    save(tmp_path, tensors("qwen2", 0))
-    save(tmp_path, tensors("qwen2", 1), 2)
-    assert re.search(f"two models: model.safetensors, .* and {INDEX}, ", *ours(tmp_path))
-
-
-@pytest.mark.parametrize("flaw, said", [
-    ("another layer", rf"model-0000\d-of-00002.safetensors has {re.escape('model.layers.2.mlp')}"),
-    ("other head", "has lm_head.weight, which differs from model.embed_tokens.weight, .* false"),
-    ("twice", "model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both have "),
-    ("index has no map", f"{INDEX} has no weight_map of tensors to files "),
-    ("adapter", "has an adapter_config.json, which is not supported")])
-def test_a_sentence_names_the_file_and_the_tensor(tmp_path, flaw, said):
-    write_config(tmp_path, "qwen2")
-    files = save(tmp_path, tensors("qwen2", 0), 2)
-    FLAWS[flaw](tmp_path, files, random.Random(0))
-    with pytest.raises(SettingsError, match=said):
-        model_files.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
 
 
 # ---- small files ----
