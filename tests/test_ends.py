@@ -303,6 +303,9 @@ def check(tmp_path, seed: int) -> None:
         whole = made.prompt_ids + made.target[0]
         start = len(made.prompt_ids) + made.target[1].index(False)
         assert whole[start:start + len(between)] == between
+        missing = bridge.ids(tokenizer.convert_tokens_to_ids("a"), CHAT[2:3])  # as by --stop
+        assert missing[missing.index(to_id(end)) + 1:] == between
+        assert all(bridge.ids(other, CHAT[2:3]) == missing for other in {*ends} - {to_id(end)})
 
 
 @pytest.mark.parametrize("seed", range(len(FAMILIES)))

@@ -44,31 +44,12 @@ def bridge(template=tiny.CHATML, vocab=tiny.VOCAB):
     return turns.Bridge(with_template(template), [EOT, END], vocab, None)
 
 
-# ---- the bridge
+# ---- the bridge: what it puts between turns is in test_ends.py
 
 LLAMA2 = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() "
           "+ ' [/INST]' }}{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' "
           "}}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}")
-# A turn ends where the next speaker's token begins.
-SPEAKER = ("{% for m in messages %}{{ '<|im_end|>' + m['role'] + ': ' + m['content'] }}{% endfor %}"
-           "{% if add_generation_prompt %}{{ '<|im_end|>assistant: ' }}{% endif %}")
 REWRITES = tiny.CHATML.replace("% for", "% set messages = messages[-2:] %}{% for", 1)
-
-
-@pytest.mark.parametrize("template, said, expected", [
-    (tiny.CHATML, [USER],
-     "<|im_end|>\n<|im_start|>user\nz<|im_end|>\n<|im_start|>assistant\n"),
-    (SPEAKER, [USER], "<|im_end|>user: z<|im_end|>assistant: "),
-    (LLAMA2, [USER], " <|im_end|>[INST] z [/INST]"),
-    (None, [USER, USER], "\n\nz\n\nz\n\n")])
-def test_the_bridge_is_what_the_template_puts_between_turns(template, said, expected):
-    """A turn's end is appended where it is missing, and never twice."""
-    there, encode = bridge(template), lambda text: TOKENIZER(text)["input_ids"]
-    whole = encode(expected)
-    assert there.text(said) == expected
-    assert there.ids(77, said) == whole                          # a --stop string ended the turn
-    assert there.ids(EOT, said) == whole                         # another end than the template's
-    assert there.ids(END, said) == (whole[whole.index(END) + 1:] if template else whole)
 
 
 @pytest.mark.parametrize("traits", itertools.product((False, True), repeat=4))
