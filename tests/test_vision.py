@@ -285,24 +285,20 @@ def test_the_tower_is_measured_on_its_layers(kind):
     assert tower.patches == (config.scale_factor if kind == "idefics3" else 2) ** 2
 
 
-@pytest.mark.parametrize("flag", ["do_pad", "do_resize"])
-def test_a_processor_that_would_not_scale_or_pad_is_refused(folder, tmp_path, flag):
-    shutil.copytree(folder / "one", tmp_path / "one")
-    path = tmp_path / "one/processor_config.json"
-    found = json.loads(path.read_text())
-    found["image_processor"][flag] = False
-    path.write_text(json.dumps(found))
-    source = str(tmp_path / "one")
-    with pytest.raises(SettingsError, match="or its do_pad or do_resize is off"):
-        inputs.load_eyes("x", source, model.config_of(source))
-
-
 @pytest.mark.parametrize("part, name, value", [
+    ("processor", "do_pad", False), ("processor", "do_resize", False),
     ("vision_config", "image_size", 64), ("", "scale_factor", 1)])
-def test_tiles_that_are_not_the_models_are_refused(folder, part, name, value):
-    source, config = str(folder / "split"), model.config_of(str(folder / "split"))
-    setattr(config.vision_config if part else config, name, value)
-    with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's"):
+def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, name, value):
+    source = str(shutil.copytree(folder / "split", tmp_path / "split"))
+    config, path = model.config_of(source), tmp_path / "split/processor_config.json"
+    if part == "processor":
+        found = json.loads(path.read_text())
+        found["image_processor"][name] = value
+        path.write_text(json.dumps(found))
+    else:
+        setattr(config.vision_config if part else config, name, value)
+    with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's, or its "
+                       "do_pad or do_resize is off"):
         inputs.load_eyes("x", source, config)
 
 
