@@ -461,32 +461,6 @@ def test_the_update_is_the_formula_on_any_ranks_and_budgets(family):
     assert difference(start, moved) > 1e-4  # the tower learned
 
 
-def distilled(world, folder: Path) -> dict:
-    """The gradient of one step from a teacher's whole distributions."""
-    args = plan.changed(distill.Args(), group=GROUP, max_tokens=COMPLETION, dtype="float64",
-                        teacher="x", divergence="reverse_kl", update_tokens=300)
-    module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
-    policy = Spy(module, world, args.model_args, args.optimizer_args)
-    teacher = float64.build(model.LogprobModel, str(folder / "teacher"), world, args.model_args)
-    teacher = model.Policy(teacher, world, args.model_args, args.optimizer_args)
-    distill.learn(args, world, policy, fabricate(folder), lr=1e-3, reference=teacher)
-    return policy.gradient
-
-
-def test_a_student_learns_from_a_teacher_that_sees_the_same(folder):
-    """Σ KL(π || teacher) / all tokens."""
-    samples, (ours, _) = fabricate(folder), results(2, distilled, folder)
-    student, teacher = in_float64(folder / "split"), in_float64(folder / "teacher")
-    tokens = sum(len(s.completion.ids) for s in samples)
-    for sample in samples:
-        with torch.no_grad():
-            theirs = naive(teacher, sample)
-        logprobs = naive(student, sample)
-        ((logprobs.exp() * (logprobs - theirs)).sum() / tokens).backward()
-    formula = {name: p.grad for name, p in student.named_parameters() if name in ours}
-    assert difference(flat(ours), flat(formula)) < 1e-12
-
-
 def tried(world, folder: Path) -> tuple[list[int], int, int]:
     """What the tower saw in each forward of the worst case, tiles or patches; those of a picture;
     tokens of a row with one."""
