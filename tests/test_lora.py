@@ -2,7 +2,6 @@
 import json
 import os
 import pickle
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,21 +17,15 @@ import plan
 from errors import SettingsError
 from examples import tiny
 from families import ROOT
-from forked import PYTHON
 from parts.lora import lora
 from plan import shape_from
-from ranks import results
+from ranks import results, script
 from shapes import shape_of
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
     families.make(name, str(folder / "model"))
-    done = subprocess.run(
-        [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-         "--standalone", "tests/lora_worker.py", folder / "model", folder / "out", str(tp)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script("tests/lora_worker.py", folder / "model", folder / "out", tp, ranks=ranks)
     return pickle.loads((folder / "out").read_bytes()) | {"folder": folder}
 
 
@@ -170,12 +163,9 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
 
 def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them(tmp_path):
     base = tiny.ensure(str(ROOT / "runs"))
-    done = subprocess.run(
-        [PYTHON, ROOT / "ppo.py", "--model", base, *"""--lora_rank 2 --lora_alpha 3 --steps 2
-         --kl_reward_coef 0.1 --batch 8 --minibatches 1 --max_prompt_tokens 64 --max_tokens 12
-         --reward short --name x""".split()], cwd=tmp_path, text=True, capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    script(ROOT / "ppo.py", "--model", base, *"""--lora_rank 2 --lora_alpha 3 --steps 2
+        --kl_reward_coef 0.1 --batch 8 --minibatches 1 --max_prompt_tokens 64 --max_tokens 12
+        --reward short --name x""".split(), cwd=tmp_path)
     first, second = map(json.loads, (tmp_path / "runs/x/metrics.jsonl").open())
     assert first["policy/kl"] == 0 != second["policy/kl"]
     config = json.loads((tmp_path / "runs/x/adapter/adapter_config.json").read_text())

@@ -1,10 +1,8 @@
 """Qwen-VL: what is seen is what transformers' processor and model see, in trainer and engine.
 Their processor needs torchvision, here too."""
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +21,12 @@ import inputs
 import model
 import model_files
 import plan
+import ranks
 import run
 from batch import Batch, Micro
 from data import Row
 from errors import SettingsError
 from examples import squares
-from forked import PYTHON
 from parts.pictures import seeing
 from parts.pictures.rows import Pictures
 from plan import shape_from
@@ -206,11 +204,7 @@ def smaller(words: list[str], **values) -> list[str]:
 
 def run_script(folder: Path, *words: str) -> list[dict]:
     """On two ranks, as one engine or two → its metrics."""
-    done = subprocess.run(
-        [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", *words],
-        cwd=folder, text=True, capture_output=True, timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    ranks.script(*words, ranks=2, cwd=folder)
     run = max((folder / "runs").glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     return [json.loads(line) for line in run.open()]
 

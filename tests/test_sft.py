@@ -2,8 +2,6 @@
 transformers marks by {% generation %} is learned: test_ends.py."""
 import itertools
 import json
-import os
-import subprocess
 from math import exp
 from pathlib import Path
 
@@ -16,9 +14,9 @@ import plan
 import sft
 from errors import SettingsError
 from examples import tiny
-from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
+from ranks import script
 from shapes import shape_of
 
 # The text in «» is what the assistant says: transformers' {% generation %} in the reference,
@@ -246,16 +244,11 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     root = Path(__file__).parent.parent
     model = tiny.ensure(str(root / "runs"))
-    options = dict(cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-                   capture_output=True)
-    done = subprocess.run(
-        [PYTHON, root / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
-         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-         --eval_every 1 --save_every 1 --no-report""".split(), *flags], **options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = script(root / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+        --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
+        --eval_every 1 --save_every 1 --no-report""".split(), *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
-        made = subprocess.run([PYTHON, root / "tools/export.py", "runs/x", *step], **options)
-        assert made.returncode == 0, made.stderr[-3000:]
+        script(root / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
     _, last, same = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert last == same and len(same) > 4

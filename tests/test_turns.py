@@ -3,7 +3,6 @@ episode. Most tests have a fake engine; turns_worker.py has the real one."""
 import copy
 import itertools
 import json
-import os
 import subprocess
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -20,7 +19,6 @@ import rollout
 from batch import Completion, Sample
 from errors import SettingsError
 from examples import again, gsm8k, guess, tiny
-from forked import PYTHON
 from learning import begin_with
 from parts.turns import turns
 from parts.turns.replies import messages
@@ -302,11 +300,8 @@ def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, co
 @pytest.fixture(scope="module")
 def real(spec, tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
-    done = subprocess.run(
-        [PYTHON, ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out"],
-        cwd=folder, timeout=600, text=True, capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    ranks.script(ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out",
+                 cwd=folder)
     return json.loads((folder / "out").read_text())
 
 

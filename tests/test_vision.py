@@ -4,12 +4,10 @@ import gzip
 import io
 import json
 import math
-import os
 import pickle
 import random
 import re
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
-from forked import PYTHON
 from learning import begin_with, difference
 from parts.lora import lora
 from parts.pictures import rows as pictured
@@ -43,7 +40,7 @@ from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
 from plan import shape_from
-from ranks import results
+from ranks import results, script
 from rewards import Score
 from shapes import shape_of
 from tools import float64, report
@@ -533,11 +530,7 @@ def test_the_report_has_the_pictures_of_each_prompt(folder):
 def look(folder: Path, name: str, tp: int, lora_rank: int) -> dict:
     """What vision_worker.py found on two ranks."""
     out = Path(f"{folder}/out {name} {tp} {lora_rank}")
-    done = subprocess.run(
-        [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-         "tests/vision_worker.py", *map(str, (folder, out, name, tp, lora_rank))], cwd=ROOT,
-        text=True, capture_output=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert out.exists(), done.stderr[-6000:]
+    script("tests/vision_worker.py", folder, out, name, tp, lora_rank, ranks=2)
     return pickle.loads(out.read_bytes())
 
 
