@@ -276,7 +276,7 @@ NEIGHBOURS = {
     "one/utils.py": "N = 1", "one/data.py": "N = 10", "one/rewards.py": "N = 100",
     "one/examples/__init__.py": "", "one/examples/helper.py": "",
     "two/loss.py": "import losses, five\ndef g(completion): return 7\n"
-                   "def own(*given, **_): return five.N * len(losses.LOSSES), {}",
+                   "def own(logp, *given, **_): return 0 * logp + five.N * len(losses.LOSSES), {}",
     "two/five.py": "N = 5"}
 
 
