@@ -4,7 +4,7 @@
     minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths
 
 N completions have M sampled tokens together. What is one number a completion is (N,). What is one
-number a token is (M,): one completion after another. What a reply put in is in the input, and is no
+number a token is (M,): one completion after another. What nobody sampled is in the input, and is no
 token of the batch. A micro-batch has n of the tokens: (n,). Nothing is padded.
 
 A micro-batch is one input with each prompt once. Its completions attend to it, and to themselves:
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from data import Prompt
 from dist import World, balance, share
+from parts.judges.pool import retries_of
 from rewards import Score
 
 # ---- packing ----
@@ -164,30 +165,6 @@ def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
     return torch.cat(done).index_select(0, place)
 
 
-def put_in_rows(lm):
-    """In the place of the layers of a Qwen3.5 that have a state, layers that compute a packed input
-    row by row. All names stay."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
-
-    class Rows(Qwen3_5GatedDeltaNet):
-        def forward(self, hidden_states, packed: Packed | None = None, **inputs):
-            """(1, S, H) → the same. Each completion goes through it behind a copy of its prompt, so
-            nothing of a row reaches another."""
-            if packed is None:  # transformers' own
-                return super().forward(hidden_states, **inputs)
-            parts, place = packed.blocks
-            done = []
-            for _, row, prefix in parts:
-                out = super().forward(F.embedding(row, hidden_states[0]), **inputs)
-                done.append(out[:, prefix:].flatten(0, 1))
-            return torch.cat(done).index_select(0, place).unsqueeze(0)
-
-    for name, layer in [*lm.named_modules()]:
-        if isinstance(layer, Qwen3_5GatedDeltaNet):
-            with torch.device("meta"):
-                lm.set_submodule(name, Rows(lm.config, layer.layer_idx).to(lm.dtype))
-
-
 def gather(x, index):
     """(S, heads, d) at index (n, L) → (n, heads, L, d). On a CPU the gradient of x[index] depends
     on the threads; that of F.embedding does not."""
@@ -219,11 +196,9 @@ class Completion:
     ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
-    sampled: np.ndarray = None  # (T,) bool: not what a reply put in (turns.py)
+    sampled: np.ndarray = None  # (T,) bool: not what was put in between
     turns: list[dict] | None = None  # messages; None: one turn
-    failed: bool = False  # its reply failed
-    steps: np.ndarray | None = None  # (T,) int32, of --carry: the step whose policy sampled it
-    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): the experts of each token
+    failed: bool = False  # what was to be put in: so it has no reward
 
     def __post_init__(self):
         if self.sampled is None:
@@ -233,6 +208,10 @@ class Completion:
     def tokens(self) -> int:
         """The sampled ones."""
         return int(self.sampled.sum())
+
+    def shown(self) -> dict[str, list]:
+        """More of its tokens for samples/: lists with an item each."""
+        return {}
 
 
 @dataclass
@@ -244,14 +223,6 @@ class Sample:
     score: Score | None = None  # its reward
     advantage: float | None = None  # mean of its tokens; None: not in the loss
     advantages: torch.Tensor | None = None  # of each sampled token
-
-
-def given(prompt: Prompt) -> Sample:
-    """A sample that nobody sampled: its row has the completion (targets.py)."""
-    ids, learned = prompt.row.target
-    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
-                            np.array(learned))
-    return Sample(prompt, completion, "", Score(0.0, {}, None))
 
 
 class Batch:
@@ -269,8 +240,8 @@ class Batch:
         self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
             row = sample.prompt.row
-            if last != (row.prompt_ids, row.pictures):  # equal neighbours share a prompt
-                owner, last = i, (row.prompt_ids, row.pictures)
+            if last != row.seen:  # equal neighbours share a prompt
+                owner, last = i, row.seen
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +265,7 @@ class Batch:
 
     def turns(self) -> list[torch.Tensor]:
         """Of each token, (M,): the number of its turn; if it is the last one there, what the turn
-        was paid (turns.py), else 0; the engine's log-prob."""
+        was paid, else 0; the engine's log-prob."""
         found = []
         for c in (s.completion for s in self.samples):
             turn = (c.sampled > np.append(False, c.sampled[:-1])).cumsum()[c.sampled] - 1
@@ -438,7 +409,7 @@ def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
         "rollout/length_mean": tokens / len(done), "rollout/turns_mean": float(turns / len(done)),
         "rollout/truncated_frac": sum(c.truncated for c in done) / len(done),
         "rollout/reply_failed": sum(c.failed for c in done),
-        "rollout/reward_retries": sum(s.retries for s in scores)}
+        "rollout/reward_retries": retries_of(scores)}
     for name in scores[0].parts:
         values = [s.parts[name] for s in scores if s.parts[name] is not None]
         if values:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import log
@@ -25,14 +24,13 @@ import plan
 from dist import World
 from errors import SettingsError
 from log import NotWritten, read, whole_folder, writing
-from model import Policy, Trained, compute_dtype
+from model import Policy, Trained, compute_dtype, skeleton
 from model_files import FILES, config_of, names_in_files, weight_files
-from parts.lora import lora
 from worker import ROOT
 
 # A resume with another one would be another run. Any other setting is taken over and said.
-FIXED = frozenset("""carry dtype freeze_router group lora_alpha lora_rank lora_targets model_files
-    precision rows script seed teacher_files train_vision""".split())
+# The flags of a group may have others, by name: `fixed`.
+FIXED = frozenset("dtype group model_files precision reference_files rows script seed".split())
 
 
 class Saved(NamedTuple):
@@ -109,7 +107,8 @@ def newest(args, world: World, folder: Path, settings: dict) -> Saved | None:
             raise SettingsError(f"--steps {args.steps}: {folder} is finished and has no checkpoint "
                                 f"to go on from; choose another --name.")
         return None
-    goes_on, step = check(saved, settings, plan.flags(args)), saved.state["step"]
+    goes_on = check(saved, settings, plan.flags(args), fixed(args))
+    step = saved.state["step"]
     if args.eval_args.eval_only:
         return saved
     if step > args.steps:
@@ -127,17 +126,21 @@ def find(folder: Path, world: World) -> Saved | None:
     return Saved(path, world.together(read, path / "state.json"))
 
 
-def check(saved: Saved, settings: dict, flags=()) -> Saved:
-    """It, with what this resume changes. SettingsError if one of FIXED or a row is another."""
+def fixed(args) -> frozenset[str]:
+    """FIXED, and what the groups of flags have."""
+    return FIXED.union(*(getattr(group, "fixed", ()) for group in plan.groups(args)))
+
+
+def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
+    """It, with what this resume changes. SettingsError if one of `fixed` or a row is another."""
     was, now = saved.state["settings"], json.loads(json.dumps(settings, default=str))
     rows = now.pop("row_digests", [])
     changed = [name for name in now if was.get(name, now[name]) != now[name]]
-    fixed = FIXED | {"max_tokens"} if now.get("carry") else FIXED  # of what is in flight
     wrong = [f"{name} was {was[name]} and is now {now[name]}" for name in changed if name in fixed]
     before = was.get("row_digests", rows)  # an older checkpoint has none
     if not wrong and rows != before:
         first = next(new for new, old in zip(rows, before, strict=True) if new != old)[0]
-        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or picture"]
+        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or a file of it"]
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Would work: those of before, or another --name.")
@@ -152,7 +155,7 @@ def facts(args, inputs, world: World) -> dict:
     """Beside the flags, the same on all ranks."""
     return {"script": args.script, "rows": len(inputs.rows),
             "row_digests": row_digests(inputs.rows), "model_files": digest_of_files(inputs.source),
-            "teacher_files": digest_of_files(inputs.teacher),
+            "reference_files": digest_of_files(inputs.reference),
             "precision": str(compute_dtype(args.model_args, world.device)),
             **code_digests(plan.flags(args))}
 
@@ -163,14 +166,9 @@ def digest(value) -> str:
 
 
 def row_digests(rows: list) -> list:
-    """[index, digest] of each row: of all that the loop gets."""
-    found = []
-    for row in rows:
-        files = [sampled(it) if isinstance(it, str) else it
-                 for it in (row.pictures.sources if row.pictures else ())]
-        parts = row.prompt_ids, row.answer, row.columns, row.target, row.teacher_ids, files
-        found.append([row.index, digest(json.dumps(parts, default=str, skipkeys=True))])
-    return found
+    """[index, digest] of each row."""
+    return [[row.index, digest(json.dumps(row.digested(sampled), default=str, skipkeys=True))]
+            for row in rows]
 
 
 def digest_of_files(folder: str | None) -> str:
@@ -236,7 +234,7 @@ def export_model(policy: Policy, source: str, folder: str, ends: list[int] = ())
     """A Hugging Face folder in the source's dtype, by rank 0. ends: the ids that end a completion.
     A collective."""
     weights, dtype = {}, config_of(source).dtype or torch.float32
-    names = names_in_files(policy.module.lm, source)  # of tied weights only the first
+    names = names_in_files(skeleton(source), source)  # of tied weights only the first
     for name, value in policy.weights(dtype):
         if policy.world.rank == 0 and name in names:
             weights[names[name]] = value.to("cpu", copy=True)  # may be a view of padded memory
@@ -258,13 +256,3 @@ def write_ends(folder: Path, ends: list[int]):
     found = json.loads(path.read_text()) if path.exists() else {}
     if ends:
         path.write_text(json.dumps(found | {"eos_token_id": [*ends]}, indent=2))
-
-
-def export_adapter(policy: Policy, config: dict, folder: str):
-    """peft's two files, in float32, by rank 0. A collective."""
-    weights = {name: tensor.float().cpu().contiguous()
-               for name, tensor in lora.tensors(policy.module.lm, policy.world.device)}
-    if policy.world.rank == 0:
-        with whole_folder(folder) as unfinished:
-            save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
-            (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=1))

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,11 +24,12 @@ from verifiers import last_boxed
 
 # ---- messages ----
 
-MARK = "<image>"  # a picture, in a text
 KEYS = ("role", "content", "name", "tool_call_id", "weight")  # of a message: OpenAI's
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-UNREAD = ("history", "functions", "videos", "audios")  # columns: lists that would change the prompt
+# Columns that would change the prompt, where they hold this. A text `history` is a subject.
+UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
+          "image": object}
 PAGE = "docs/use/data_and_rewards.md has the forms, examples/convert.py converts others"
 FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
         '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')
@@ -58,12 +59,9 @@ def struct(column: str, value):
     return from_json(value)
 
 
-def chat_of(column: str, value, role: str | None, image: str | None = None) -> list[dict]:
+def chat_of(column: str, value, role: str | None) -> list[dict]:
     """The messages of a column: OpenAI's or ShareGPT's, a list or its JSON text. Each content
-    becomes a text; a weight stays where it is 0.
-
-    role: of a plain text; None: it must be a chat. image: the text for a picture; None: refused.
-    """
+    becomes a text; a weight stays where it is 0. role: of a plain text; None: it must be a chat."""
     if isinstance(value, str) and role and not CHAT.match(value):
         return [{"role": role, "content": value}]
     stored, found = from_json(value), []
@@ -72,14 +70,14 @@ def chat_of(column: str, value, role: str | None, image: str | None = None) -> l
         raise ValueError(f"the {column} must be {text}a list of {FORM}, not {value!r:.300}")
     for i, m in enumerate(stored):
         try:
-            found.append(message_of(m, image))
+            found.append(message_of(m))
         except ValueError as wrong:
             raise ValueError(f"message {i} of {column}: its {wrong} cannot be used: {m!r:.300}. "
                              f"Would work: {FORM}") from None
     return found
 
 
-def message_of(stored, image: str | None) -> dict:
+def message_of(stored) -> dict:
     """ValueError: the key that is wrong."""
     m = not_null(stored) if isinstance(stored, dict) else {}
     if "from" in m and "role" not in m:
@@ -90,22 +88,21 @@ def message_of(stored, image: str | None) -> dict:
     calls = m.pop("tool_calls", None)
     if calls:
         m["tool_calls"] = [call_of(c) for c in (calls if isinstance(calls, list) else [calls])]
-    m["content"] = text_of(m.get("content", "" if calls else None), image)
+    m["content"] = text_of(m.get("content", "" if calls else None))
     weight = m.pop("weight", 1)
     if weight not in (0, 1):
         raise ValueError("weight")
     return m if weight or m["role"] != "assistant" else m | {"weight": 0}
 
 
-def text_of(content, image: str | None) -> str:
+def text_of(content) -> str:
     """The texts of its parts, one after another."""
     text, parts = "", content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
-        part = not_null(part) if isinstance(part, dict) else {}
-        said = image if part == {"type": "image"} else part.get("text")
-        if not isinstance(said, str) or part.get("type") not in ("text", "image"):
+        part = part if isinstance(part, dict) else {}
+        if not isinstance(part.get("text"), str) or part.get("type") != "text":
             raise ValueError("content")
-        text += said
+        text += part["text"]
     return text
 
 
@@ -121,18 +118,15 @@ def call_of(stored) -> dict:
 
 # ---- what the chat template gets ----
 
-def templated(messages: list[dict], tokenizer, options: dict, parts=None, **more) -> str:
-    """The text that the chat template makes of them. SettingsError: it raises. parts: what it gets
-    in the place of a content, by parts/pictures/rows.py; None: the text."""
-    if parts:
-        messages = [m | {"content": parts(m["content"])} for m in messages]
+def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
+    """The text that the chat template makes of them. SettingsError: it raises."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
     except (TemplateError, TypeError) as error:
         raise SettingsError(f"the chat template: {error}") from error
 
 
-def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts=None) -> str:
+def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
     """The text that the model sees. SettingsError: the chat template cannot write it."""
     if finished:
         if len(messages) > 1 or options:
@@ -142,7 +136,7 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict, parts
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
-    text = templated(messages, tokenizer, options, parts, add_generation_prompt=not goes_on,
+    text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
                      continue_final_message=goes_on)
     for m in messages if text else ():
         said = m["content"].strip()  # Llama writes what a tool says as JSON
@@ -166,7 +160,8 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
     meant = [key for m in messages for key, value in m.items()
              if key not in KEYS and value not in (None, "", [], {})]
     meant += [m["role"] for m in messages if m["role"] not in ROLES]
-    unread = [name for name in UNREAD if there.get(name) and isinstance(there[name], list)]
+    unread = [name for name, kind in UNREAD.items()
+              if there.get(name) and isinstance(there[name], kind)]
     for key in [*options, *meant, *unread]:
         known = template == "" or re.search(rf"\b{re.escape(key)}\b", str(template))
         if key in unread or not known:
@@ -194,16 +189,6 @@ class DataArgs:
     """The user's message, with {question} or any {column} filled in."""
     system: str | None = None
     """A system message, put before the prompt."""
-    max_image_tokens: int = 0
-    """Most tokens of one picture: larger ones are scaled down. 0: the model's own limit."""
-    min_image_tokens: int = 0
-    """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
-
-    def rules(self, plan):
-        """See plan.problems."""
-        for name in "max_image_tokens", "min_image_tokens":
-            if getattr(self, name) and plan.shape and not plan.shape.tower:
-                yield f"--{name} must be 0: --model sees no pictures."
 
 
 @dataclass
@@ -215,10 +200,30 @@ class Row:
     columns: dict
     source: str  # `data_source`, or the name
     finished: bool = False  # its text was a rendered chat already
-    target: tuple[list[int], list[bool]] | None = None  # ids to learn from: parts/sft/
-    teacher_ids: list[int] | None = None  # the prompt that --teacher_prompt makes
-    pictures: object = None  # of the prompt: parts/pictures/rows.py; None: text alone
-    shown: dict = field(default_factory=dict)  # more for samples/
+
+    @property
+    def seen(self) -> object:
+        """What stands before a completion. Rows with equal ones share it."""
+        return self.prompt_ids
+
+    @property
+    def ids(self) -> list[int]:
+        """All that the data has."""
+        return self.prompt_ids
+
+    @property
+    def shown_ids(self) -> list[int]:
+        """The prompt as samples/ has it."""
+        return self.prompt_ids
+
+    @property
+    def shown(self) -> dict:
+        """More for samples/."""
+        return {}
+
+    def digested(self, of_file) -> list:
+        """All that the loop gets. of_file: the digest of a file beside the data, by its path."""
+        return [self.prompt_ids, self.answer, self.columns, None, None, []]
 
 
 class Prompt(NamedTuple):
@@ -280,18 +285,17 @@ def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
-             args: DataArgs, flag: str = "--prompt_template", parts=None) -> Row | None:
-    """A row as the model sees it. None: it asks nothing. flag: which one gave args.prompt_template.
-    parts: see templated."""
+             args: DataArgs) -> Row | None:
+    """A row as the model sees it. None: it asks nothing."""
     columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
-    messages, answer = messages_of(columns, args, flag), answer_of(columns)
+    messages, answer = messages_of(columns, args), answer_of(columns)
     if not messages:
         return None
     options, markers = options_of(columns, messages, tokenizer), ("<|im_start|>", *marks.begins)
     finished = any(m["content"].lstrip().startswith(markers) for m in messages)
     if not finished:
         marks.check([messages, options])
-    text = render(messages, tokenizer, finished, options, parts)
+    text = render(messages, tokenizer, finished, options)
     source = str(columns.get("data_source") or name)
     f"{text}{answer}{source}".encode()  # a ValueError for half a surrogate pair
     # A chat template writes the BOS itself.
@@ -411,8 +415,8 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
         return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
 
 
-def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") -> list[dict]:
-    """The chat of a row; []: it asks nothing. flag: which one gave args.prompt_template."""
+def messages_of(columns: dict, args: DataArgs) -> list[dict]:
+    """The chat of a row; []: it asks nothing."""
     there, template = not_null(columns), args.prompt_template
     column = next((name for name in (*PROMPTS, *CHATS) if name in there), None)
     if not column and columns.keys() & {*PROMPTS}:
@@ -421,7 +425,7 @@ def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") 
     last = messages[-1] if messages else {"role": "user", "content": ""}
     answered = last["role"] == "assistant" and (column in CHATS or "tool_calls" in last)
     if template is not None and (answered or not column):
-        last = {"role": "user", "content": fill_template(template, columns, flag)}
+        last = {"role": "user", "content": fill_template(template, columns)}
         messages, template = [last], None
     elif answered:
         raise SettingsError(f"{column} ends with what the assistant says. Would work: a chat that "
@@ -432,7 +436,7 @@ def messages_of(columns: dict, args: DataArgs, flag: str = "--prompt_template") 
                             "'{instruction} {input}' for Alpaca's.")
     asked = last["content"]
     if asked.strip() and template is not None:
-        asked = fill_template(template, {"question": asked, **columns, "prompt": asked}, flag)
+        asked = fill_template(template, {"question": asked, **columns, "prompt": asked})
         messages = [*messages[:-1], last | {"content": asked}]
     if not asked.strip() and last["role"] != "tool":
         return []
@@ -456,12 +460,12 @@ def answer_of(columns: dict):
     return box or answer
 
 
-def fill_template(template: str, columns: dict, flag: str) -> str:
+def fill_template(template: str, columns: dict) -> str:
     """`template` with each {name} replaced by that column, except in the braces of LaTeX."""
     pattern = r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{([A-Za-z_]\w*)\}"
     names = {*re.findall(pattern, template)} - {""}
     if not names or names - columns.keys():
-        raise SettingsError(f"{flag} {template!r} must name one or more columns of the "
+        raise SettingsError(f"--prompt_template {template!r} must name one or more columns of the "
                             f"row ({', '.join(columns)}); plain braces are {{ word }}.")
     there = {"": None} | not_null(columns)  # an empty cell is an empty text
     return re.sub(
@@ -516,7 +520,7 @@ class Marks(NamedTuple):
     silent: list[str]  # all that begin, end or pad: no words
 
     def check(self, said) -> None:
-        """SettingsError: what a row or a reply says (messages, schemas) holds one of `silent`."""
+        """SettingsError: what is said (messages, schemas) holds one of `silent`."""
         text = json.dumps(said, ensure_ascii=False, default=str)
         for mark in self.silent:
             if mark in text:
@@ -525,7 +529,7 @@ class Marks(NamedTuple):
 
 
 def reader(tokenizer, eos_ids: list[int]):
-    """A function, ids → the text for a reward or a reply: without what ends, begins or pads.
+    """A function, ids → the text for a reward: without what ends, begins or pads.
     Other control tokens, such as <think>, are the model's words."""
     texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
     silent = {i for i, t in known.items() if t.content in texts}

@@ -116,7 +116,6 @@ class World:
     local_size: int
     device: torch.device
     control: td.ProcessGroup  # gloo: for what is on the host
-    timeout: float  # seconds that a rank may be late
     began: datetime.datetime | None = None  # when they joined; after a restart, for the first time
     again: str = ""  # the command that goes on with this run
     step: int = -1  # for messages; -1 before the first
@@ -175,13 +174,6 @@ class World:
                 found.append(f"{name} is {values[0]} on rank 0 and {values[others[0]]} on rank "
                              f"{others[0]}; it must be the same on all ranks.")
         return found
-
-    def late(self, seconds: float = 10.0) -> list[int]:
-        """After a collective timed out: the ranks that do not report within `seconds`."""
-        store = td.distributed_c10d._get_default_store()
-        store.set(f"waited/{self.rank}", "yes")
-        time.sleep(seconds)
-        return [rank for rank in range(self.size) if not store.check([f"waited/{rank}"])]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -247,7 +239,7 @@ def join(timeout: float = 600.0) -> World:
     control = td.new_group(backend="gloo", timeout=limit)
     began = store.compare_set("began", "", datetime.datetime.now().isoformat()).decode()
     began = datetime.datetime.fromisoformat(began)
-    World.joined = World(rank, size, local_rank, local_size, device, control, timeout, began)
+    World.joined = World(rank, size, local_rank, local_size, device, control, began)
     return World.joined
 
 
@@ -299,10 +291,7 @@ def run(main, *args):
 def say_why(error: BaseException, report):
     """Prints why this rank ends, and tells torchrun. A mistake in the settings has no traceback."""
     rank = os.environ.get("RANK", "0")
-    if "Timed out waiting" in str(error) and World.joined:  # gloo does not name the rank
-        late = ", ".join(map(str, World.joined.late())) or "(all have come since)"
-        error.add_note(f"waited {World.joined.timeout:g} s (--timeout) for rank {late}")
-    elif td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
+    if td.is_torchelastic_launched():  # it ends this rank now, if another one ended first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(4 if int(os.environ["LOCAL_RANK"]) else 2)  # one of several says the same thing
     said = f"[rank {rank}] failed:\n{traceback.format_exc()}"

@@ -16,12 +16,19 @@ import torch
 import dist
 import losses
 from batch import Batch, Meter, Micro, Sample, sample_metrics
+from data import Row
 from dist import World
 from errors import not_default
 from flags import ClipArgs, CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
-from parts.distill.teacher import behind_teacher_prompts, beside
+from parts.distill.divergence import beside
+from parts.distill.teacher import (
+    TeacherMemory,
+    add_teacher_prompts,
+    behind_teacher_prompts,
+    find_teacher,
+)
 from rewards import score_samples
 from run import set_up
 
@@ -44,6 +51,23 @@ class Args(ClipArgs, CommonArgs):
     needs_reward: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True  # the teacher
+    memory: ClassVar[type] = TeacherMemory
+
+    def formula(self, reference, micro):
+        """Log-probs, or with --divergence how far they are from the teacher's too."""
+        return beside(reference, micro, self.temperature, self.divergence)
+
+    def find_reference(self, files, sketches: str | None):
+        """See CommonArgs."""
+        return find_teacher(self, files, sketches) if self.teacher else files
+
+    def load_rows(self, flag: str, *given, **options) -> list[Row]:
+        """See CommonArgs. Rows to train on have the prompts of --teacher_prompt."""
+        rows, files = super().load_rows(flag, *given, **options), given[1]
+        if flag == "data" and self.teacher_prompt:
+            rows = add_teacher_prompts(
+                rows, files.tokenizer, self.data_args, self.teacher_prompt)
+        return rows
 
     def rules(self, plan):
         """See plan.problems."""
@@ -61,9 +85,6 @@ class Args(ClipArgs, CommonArgs):
             yield from (f"--{name} is for the loss of sampled tokens, which --divergence without "
                         "--reward_coef has not. Would work: without it."
                         for name in not_default(self) if name in sampled)
-        if plan.shape and plan.shape.tower and self.teacher_prompt:
-            yield ("--teacher_prompt is for models that read text alone, and --model sees "
-                   "pictures.")
         yield from super().rules(plan)
 
 
@@ -119,9 +140,9 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
         with phase("update"):
             for theirs in seen.micros(world, rows, args.update_tokens, "update", learns):
                 micro = Micro(batch, theirs.rows, theirs.device, theirs.learns)  # same tokens
-                teacher = beside(reference, theirs, args.temperature, args.divergence)
+                formula = args.formula(reference, theirs)
                 logp, entropy, *divergence = policy.logprobs(
-                    micro, args.temperature, "value", teacher)  # (n,) each
+                    micro, args.temperature, "value", formula)  # (n,) each
                 old, engine = micro.take(old_logprobs), micro.engine_logprobs
                 A, w = micro.take(advantages).to(logp.dtype), micro.of_rows(weights)
                 loss, details = losses.clip_loss(logp, old, A, micro.row, **args.bounds)  # (n,)
@@ -138,7 +159,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * loss).sum())
                 meter.add(w, details)
             if exact:
-                reference.module.reshard()  # `beside` left its head whole
+                reference.module.reshard()  # `formula` left its head whole
             meter.norms.append(policy.step(lr))
     return {"batch/prompts": len(samples) // args.group, "batch/trained": len(samples),
             "batch/tokens": sum(p + c for _, p, c in batch.sizes), **meter.metrics(),

@@ -4,14 +4,13 @@ A completion passes when its first --reward that applies is at least --eval_pass
 on its row and not on the step, so evaluations of two policies are paired.
 """
 from dataclasses import dataclass
-from math import comb, exp
+from math import comb
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 import losses
-from batch import Batch, Meter, Sample, given
+from batch import Batch, Sample
 from data import Prompt
 from errors import Count, Number
 from log import write_samples
@@ -104,25 +103,6 @@ def passes(score: Score, least: float) -> bool:
     if score.total is None:
         return False
     return values[0] >= least or losses.equal(values[0], least)
-
-
-def held_out_metrics(run) -> dict[str, float]:
-    """How well sft.py's policy predicts --eval_data: means over all tokens to learn. A collective.
-
-    eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
-    """
-    args, world = run.args, run.world
-    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.inputs.eval_rows)])
-    rows, meter = list(range(len(batch.samples))), Meter(world)
-    weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
-    with torch.no_grad():
-        for micro in batch.micros(world, rows, args.score_tokens, "held out"):
-            logprobs, entropy = run.policy.logprobs(micro, args.temperature, "value")
-            meter.add(micro.of_rows(weights), {"eval/loss": -logprobs, "eval/entropy": entropy})
-    found = meter.metrics()
-    return {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
-            "eval/perplexity": exp(min(found["eval/loss"], 700.0)),
-            "eval/entropy": found["eval/entropy"]}
 
 
 def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:

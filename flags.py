@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -21,15 +22,19 @@ import tyro
 
 import dist
 import losses
-from data import DataArgs
+from data import DataArgs, Row, load, make_row
 from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
 from evaluate import EvalArgs
 from model import ModelArgs, OptimizerArgs
+from model_files import family_of
 from parts.experts.experts import ExpertArgs
+from parts.judges.pool import JudgeArgs, JudgePool
 from parts.lora.lora import LoraArgs
+from parts.pictures.flags import PictureArgs
+from parts.report.args import ReportArgs
 from parts.turns.turns import TurnArgs
-from plan import PlanArgs
-from rewards import RewardArgs
+from plan import Memory, PlanArgs, groups
+from rewards import Pool, RewardArgs
 from rollout import EngineArgs
 from worker import ROOT, load_file
 
@@ -212,8 +217,6 @@ class RunArgs:
     """Checkpoints to keep, the newest."""
     samples_every: Count = 10
     """Steps between printing a few completions and keeping all in samples/."""
-    report: bool = True
-    """Write runs/NAME/report.html at the end."""
     wandb: str | None = None
     """A Weights & Biases project. Without a key the run is recorded offline."""
     target_reward: tuple[Number, Number] | None = None
@@ -262,8 +265,8 @@ class CommonArgs:
     steps: Count = 60
     """Rollouts, each followed by its update."""
     lr: Positive | None = None
-    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6;
-    LoRA: ten times as much. The plan prints it."""
+    """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6. The
+    plan prints it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Of the data's order and of every completion's own random stream."""
     name: str | None = None
@@ -285,33 +288,59 @@ class CommonArgs:
     model_args: ModelArgs = field(default_factory=ModelArgs)
     lora_args: LoraArgs = field(default_factory=LoraArgs)
     expert_args: ExpertArgs = field(default_factory=ExpertArgs)
+    picture_args: PictureArgs = field(default_factory=PictureArgs)
     optimizer_args: OptimizerArgs = field(default_factory=OptimizerArgs)
     reward_args: RewardArgs = field(default_factory=RewardArgs)
+    judge_args: JudgeArgs = field(default_factory=JudgeArgs)
     turn_args: TurnArgs = field(default_factory=TurnArgs)
     eval_args: EvalArgs = field(default_factory=EvalArgs)
     run_args: RunArgs = field(default_factory=RunArgs)
+    report_args: ReportArgs = field(default_factory=ReportArgs)
     plan_args: PlanArgs = field(default_factory=PlanArgs)
 
     script: ClassVar[str]  # the file's name
     critic_args: ClassVar[None] = None  # ppo.py has one
-    carry_args: ClassVar[None] = None  # grpo.py and ppo.py have one
-    supervised: ClassVar[bool] = False  # sft.py: rows have what is learned
+    memory: ClassVar[type] = Memory  # the class that plans it
+    needs_rollouts: ClassVar[bool] = True  # False: the rows have their completions
     needs_reward: ClassVar[bool] = True
     needs_engine: ClassVar[bool] = True
-    teacher: ClassVar[None] = None  # distill.py has these three
-    teacher_prompt: ClassVar[None] = None
-    divergence: ClassVar[str] = "none"
     entropy_coef: ClassVar[float] = 0.0  # grpo.py and ppo.py have it
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
 
     def choose_rates(self, parameters: int) -> None:
         """Sets --lr and --critic_lr where they are not given. parameters: of the model."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
-        if self.lora_args.lora_rank:  # https://thinkingmachines.ai/blog/lora: 10 x full training's
-            lr, critic_lr = 10 * lr, 10 * critic_lr
-        self.lr = self.lr or lr
+        factor = prod(getattr(group, "rate", 1) for group in groups(self))
+        self.lr = self.lr or factor * lr
         if self.critic_args:
-            self.critic_args.critic_lr = self.critic_args.critic_lr or critic_lr
+            self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
+
+    def pool(self, waits: list[str]) -> Pool:
+        """The workers of --reward. waits: the rewards that are `async def`."""
+        if waits:
+            return JudgePool(list(self.reward), self.reward_args, self.judge_args.reward_retries)
+        return Pool(list(self.reward), self.reward_args)
+
+    def find_reference(self, files, sketches: str | None):
+        """files, an inputs.ModelFiles, with what the plan and the rows need of the reference model.
+        sketches: see inputs.find_model."""
+        return files
+
+    def load_rows(self, flag: str, seed: int, files, notes: list[str],
+                  make=make_row) -> list[Row]:
+        """Of --data or --eval_data: `flag`. [] without the flag. files: inputs.ModelFiles. notes
+        gets a sentence with their counts. make: make_row, or what a script has in its place."""
+        spec = getattr(self, flag)
+        if not spec:
+            return []
+        make = family_of(files.lm.config).maker(make, self, files, spec)
+        rows, note = load(spec, files.tokenizer, self.data_args, seed=seed, make=make,
+                          eos_ids=files.ends)
+        notes.append(f"--{flag} {note}")
+        return rows
+
+    def formula(self, reference, micro):
+        """What an update asks of Policy.logprobs in the place of log-probs. None: those."""
 
     def rules(self, plan):
         """See plan.problems."""
@@ -321,9 +350,6 @@ class CommonArgs:
             yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not with tiny- (got {name[:60]!r}). Would "
                    f"work: --name my-run.")
-        if {"environment", "turns"} & {spec.partition(":")[0] for spec in self.reward} and (
-                not self.turn_args.reply):
-            yield "--reward environment or turns needs --reply FILE.py:NAME."
         smallest = min(plan.batches)
         if self.minibatches > smallest * self.group:
             yield (f"--minibatches must be at most {smallest * self.group:,} (got "

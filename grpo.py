@@ -103,7 +103,7 @@ def train(args: Args) -> int:
         with run.log.time("step"):
             # The engine has the GPU and the policy's new weights; then the trainer has it back.
             with run.engine.generating(run.policy):
-                # 1. Rollout: G completions of each of P prompts. (--carry: parts/carry/ does it.)
+                # 1. Rollout: G completions of each of P prompts.
                 prompts = run.stream.next(args.batch)
                 samples = run.engine.sample(prompts, args.group, args.temperature)
                 # 2. Reward: a number for each completion, or None where it cannot be scored.
@@ -206,7 +206,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))  # of a gradient 0 too: momentum goes on
-    # policy.metrics: of experts, if the model has some.
+    # policy.metrics: of the model's family.
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 

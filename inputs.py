@@ -2,9 +2,8 @@
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -18,14 +17,8 @@ import model_files
 import rewards
 from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
-from parts.distill.teacher import add_teacher_prompts
-from parts.experts import experts
-from parts.pictures import rows as pictured
-from parts.pictures.seeing import FAMILIES, sees
-from parts.sft import targets
-from parts.turns import turns
-from plan import GIB, Memory, Plan, Shape, problems, shape_from
-from rollout import HELD
+from model_files import family_of, shape_from
+from plan import GIB, Plan, Shape, groups, problems
 
 
 @dataclass
@@ -34,34 +27,21 @@ class Inputs:
     source: str  # the model's folder
     tokenizer: object
     shape: Shape
-    teacher: str | None  # the folder of --teacher
+    reference: str | None  # see ModelFiles
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
-    bridge: turns.Bridge | None  # what stands between two turns; None: one turn
     plan: Plan
+    waits: list[str]  # rewards that are `async def`
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
-    eyes: object = None  # of a model that sees: idefics3.Eyes, and those of other families
     ends: list[int] = field(default_factory=list)  # ids that end a completion
-
-    @property
-    def for_pictures(self) -> dict:
-        """The engine's options for them. {}: the model sees none."""
-        if not self.eyes:
-            return {}
-        most = max((len(row.pictures.sources) for row in self.rows + self.eval_rows
-                    if row.pictures), default=0)
-        # vLLM's own normalization would have noise for a mean, by load_format="dummy".
-        return {"limit_mm_per_prompt": {"image": max(1, most), "video": 0},
-                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
-                "mm_processor_kwargs": {"size": self.eyes.size}}
 
 
 def show_plan(args) -> int:
     """--plan, without torchrun, GPU or weights. Exit status 1: it does not fit."""
     with TemporaryDirectory() as sketches:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
-    planned = Memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
+    planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
     print(found.plan.text())
     return int(found.shape.fused and not planned.fits)
@@ -82,42 +62,36 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     local_size: ranks of this machine; None: not known. began: the time for chat templates that ask
     for it; None: now. sketches: see find_model.
     """
-    needs, notes = check_flags(args, ranks, local_size), []
+    (needs, waits), notes = check_flags(args, ranks, local_size), []
     files = load_model(args, notes, began, sketches)
-    shape, teacher, eyes = files.shape, None, None
-    args.choose_rates(shape.params)
-    if args.teacher:
-        teacher, of_teacher = find_teacher(args, files, sketches)
-        shape = replace(shape, teacher=of_teacher)
-    if sees(files.lm.config):
-        eyes = find_eyes(args, files.lm, files.folder, teacher)
-
-    rows = load_rows(args, "data", args.seed, files, eyes, notes)
-    eval_rows = load_rows(args, "eval_data", 0, files, eyes, notes)  # for any --seed
+    args.choose_rates(files.shape.params)
+    files = args.find_reference(files, sketches)
+    rows = args.load_rows("data", args.seed, files, notes)
+    eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
-    if args.teacher_prompt:
-        add_teacher_prompts(rows, files.tokenizer, args.data_args, args.teacher_prompt)
     rewards.check_rows(
-        needs, eval_rows if args.supervised or args.eval_args.eval_only else everything)
-    bridge = find_bridge(args, files, everything)
-
-    counts = ranks, len(rows), len(eval_rows), shape, local_size
+        needs, everything if args.needs_rollouts and not args.eval_args.eval_only else eval_rows)
+    for group in groups(args):
+        if hasattr(group, "inspect"):  # what its flags ask of files and rows
+            group.inspect(args, files, everything)
+    counts = ranks, len(rows), len(eval_rows), files.shape, local_size
     mistakes = Mistakes(problems(args, *counts))
-    mistakes += model_limits(args, files.lm.config.get_text_config(), everything)
+    mistakes += model_limits(args, files.lm.config, everything)
     mistakes.stop()
-    return Inputs(files.folder, files.tokenizer, shape, teacher, rows, eval_rows, notes, bridge,
-                  Plan(args, *counts), eyes=eyes, ends=files.ends)
+    return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
+                  notes, Plan(args, *counts), waits, ends=files.ends)
 
 
-def check_flags(args, ranks: int, local_size: int | None) -> list:
-    """What the rewards need (rewards.check). SettingsError with all mistakes of the flags."""
+def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
+    """What the rewards need, and which wait (rewards.Pool). SettingsError with all mistakes of the
+    flags."""
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
-    needs = []
+    found = [], []
     if args.reward or args.needs_reward:
-        needs = mistakes.attempt(rewards.check, list(args.reward))
+        found = mistakes.attempt(rewards.check, list(args.reward))
     mistakes.stop()
-    return needs
+    return found
 
 
 # ---- the model ----
@@ -129,6 +103,7 @@ class ModelFiles(NamedTuple):
     folder: str
     lm: object  # model.skeleton
     ends: list[int] = []  # ids that end a completion
+    reference: str | None = None  # the folder of the reference model; None: it is the same
 
     @property
     def vocab(self) -> int:
@@ -147,7 +122,7 @@ def load_model(args, notes: list[str], began: str | None = None,
 
 
 def open_model(name: str, flag: str, sketches: str | None = None):
-    """The value of --model or --teacher → (its folder, the model without weights, tokenizer)."""
+    """A model's name → (its folder, the model without weights, tokenizer)."""
     folder = find_model(name, flag, sketches)
     lm = model.skeleton(folder, flag=flag)
     if not sketches or Path(name).is_dir():
@@ -161,7 +136,7 @@ def is_tiny(name: str) -> bool:
 
 
 def find_model(name: str, flag: str = "model", sketches: str | None = None) -> str:
-    """The value of --model or --teacher → its folder. Where it is not here, it is made or fetched.
+    """A model's name → its folder. Where it is not here, it is made or fetched.
     sketches: with --plan, where models of tiny.py are made; then all of it comes but weights."""
     if not is_tiny(name):
         return model_files.find(name, flag, weights=not sketches)
@@ -175,7 +150,7 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         return folder
     if sketches:
         tokenizer = tiny.make_tokenizer()
-        lm = tiny.make_mixture(tokenizer) if task == "experts" else tiny.make_model(tokenizer)
+        lm = tiny.make(task, tokenizer)
         for part in lm.config, lm.generation_config, tokenizer:
             part.save_pretrained(f"{sketches}/{task}")
         return f"{sketches}/{task}"
@@ -183,21 +158,6 @@ def find_model(name: str, flag: str = "model", sketches: str | None = None) -> s
         return tiny.ensure("runs", task)
     except OSError as error:
         raise SettingsError(f"runs/ cannot be written ({error.strerror}).") from None
-
-
-def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> tuple[str, Shape]:
-    """--teacher → its folder and sizes. SettingsError unless it has the vocabulary of the model,
-    whose `files` these are."""
-    folder, lm, tokenizer = open_model(args.teacher, "teacher", sketches)
-    if tokenizer.get_vocab() != files.tokenizer.get_vocab():
-        raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
-                            f"{args.model}: their tokenizers differ.")
-    rows = lm.config.get_text_config().vocab_size
-    if args.divergence != "none" and rows != files.vocab:
-        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
-                            f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
-                            "Would work: --divergence none.")
-    return folder, shape_from(lm)
 
 
 def load_tokenizer(name: str, source: str, flag: str = "model"):
@@ -226,7 +186,7 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
-    if not found and args.supervised:
+    if not found and not args.needs_rollouts:
         raise SettingsError(said)
     if not found and not args.engine_args.stop:
         notes.append(f"{said} Each goes on to --max_tokens. Would work: --stop.")
@@ -235,26 +195,18 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
 
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model or its engine cannot take."""
-    found, vocab = [], config.vocab_size
+    found, text = [], config.get_text_config()
+    vocab = text.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
-    room = getattr(config, "max_position_embeddings", None)
+    room = getattr(text, "max_position_embeddings", None)
     if room and prompt + longest > room:
         works = f" Would work: --max_tokens {room - prompt}." if prompt < room else ""
         found.append(f"--max_prompt_tokens {prompt} + --max_tokens {longest} must be at most the "
                      f"{room} positions of {args.model}.{works}")
-    on_cpu = not (torch.cuda.is_available() or args.plan_args.plan)
-    adapts = args.needs_engine and args.lora_args.in_engine(args.model_args.dtype == "bfloat16")
-    if on_cpu and args.needs_engine and config.model_type in model_files.STATES:
-        found.append(f"--model {args.model}: on a CPU vLLM computes a {config.model_type} in "
-                     "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
-    if on_cpu and args.expert_args.replay_routing:
-        found.append("--replay_routing needs a GPU: elsewhere vLLM does not tell its experts.")
-    if on_cpu and adapts and config.model_type in experts.NAMES:
-        found.append("--lora_sync adapter needs a GPU for a model with experts. Would work: "
-                     "--lora_sync merged.")
+    if not (torch.cuda.is_available() or args.plan_args.plan):
+        found += family_of(config).cpu_limits(args)
     for row in rows:
-        learned = row.target[0] if row.target else []
-        largest = max(row.prompt_ids + learned, default=None)
+        largest = max(row.ids, default=None)
         if largest is None or largest >= vocab:  # inside vLLM it would break the engine
             found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens "
                          f"with ids below {vocab} (the largest is {largest}).")
@@ -262,68 +214,7 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     return found
 
 
-# ---- pictures ----
-
-def folder_of(spec: str) -> Path:
-    """Of the data: paths of pictures begin there."""
-    path = Path(data.parts_of(spec)[0])
-    return path if path.is_dir() else path.parent
-
-
-def find_eyes(args, lm, source: str, teacher: str | None = None):
-    """Of a model that sees. teacher: the folder of --teacher, which gets the same pixels."""
-    limits = args.data_args.min_image_tokens, args.data_args.max_image_tokens
-    eyes = load_eyes(args.model, source, lm.config, *limits)
-    if teacher:
-        config = model_files.config_of(teacher, "teacher")
-        theirs = load_eyes(args.teacher, teacher, config, flag="teacher") if sees(config) else None
-        if theirs is None or theirs.kind != eyes.kind:
-            raise SettingsError(f"--teacher {args.teacher} must see as --model {args.model} does: "
-                                "with an equal processor for pictures and an equal image token.")
-    return eyes
-
-
-def load_eyes(name: str, source: str, config, *limits: int, flag: str = "model"):
-    """Those of a model's family. SettingsError: its files have no processor."""
-    with as_sentence(f"--{flag} {name} has no processor for pictures that transformers can load"):
-        return FAMILIES[config.model_type].Eyes(source, config, *limits)
-
-
-# ---- rows, turns, memory ----
-
-def find_bridge(args, files: ModelFiles, rows: list[data.Row]) -> turns.Bridge | None:
-    """What makes the next prompt after a completion. None: one turn."""
-    if not args.turn_args.reply:
-        return None
-    if any(row.columns.get("chat_template_kwargs") for row in rows):
-        raise SettingsError("rows with chat_template_kwargs take no --reply.")
-    return turns.check(args, files.tokenizer, files.ends, files.vocab, rows)
-
-
-def load_rows(args, flag: str, seed: int, files: ModelFiles, eyes,
-              notes: list[str]) -> list[data.Row]:
-    """Of --data or --eval_data: `flag`. Adds a sentence with their counts to `notes`. [] without
-    the flag."""
-    spec = getattr(args, flag)
-    if not spec:
-        return []
-    make = data.make_row
-    if args.supervised:
-        make = partial(targets.make_row, eos_ids=files.ends)
-    if eyes:
-        make = partial(pictured.make_row, make=make, eyes=eyes, folder=folder_of(spec))
-    if args.supervised:
-        rows, note = targets.load(spec, files.tokenizer, args, files.ends, seed=seed, make=make)
-    else:
-        rows, note = data.load(
-            spec, files.tokenizer, args.data_args, seed=seed, make=make, eos_ids=files.ends)
-    if not eyes and any(pictured.values_of(row.columns) for row in rows):
-        raise SettingsError(
-            f"--{flag} {spec} has pictures, and --model {args.model} sees none. Would work: a "
-            f"model of type {', '.join(FAMILIES)}, or rows without image and images.")
-    notes.append(f"--{flag} {note}")
-    return rows
-
+# ---- memory ----
 
 def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     """Adds memory to the plan. SettingsError if it is certain that the run does not fit.
@@ -331,7 +222,7 @@ def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
     card: bytes of this rank's GPU; None: it has none.
     """
     args, free = found.plan.args, 0.0 if card else free_bytes() / local_size
-    planned = Memory(found.plan, found.shape, card, free)
+    planned = args.memory(found.plan, found.shape, card, free)
     found.plan.memory = planned
     if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
         found.kv_cache = planned.cache

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from batch import Sample
 from dist import World, peak_memory
 from errors import SettingsError
+from parts.report.tokens import token_row
 
 # ---- files that are whole or absent ----
 
@@ -154,20 +155,6 @@ def is_evaluation(row: dict) -> bool:
 
 # ---- lines ----
 
-def evaluation_line(row: dict) -> str:
-    """pass@k with its interval; of sft.py the perplexity."""
-    shown = []
-    if "eval/perplexity" in row:
-        shown.append(f"perplexity {row['eval/perplexity']:.3f}")
-    for key, value in row.items():
-        if f"{key}_low" in row:
-            low, high = row[f"{key}_low"], row[f"{key}_high"]
-            shown.append(f"{key.removeprefix('eval/')} {value:.3f} ({low:.3f} to {high:.3f})")
-    if "eval/groups_equal" in row:
-        shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
-    return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
-
-
 def duration(seconds: float) -> str:
     """45 s, 12 min, 5.5 h."""
     if seconds < 90:
@@ -184,6 +171,8 @@ class Log:
         self.rows: list[dict] = []  # of metrics.jsonl
         self.times = defaultdict(float)  # of this step
         self.wandb = None
+        # Figures of an evaluation that are compared at the end, and the flag that grades each.
+        self.compared = {"eval/pass@1": "target_eval"}
 
     def say(self, text: str):
         """Prints a line, on rank 0."""
@@ -294,7 +283,21 @@ class Log:
             file.write(as_lines([row]))
         if self.wandb:
             self.write_wandb(row)
-        self.say(evaluation_line(row) if is_evaluation(row) else self.step_line(row))
+        self.say(self.evaluation_line(row) if is_evaluation(row) else self.step_line(row))
+
+    def evaluation_line(self, row: dict) -> str:
+        """What the screen shows of an evaluation: figures, those of samples with an interval."""
+        shown = []
+        for key, value in row.items():
+            name = key.removeprefix("eval/")
+            if f"{key}_low" in row:
+                low, high = row[f"{key}_low"], row[f"{key}_high"]
+                shown.append(f"{name} {value:.3f} ({low:.3f} to {high:.3f})")
+            elif key in self.compared:
+                shown.append(f"{name} {value:.3f}")
+        if "eval/groups_equal" in row:
+            shown.append(f"groups of equal rewards {row['eval/groups_equal']:.3f}")
+        return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
     def step_line(self, row: dict) -> str:
         """What the screen shows of a step."""
@@ -328,36 +331,18 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = 140  # characters
 
 
-def token_row(s: Sample, decode) -> dict:
-    """Lists with an item a token. Its numbers are 0 if a reply put it in. decode: the tokenizer's.
-    """
-    ids, sampled = s.completion.ids.tolist(), s.completion.sampled
-    advantages = np.zeros(len(ids))
-    advantages[sampled] = s.advantages
-    numbers = {"engine_logprobs": s.completion.logprobs, "advantages": advantages}
-    # Some tokenizers drop a space at the start: a token's text is the second of two.
-    texts = {i: decode([i, i])[len(decode([i])):] for i in set(ids)}
-    row = {"token_texts": [texts[i] for i in ids], "sampled": sampled.tolist()} | {
-        name: np.round(np.asarray(x, np.float64), 7).tolist() for name, x in numbers.items()}
-    if s.completion.steps is not None:  # of --carry
-        row["steps"] = s.completion.steps.tolist()
-    return row
-
-
 def sample_row(s: Sample, decode=None) -> dict:
-    """An object of samples/. With its tokens, if an update has learned from it. decode: the
-    tokenizer's: the prompt is shown as the model saw it."""
+    """An object of samples/. decode: the tokenizer's: the prompt is shown as the model saw it."""
     turns = s.completion.turns or [{"role": "assistant", "content": s.text}]
     asked = s.prompt.row
-    ids = asked.pictures.short_ids if asked.pictures else asked.prompt_ids
-    prompt = decode(ids, clean_up_tokenization_spaces=False) if decode else asked.prompt
+    prompt = asked.prompt
+    if decode:
+        prompt = decode(asked.shown_ids, clean_up_tokenization_spaces=False)
     row = {"position": s.prompt.position, "prompt": prompt, "completion": s.text,
            "turns": turns, "answer": asked.answer, "reward": s.score.total,
            "rewards": s.score.parts, "advantage": s.advantage, "tokens": s.completion.tokens,
            "truncated": s.completion.truncated} | asked.shown
-    if decode and s.advantages is not None:
-        row |= token_row(s, decode)
-    return row
+    return row | token_row(s, decode)
 
 
 def short(row: dict) -> str:
@@ -384,17 +369,17 @@ def grade(run_log: Log, flags) -> bool:
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
-    scores = [row["eval/pass@1"] for row in evaluations if "eval/pass@1" in row]
-    losses = [row["eval/perplexity"] for row in evaluations if row.get("eval/perplexity")]
     n, first, last = len(rewards), 1, 1
     if n >= 13:
         first, last = 3, 10
+    ends = [("target_reward", f"reward, first {first} and last {last} of {n} steps",
+             rewards[:first], rewards[-last:])]
+    for key, flag in run_log.compared.items():
+        found = [row[key] for row in evaluations if row.get(key) is not None]
+        words = f"held-out {key.removeprefix('eval/')}, before and after"
+        ends.append((flag, words, found[:1], found[1:][-1:]))
     missed = False
-    for flag, words, before, after in [
-            ("target_reward", f"reward, first {first} and last {last} of {n} steps",
-             rewards[:first], rewards[-last:]),
-            ("", "held-out perplexity, before and after", losses[:1], losses[1:][-1:]),
-            ("target_eval", "held-out pass@1, before and after", scores[:1], scores[1:][-1:])]:
+    for flag, words, before, after in ends:
         target, reached = vars(flags).get(flag), False
         if after:
             before, after = np.mean(before), np.mean(after)
@@ -418,10 +403,3 @@ def draw_curve(run_log: Log):
     picture = io.BytesIO()
     plot.draw([plot.runs_in(run_log.folder)], picture)
     write_whole(run_log.folder / "curve.png", picture.getvalue())
-
-
-def write_report(run_log: Log):
-    """report.html."""
-    from tools import report
-    text = report.page([run_log.folder], most_read=report.AT_THE_END)
-    write_whole(run_log.folder / "report.html", text)

@@ -2,7 +2,8 @@
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed.fsdp as fsdp
@@ -16,12 +17,8 @@ import batch
 from batch import Micro
 from dist import World
 from errors import SettingsError, as_sentence
-from model_files import STATES, config_of, load, names_in_files
-from parts.experts import experts
-from parts.experts.experts import ExpertArgs
-from parts.lora import lora
-from parts.lora.lora import LoraArgs
-from parts.pictures import seeing
+from family import NEVER
+from model_files import config_of, family_of, load, names_in_files
 
 # ---- log-probs ----
 
@@ -34,14 +31,23 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
     hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
     entropy: "none" (zeros), "value" (no gradient) or "grad".
     """
-    if len(hidden) > chunk:  # backward computes the logits again: a few times chunk × V of memory
-        part = partial(recomputed, token_logprobs) if torch.is_grad_enabled() else token_logprobs
-        parts = [part(h, head, t, temperature, chunk, entropy)
-                 for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    logits = head(hidden)
-    formula = compiled() if logits.is_cuda else of_logits
-    return formula(logits, targets, temperature, entropy)
+    def part(hidden, targets):
+        logits = head(hidden)
+        formula = compiled() if logits.is_cuda else of_logits
+        return formula(logits, targets, temperature, entropy)
+
+    return in_chunks(part, chunk, hidden, targets)
+
+
+def in_chunks(part, chunk: int, *tensors):
+    """What `part` makes of tensors (n, …): several (n,). Backward computes the logits again: a few
+    times chunk × V of memory."""
+    if len(tensors[0]) <= chunk:
+        return part(*tensors)
+    if torch.is_grad_enabled():
+        part = partial(recomputed, part)
+    chunks = zip(*(x.split(chunk) for x in tensors), strict=True)
+    return tuple(map(torch.cat, zip(*(part(*some) for some in chunks), strict=True)))
 
 
 def of_logits(logits, targets, temperature: float, entropy: str):
@@ -63,68 +69,6 @@ def compiled():
     """`of_logits` in few passes over the logits. One graph serves every n > 1: a chunk that is
     computed again in the backward must meet the graph of its forward."""
     return torch.compile(of_logits, dynamic=True)
-
-
-def hidden_alone(hidden, *options):
-    """In the place of token_logprobs."""
-    return hidden
-
-
-# ---- a policy beside its teacher: distill.py ----
-
-class Teacher(NamedTuple):
-    """Another model, at the tokens of a micro-batch."""
-    hidden: torch.Tensor  # (n, H) of its own
-    head: object  # (n, H) → logits (n, V)
-    temperature: float
-    kind: str  # of `divergence`
-
-
-def token_divergences(hidden, head, targets, temperature, chunk: int, entropy: str,
-                      teacher: Teacher):
-    """What token_logprobs gives, and the divergence from the teacher: (n,), (n,), (n,)."""
-    if len(hidden) > chunk:
-        part = token_divergences
-        if torch.is_grad_enabled():
-            part = partial(recomputed, token_divergences)
-        parts = [part(h, head, t, temperature, chunk, entropy, teacher._replace(hidden=other))
-                 for h, t, other in zip(hidden.split(chunk), targets.split(chunk),
-                                        teacher.hidden.split(chunk), strict=True)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    logits = head(hidden)
-    with torch.no_grad():
-        theirs = teacher.head(teacher.hidden) / teacher.temperature
-    return (*of_logits(logits, targets, temperature, entropy),
-            divergence(logits / temperature, theirs, teacher.kind))
-
-
-def divergence(logits, teacher_logits, kind):
-    """From the policy p to a teacher q, over the whole vocabulary: logits (n, V) each -> (n,).
-
-        reverse_kl  KL(p || q) = sum_v p (log p - log q)      https://arxiv.org/abs/2306.08543
-        forward_kl  KL(q || p) = sum_v q (log q - log p)      https://arxiv.org/abs/1503.02531
-        jsd         KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2    https://arxiv.org/abs/2306.13649
-
-    Its gradient in the logits is written down, and not left to autograd: it keeps one matrix (n, V)
-    and is exactly 0 where p = q.
-
-        reverse_kl  p (log p - log q - KL(p || q))            forward_kl  p - q
-        jsd         p (log p - log m - KL(p || m)) / 2
-    """
-    logp, logq = logits.detach().log_softmax(-1), teacher_logits.detach().log_softmax(-1)
-    p, q = logp.exp(), logq.exp()
-    # log m = log((p + q)/2), without a difference of large numbers.
-    logm = torch.maximum(logp, logq) + torch.log1p(torch.expm1(-(logp - logq).abs()) / 2)
-    other = {"reverse_kl": logq, "forward_kl": logp, "jsd": logm}[kind]
-    of_q, of_p = (q * (logq - other)).sum(-1), (p * (logp - other)).sum(-1)  # (n,): KL(· || other)
-    if kind == "reverse_kl":
-        found, gradient = of_p, p * (logp - logq - of_p.unsqueeze(-1))
-    elif kind == "forward_kl":
-        found, gradient = of_q, p - q
-    else:
-        found, gradient = (of_q + of_p) / 2, p * (logp - logm - of_p.unsqueeze(-1)) / 2
-    # The second term is 0: it changes no value, and its gradient in the logits is `gradient`.
-    return found + (gradient * (logits - logits.detach())).sum(-1)
 
 
 # ---- a model ----
@@ -170,40 +114,25 @@ class OptimizerArgs:
     """Steps of linear warm-up to --lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up, until --steps."""
-    train_vision: bool = False
-    """Train a model's vision tower and projector too. Else they stay as they are."""
 
     def rules(self, plan):
         """See plan.problems."""
         if max(self.betas) >= 1:
             yield f"--betas must be below 1 (got {self.betas}). Usual: --betas 0.9 0.999."
-        if self.train_vision and plan.shape and not plan.shape.tower:
-            yield "--train_vision needs a model that sees pictures."
-        if self.train_vision and plan.args.lora_args.lora_rank:
-            yield ("--train_vision trains all weights of the tower, and --lora_rank trains "
-                   "adapters alone: give one of them.")
 
 
 def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     """The model without weights. Its attention takes packed inputs (batch.py)."""
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AttentionInterface
     AttentionInterface.register("packed", batch.attention)
     config = config_of(folder, flag)
-    kind = AutoModelForImageTextToText if seeing.sees(config) else AutoModelForCausalLM
+    family = family_of(config)
     unfit = f"--{flag} {folder} has model_type {config.model_type}, which is not supported"
-    with as_sentence(unfit), torch.device("meta"):
-        lm = kind.from_config(config, dtype=dtype, attn_implementation="sdpa",
-                              experts_implementation=experts_in(dtype))
-        seeing.text_of(lm).set_attn_implementation("packed")
-    if config.model_type in STATES:
-        batch.put_in_rows(lm)
+    with as_sentence(unfit):
+        lm = family.skeleton(dtype)
+        family.parts(lm)[0].set_attn_implementation("packed")
     lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
     return lm
-
-
-def experts_in(dtype) -> str | None:
-    """How transformers computes the experts of a layer. None: as it is best for the model."""
-    return "eager" if dtype == torch.float64 else None  # the best kernel has no float64
 
 
 def compute_dtype(args: ModelArgs, device: torch.device):
@@ -212,23 +141,20 @@ def compute_dtype(args: ModelArgs, device: torch.device):
     return auto if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
-def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True,
-          adapters: LoraArgs | None = None, seed: int = 0):
+def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True, seed: int = 0):
     """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. Master weights are at
-    least float32; what is not trained has none."""
+    least float32; what is not trained has none. seed: of what no file has."""
     compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
-    lm = skeleton(folder, compute if adapters else master)
+    lm = skeleton(folder, compute if kind.frozen else master)
     names = names_in_files(lm, folder)
-    if adapters:
-        lora.put_in(lm, adapters, master)
     root = kind(lm, args.head_chunk).eval()  # the engine has no dropout
     if args.shard_size not in (0, world.size):
         sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
-    # What FSDP shards: the first ModuleList of the text part, and of each part of the tower.
-    layers = [layer for part in (seeing.text_of(lm), *seeing.tower_of(lm))
+    # What FSDP shards: the first ModuleList of each part.
+    layers = [layer for part in root.family.parts(lm)
               for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
     root.to_empty(device="cpu" if offload else world.device)
@@ -239,7 +165,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
             lm.base_model._init_weights(module)
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             setattr(module, name, getattr(module, name).to(compute))
-    lora.start(lm, seed)
+    root.start(seed)
     load(lm, names, folder)
     bad = [name for name, p in lm.named_parameters() if not p.to_local().isfinite().all()]
     if bad := world.gather(bad):
@@ -271,73 +197,70 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def hidden_states(lm, inputs, source):
+def hidden_states(family, lm, inputs, source):
     """(n, H) at `source`, which may repeat. On a CPU the gradient of x[source] depends on the
     threads; that of index_select does not. On CUDA it is a sum by atomics, in any order."""
-    base = lm.base_model
-    if seeing.sees(lm.config):
-        inputs, base = seeing.embedded(lm, **inputs), seeing.text_of(lm).base_model
-    hidden = base(**inputs, use_cache=False).last_hidden_state  # (1, S, H)
-    return hidden.flatten(0, 1).index_select(0, source)
+    return family.hidden(lm, inputs).flatten(0, 1).index_select(0, source)
 
 
-class LogprobModel(nn.Module):
+class Model(nn.Module):
+    """A language model."""
+    frozen = False  # its weights stay, so they need no float32
+
+    def start(self, seed: int):
+        """Fills, after `to_empty`, the parameters that are in no file."""
+
+
+class LogprobModel(Model):
     """A causal language model. Its forward gives log-probs."""
 
     def __init__(self, lm, head_chunk: int):
         super().__init__()
         text = lm.config.get_text_config()
         self.lm, self.chunk = lm, head_chunk or max(1, HEAD_LOGITS // text.vocab_size)
+        self.family = family_of(lm.config)
         get = partial(getattr, text)
         self.scale = get("logit_scale", 1.0) / get("logits_scaling", 1.0)  # Cohere; Granite
         self.cap = get("final_logit_softcapping", None)  # Gemma 2
-        self.sees = seeing.sees(lm.config)
-        self.routing = experts.Routing(lm) if experts.blocks(lm) else None
 
     def head(self, hidden):
         """(n, H) → logits (n, V) but for the scale, at least float32."""
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.sees:
-            seeing.forbid(self.lm, logits)
+        if self.family.never:
+            logits.detach()[..., self.family.never] += NEVER  # a constant: without a gradient
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
         """What `formula` returns, by default log-probs (n,) in nats and entropies (n,)."""
-        if formula is None:
-            formula = token_logprobs
+        formula = formula or token_logprobs
         # π = softmax(scale x head / temperature), so the scale goes into the temperature.
-        return formula(hidden_states(self.lm, inputs, source), self.head, targets,
+        return formula(hidden_states(self.family, self.lm, inputs, source), self.head, targets,
                        temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, keep, **inputs):
         """transformers' own forward of one row, at the positions `keep` → (keep, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
-        seeing.text_of(self.lm).set_attn_implementation("eager" if capped else "sdpa")
-        if self.routing is not None:
-            self.routing.routes = None  # the routers choose
-        if self.sees:
-            inputs, base = seeing.embedded(self.lm, **inputs), seeing.text_of(self.lm)
-            logits = self.head(base(**inputs, use_cache=False).last_hidden_state[:, keep])
-        else:
-            logits = self.lm(**inputs, use_cache=False, logits_to_keep=keep).logits
-        seeing.text_of(self.lm).set_attn_implementation("packed")
+        text = self.family.parts(self.lm)[0]
+        text.set_attn_implementation("eager" if capped else "sdpa")
+        logits = self.family.plain_logits(self.lm, self.head, keep, inputs)
+        text.set_attn_implementation("packed")
         return logits[0]
 
 
-class ValueModel(nn.Module):
+class ValueModel(Model):
     """The same base with a scalar head."""
 
     def __init__(self, lm, head_chunk: int):
         super().__init__()
-        self.lm = lm
+        self.lm, self.family = lm, family_of(lm.config)
         del lm.lm_head
         self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, device="meta",
                               dtype=torch.promote_types(lm.dtype, torch.float32))  # it is trained
 
     def forward(self, inputs, source):
         """The value before each sampled token, (n,), at least float32."""
-        hidden = hidden_states(self.lm, inputs, source)
+        hidden = hidden_states(self.family, self.lm, inputs, source)
         values = self.head(hidden).sum(-1)  # squeeze makes a view, see of_logits
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -356,9 +279,7 @@ class Trained:
 
     def run(self, micro: Micro, *inputs):
         """The module's forward on a micro-batch. It has a gradient if the micro-batch learns."""
-        seen, lm = micro.inputs, self.module.lm
-        if seeing.sees(lm.config):
-            seen = seen | seeing.pictures_of(lm, micro)
+        seen = micro.inputs | self.module.family.inputs(micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
             out = self.module(seen, micro.source, *inputs)
             if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
@@ -392,67 +313,61 @@ class Trained:
 class Policy(Trained):
     """The language model that is trained, or the reference model."""
 
-    def __init__(self, module, world, model_args, args, expert_args: ExpertArgs | None = None):
-        lm, self.routing, expert_args = module.lm, module.routing, expert_args or ExpertArgs()
-        for block in experts.blocks(lm) if expert_args.freeze_router else []:
-            block.gate.requires_grad_(False)
-        seeing.train_tower(lm, args.train_vision)
+    def __init__(self, module, world, model_args, args, flags=None):
+        """flags: all of the script, for the family; None: as they are."""
+        lm, self.family = module.lm, module.family
+        self.family.freeze(lm, flags)
+        self.family.follow(lm, flags)
         super().__init__(module, world, model_args, args)
-        self.replays = expert_args.replay_routing
-        self.metrics: dict[str, float] = {}  # of the last update, if it has experts
-        self.adapted = {f"{name}.weight": layer for name, layer in lm.named_modules()
-                        if isinstance(layer, lora.Lora)}
-        self.left_out = {name for name in lm.state_dict() if lora.is_adapter(name)}
-        if type(lm).__name__.startswith("Gemma2"):  # vLLM refuses its tied head
-            self.left_out.add("lm_head.weight")
+        self.metrics: dict[str, float] = {}  # the family's, of the last update
+        # vLLM refuses Gemma 2's tied head.
+        self.left_out = {"lm_head.weight"} if type(lm).__name__.startswith("Gemma2") else set()
 
     def run(self, micro: Micro, *inputs):
-        """As Trained.run; a mixture's routers are counted, or replayed."""
-        if self.routing is None:
-            return super().run(micro, *inputs)
-        with self.routing.of(micro, self.replays):
+        """As Trained.run, in what the family puts around it."""
+        with self.family.around(micro):
             return super().run(micro, *inputs)
 
     def step(self, lr: float) -> float:
-        """As Trained.step; a mixture's load goes to `metrics`."""
-        if self.routing is not None:
-            self.metrics = self.routing.load(self.world, self.replays)
+        """As Trained.step."""
+        self.metrics = self.family.metrics(self.world)
         return super().step(lr)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
-                 teacher: Teacher | None = None):
-        """log π and entropy of each sampled token: (n,) each. With a teacher (parts/distill/) the
-        divergence from it too."""
-        formula = teacher and partial(token_divergences, teacher=teacher)
+                 formula=None):
+        """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
-    def hidden(self, micro: Micro):
-        """What the head gets for each predicted token: (n, H), without gradient."""
-        with torch.no_grad():
-            return self.run(micro, micro.targets, 1.0, "none", hidden_alone)
-
-    def weights(self, dtype=None, merge: bool = True):
-        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up.
-        merge: with what adapters add."""
-        device = self.world.device
-        for name, value in self.module.lm.state_dict().items():  # names tied weights twice
-            to = dtype or value.dtype
-            if merge and name in self.adapted:
-                value = self.adapted[name].merged(device)
+    def weights(self, dtype=None):
+        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
+        for name, stored in self.module.lm.state_dict().items():  # names tied weights twice
             if name in self.left_out:
                 continue
-            value = whole(value.to(device, to))
-            if self.routing is None:
-                yield name, value
-            else:
-                yield from experts.pieces(self.module.lm, name, value)
+            value = self.in_use(name, stored).to(self.world.device, dtype or stored.dtype)
+            for there, piece, _ in self.family.pieces(name, whole(value)):
+                yield there, piece
+
+    def in_use(self, name: str, value):
+        """The weight of this name as the model computes with it. value: as it is stored."""
+        return value
+
+    def beginning(self):
+        """The model that training started from, if its weights are still here. Else None."""
+        return None
+
+    def engine(self, kind: type, args, inputs) -> type:
+        """rollout.Engine, or a class that extends it for this policy. inputs: inputs.Inputs."""
+        return self.family.engine(kind, args, inputs)
+
+    def export(self, folder: Path):
+        """Writes to `folder` what is trained apart from the model: nothing."""
 
 
 class Critic(Trained):
     """The value function V of ppo.py. Its head starts at zero."""
 
-    def __init__(self, module, world, model_args, args):
-        seeing.train_tower(module.lm, args.train_vision)
+    def __init__(self, module, world, model_args, args, flags=None):
+        module.family.freeze(module.lm, flags)
         super().__init__(module, world, model_args, args)
         nn.init.zeros_(module.head.weight)
 

@@ -10,15 +10,21 @@ from pathlib import Path
 import torch
 from huggingface_hub import list_repo_files, snapshot_download
 from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
 
 from errors import SettingsError, as_sentence
-from parts.experts import experts
-from parts.lora import lora
-from parts.pictures import seeing
+from family import Family, Shape
+from parts.experts.experts import Mixture
+from parts.pictures.seeing import Seeing
+from parts.states.states import Stateful
 
+FAMILIES = {kind: family for family in (  # by model_type; all others are a Family
+    Seeing,
+    Mixture,
+    Stateful,
+) for kind in family.types}
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 OBJECTS = re.compile(r"(config|token|vocab|index|chat_template)\S*\.json")  # of these *.json
-STATES = ("qwen3_5_text",)  # batch.put_in_rows changes their layers
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 # Buffers in old checkpoints. transformers computes them.
 BUFFERS = r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.masked_bias$"
@@ -54,29 +60,37 @@ def fetch(model: str, weights: bool) -> str:
     return snapshot_download(model, revision=commit, allow_patterns=[*FILES, *wanted])
 
 
+def family_of(config) -> Family:
+    """What a model brings, by its config.json."""
+    return FAMILIES.get(config.model_type, Family)(config)
+
+
+def shape_from(lm) -> Shape:
+    """A model's sizes, with or without its weights."""
+    return family_of(lm.config).shape(lm)
+
+
 def config_of(folder: str, flag: str = "model"):
     """SettingsError where it is no language model that transformers loads from files. What else it
     asks for is compared when it runs (run.py)."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     check_small_files(folder, flag)
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
         config = AutoConfig.from_pretrained(folder)
     kind, classes, text = config.model_type, config.architectures or [], config.get_text_config()
     rope = re.search("dynamic|longrope", str(getattr(text, "rope_parameters", "")))
-    known = {name: it for name, it in CLASSES.items() if it.endswith(("CausalLM", "HeadModel"))}
-    known |= seeing.CLASSES
+    known = family_of(config).architecture
     for what, wrong in (
-            (f"model_type {kind}", kind not in known),
-            (f"architecture {classes}", classes != [known.get(kind)] * len(classes)),
+            (f"model_type {kind}", not known),
+            (f"architecture {classes}", classes != [known] * len(classes)),
             ("quantized weights", hasattr(config, "quantization_config")),
             ("transformers_weights", getattr(config, "transformers_weights", None)),
             ("an adapter_config.json", Path(folder, "adapter_config.json").exists()),
             (f"rotary type {rope and rope[0]}", rope)):  # it would depend on the longest row
         if wrong:
             raise SettingsError(
-                f"--{flag} {folder} has {what}, which is not supported. Would work: a causal "
-                f"language model of transformers, or a model of type {', '.join(seeing.CLASSES)}.")
+                f"--{flag} {folder} has {what}, which is not supported. Would work: "
+                f"{', '.join(['a causal language model of transformers', *FAMILIES])}.")
     return config
 
 
@@ -132,16 +146,20 @@ def shards_of(index: Path) -> list[str]:
 
 
 def tensors(lm):
-    """Yields (name, tensor) of what files have: parameters, and some buffers (Gemma 4)."""
-    saved = lm.state_dict().keys()
-    for name, tensor in (*lm.named_parameters(), *lm.named_buffers()):
-        if name in saved and not lora.is_adapter(name):
-            yield name, tensor
+    """Yields (name, tensor, its first row there) of what files have, and this rank: parameters, and
+    some buffers (Gemma 4)."""
+    saved, family = lm.state_dict().keys(), family_of(lm.config)
+    for name, p in (*lm.named_parameters(), *lm.named_buffers()):
+        first, rows = 0, p.detach()
+        if isinstance(rows, DTensor):
+            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
+        if name in saved:
+            yield from family.pieces(name, rows, first)
 
 
 def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
-    """{parameter or buffer: its name in the files}, whose headers alone are read. SettingsError:
-    they lack a tensor, or have one that the model does not take."""
+    """{parameter or buffer: its name in the files}, whose headers alone are read. lm: not sharded.
+    SettingsError: they lack a tensor, or have one that the model does not take."""
     shapes, homes = {}, {}
     for path in weight_files(folder):
         try:
@@ -155,14 +173,14 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
         shapes |= here
         homes |= dict.fromkeys(here, path)
     found = {}
-    for name, shape in experts.shapes(lm, tensors(lm)).items():
+    for name, tensor, _ in tensors(lm):
         tries = (name.removeprefix(f"{lm.base_model_prefix}."),  # GPT-2
                  name.replace("lm_head", "embed_out"),  # GPT-NeoX
-                 name.replace(".language_model", ""))  # Qwen2.5-VL
+                 name.replace(".language_model", ""))  # in older files
         found[name] = next((other for other in tries if other in shapes), name)
-        if (there := shapes.get(found[name])) != shape:
+        if (there := shapes.get(found[name])) != [*tensor.shape]:
             raise SettingsError(f"--{flag} {folder}: by config.json {name} has the shape "
-                                f"{shape}; the *.safetensors have {there or 'none'}.")
+                                f"{[*tensor.shape]}; the *.safetensors have {there or 'none'}.")
     ignored = "|".join([*lm._keys_to_ignore_on_load_unexpected, *BUFFERS])
     for name in sorted(shapes.keys() - found.values()):
         twin = found.get(lm.all_tied_weights_keys.get(name))  # of a head that is tied, yet saved
@@ -182,8 +200,7 @@ def names_in_files(lm, folder: str, flag: str = "model") -> dict[str, str]:
 
 def load(lm, names: dict[str, str], folder: str):
     """Fills a sharded model and converts dtypes. Each rank reads its rows. A critic has no head."""
-    here = experts.on_this_rank(lm, tensors(lm))
-    wanted = {names[name]: it for name, it in here.items() if name in names}
+    wanted = {names[name]: (first, rows) for name, rows, first in tensors(lm) if name in names}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in wanted.keys() & file.keys():

@@ -3,16 +3,14 @@ wrong there.
 
 docs/use/memory_and_machines.md has the formulas of the memory in words. Each is an upper bound.
 """
-from collections import Counter
 from dataclasses import dataclass, is_dataclass, replace
 
-from batch import EVEN
 from dist import KEYS, assert_divisible
 from errors import Count, Positive, SettingsError, needed, outside
+from family import Shape
 from model import HEAD_LOGITS
-from parts.experts import experts
-from parts.pictures import seeing
-from rollout import HELD, engine_limits
+from parts import pairs
+from rollout import engine_limits
 
 
 @dataclass
@@ -51,6 +49,11 @@ def flags(args) -> dict[str, object]:
     for name, value in vars(args).items():
         found |= vars(value) if is_dataclass(value) else {name: value}
     return found
+
+
+def groups(args) -> list:
+    """The dataclasses of flags: args, and those in it."""
+    return [args, *filter(is_dataclass, vars(args).values())]
 
 
 def changed(args, **values):
@@ -132,9 +135,9 @@ class Plan:
         self.engines = max(1, self.ranks // a.engine_args.tp)
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
-        if a.carry_args and a.carry_args.carry:  # its batches go on over the end of an epoch
-            self.batches = [a.batch]
-            self.in_flight = a.batch * (1 + a.carry_args.carry)
+        for group in groups(a):
+            if hasattr(group, "sizes"):  # its flags make other ones
+                group.sizes(self)
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
             most = max(most, self.in_flight * a.group)
@@ -159,7 +162,7 @@ class Plan:
                 passes.append(("score", rows, a.score_tokens))
             if critic:
                 passes.append(("critic score", rows, critic.critic_score_tokens))
-        if a.supervised and self.n_eval:
+        if self.n_eval and not a.needs_rollouts:  # they have their completions
             passes.append(("score", self.n_eval, a.score_tokens))
         # Completions that share a prompt have one copy of its tokens, but each copies its keys:
         # less than group + 1 keys a token. batch.py allows no more than KEYS.
@@ -202,12 +205,12 @@ class Plan:
             yield (f"  data       {count(self.n_rows, 'prompt')}, "
                    f"{count(ceil_div(self.n_rows, a.batch), 'step')} an epoch, "
                    f"{count(self.batches[-1], 'prompt')} in the last")
-        if not a.supervised:
+        if a.needs_rollouts:
             n = prompts * a.group
             yield (f"  rollout    {n:,} completions: {count(self.engines, 'engine')} of "
                    f"{count(a.engine_args.tp, 'rank')}, {spread(n, self.engines)} requests each")
         if self.in_flight > prompts:
-            yield f"  carry      {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
+            yield f"  engine     {self.in_flight:,} prompts in flight, a step trains on {prompts:,}"
 
     def saved(self) -> str:
         """How often a run keeps a checkpoint, and how much."""
@@ -230,17 +233,17 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
     n_rows, n_eval: rows to train and to evaluate on. shape, local_size: see Plan.
     """
     wrong, default = {}, flags(type(args)())
-    for group in (args, *filter(is_dataclass, vars(args).values())):
+    for group in groups(args):
         wrong |= outside(group)
     # Those of several flags see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
     values = flags(usable)
-    for group in (usable, *filter(is_dataclass, vars(usable).values())):
+    for group in groups(usable):
         found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)
-    return found
+    return found + pairs.problems(values, shape)
 
 
 # ---- memory ----
@@ -252,80 +255,7 @@ SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentati
 GRAPHS = 1.0 * GIB  # of the engine
 CPU_CACHE = 1.0 * GIB  # of an engine without a GPU
 SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without and with backward
-TEACHER_HEAD = 6  # more of them for --divergence
 
-
-# ---- a model ----
-
-@dataclass
-class Shape:
-    """The sizes of a model. Its parameters are counted on the model itself."""
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    layer: int  # parameters of a layer
-    root: int  # of the rest: embedding, head, last norm
-    params: int  # all
-    fused: bool  # attention; else its memory grows with length²
-    linears: dict  # {name: in + out} of the linear layers of a layer
-    mixture: experts.Sizes | None = None  # of experts
-    tower: seeing.Tower | None = None  # of a model that sees
-    state: int = 0  # columns of the values of a layer with a state (Qwen3.5)
-    teacher: "Shape | None" = None  # of --teacher
-
-    def adapter(self, lora) -> int:
-        """Parameters of LoRA's adapters. 0: all weights are trained."""
-        layer = sum(n for name, n in self.linears.items() if lora.chosen(name))
-        return lora.lora_rank * self.layers * layer
-
-    def layer_bytes(self, c: int, keys: int) -> float:
-        """What a layer keeps for backward, per token. keys: copies of a token's keys and values
-        (plan.Phase)."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
-        attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
-        mlp = 4 * c * self.wide
-        if self.state:  # batch.put_in_rows
-            mlp += keys * ((70 + 20 * c) * self.state + c * self.hidden)
-        return norms + attention + mlp + experts.saved(self.mixture, self.hidden, c)
-
-    @property
-    def wide(self) -> int:
-        """Columns of the MLP that a token uses."""
-        return self.intermediate * (self.mixture.used if self.mixture else 1)
-
-
-def shape_from(lm) -> Shape:
-    """A model's shape, with or without its weights."""
-    c, text, tower = lm.config.get_text_config(), seeing.text_of(lm), seeing.tower_sizes(lm)
-    layers, params = Counter(), sum(p.numel() for p in lm.parameters())
-    for name, p in text.named_parameters():
-        layers[next((part for part in name.split(".") if part.isdigit()), "")] += p.numel()
-    del layers[""]  # of no layer
-    linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
-    linears = {name.rpartition(".")[2]: m.in_features + m.out_features
-               for name, m in linear.items() if ".0." in name}
-    heads, mixture = c.num_attention_heads, experts.sizes(lm)
-    inner = mixture.inner if mixture else max(  # layers may differ: Gemma 4
-        (m.in_features for name, m in linear.items() if "mlp" in name
-         and m.in_features != c.hidden_size), default=getattr(c, "intermediate_size", None))
-    return Shape(
-        hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
-        intermediate=inner or 4 * c.hidden_size,
-        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
-                     default=c.hidden_size // heads),
-        layer=max(layers.values()), params=params, linears=linears, mixture=mixture, tower=tower,
-        root=params - layers.total() - (tower.sharded if tower else 0),
-        state=max((m.value_dim for m in text.modules() if hasattr(m, "value_dim")), default=0),
-        fused=not getattr(c, "attn_logit_softcapping", None))
-
-
-# ---- a GPU ----
 
 class Memory:
     """The memory of one GPU. Without a GPU: that of one rank of this machine.
@@ -342,12 +272,10 @@ class Memory:
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
         # A rank keeps 1 / ranks of the weights. It need not be a whole number below.
-        self.ranks = model.shard_size or plan.ranks
-        if shape.mixture:  # a rank has whole experts
-            self.ranks = shape.mixture.experts / ceil_div(shape.mixture.experts, self.ranks)
+        self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
-        self.adapter = shape.adapter(self.args.lora_args)
+        self.added = self.args.lora_args.added(shape)  # parameters: they alone are trained, if any
         self.cache = self.holds = 0.0
         self.parts = {"set aside": (SET_ASIDE, SET_ASIDE) if card else (0.0, 0.0),
                       **self.models(), **self.passes(),
@@ -361,9 +289,7 @@ class Memory:
         """Parameters of the policy that are trained."""
         if self.args.eval_args.eval_only:
             return 0
-        tower = self.shape.tower
-        frozen = tower.params if tower and not self.args.optimizer_args.train_vision else 0
-        return self.adapter or self.shape.params - frozen
+        return self.added or self.shape.params - self.shape.frozen(self.args)
 
     @property
     def checkpoint(self) -> float:
@@ -373,14 +299,14 @@ class Memory:
     def models(self) -> dict[str, tuple[float, float]]:
         """Weights, and what their training keeps."""
         args, shape, weights = self.args, self.shape, self.m * self.shape.params
-        if self.adapter:
-            weights = self.c * shape.params + self.m * self.adapter
+        if self.added:
+            weights = self.c * shape.params + self.m * self.added
         weights, gradients = weights / self.ranks, self.m * self.trained / self.ranks
         critic = reference = 0.0
         if args.critic_args:  # it has all of these too
             critic = weights + 3 * gradients
-        if args.needs_reference and (args.teacher or not self.adapter):  # else it is the policy
-            reference = self.c * (shape.teacher or shape).params / self.ranks
+        if args.needs_reference and (shape.reference or not self.added):  # else: the policy
+            reference = self.c * (shape.reference or shape).params / self.ranks
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference
         return {"weights": (0.0 if "params" in away else weights, weights),
@@ -397,9 +323,9 @@ class Memory:
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
         """Bytes of its largest one: (layers and what FSDP gathers for them, logits)."""
         c, tokens, args, critic = self.c, phase.tokens, self.args, phase.name.startswith("critic")
-        update, shape, teacher = phase.name.endswith("update"), self.shape, self.shape.teacher
-        if phase.name == "score" and teacher and teacher.params > shape.params:
-            shape = teacher  # it scores too
+        update, shape, other = phase.name.endswith("update"), self.shape, self.shape.reference
+        if phase.name == "score" and other and other.params > shape.params:
+            shape = other  # it scores too
         root = shape.vocab * shape.hidden if critic else shape.root
         gathered = c * (root + root / self.ranks + 2 * shape.layer)
         again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
@@ -409,17 +335,11 @@ class Memory:
         size += 8 * c * shape.hidden  # what goes from layer to layer, and behind the last
         if again:
             size += shape.layers * c * shape.hidden
-        if update and not self.adapter:  # gradients before FSDP reduces them
+        if update and not self.added:  # gradients before FSDP reduces them
             gathered += self.m * (shape.layer + root / 2)
-        if shape.tower:
-            trained = 1 if again else shape.tower.layers
-            gathered += 2 * c * shape.tower.layer
-            learns = update and args.optimizer_args.train_vision
-            size += shape.tower.bytes(c, trained if learns else 0)
+        whole, each = shape.beside(c, args, update)
+        gathered, size = gathered + whole, size + each
         copies = UPDATE_HEAD if update else SCORE_HEAD
-        if update and args.divergence != "none":  # the teacher's head and hidden states
-            teacher, copies = teacher or shape, copies + TEACHER_HEAD
-            gathered, size = gathered + c * teacher.root, size + c * teacher.hidden
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)
         layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
         if critic:
@@ -433,14 +353,12 @@ class Memory:
         """Bytes while it samples, and while it sleeps. It sets `cache` and `holds`."""
         e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
         weights = c * shape.params / e.tp
-        if self.args.lora_args.in_engine(c == 2):  # else adapters are merged into the weights
-            weights += c * self.adapter
+        weights += self.args.lora_args.engine_bytes(shape, c)
         tokens, seqs = engine_limits(e, card)
         graphs = GRAPHS if card and not e.eager else 0.0
         work = graphs + c * tokens * (4 * shape.hidden + 3 * shape.wide / e.tp)
         work += 3 * 4 * seqs * shape.vocab  # three float32 copies of the logits
-        if shape.tower:  # and the pixels that it holds
-            work += tokens * shape.tower.bytes(c, 0) + HELD * GIB
+        work += shape.in_engine(c, tokens)
         block_tokens = 16 if card else 128
         kv = shape.head_dim * max(1, shape.kv_heads / e.tp)
         block = 2 * c * block_tokens * shape.layers * kv  # keys and values
@@ -478,7 +396,7 @@ class Memory:
                  if name.endswith(("update_tokens", "score_tokens"))}
         for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
             plan = replace(self.plan, args=changed(self.args, **change))
-            if Memory(plan, self.shape, self.card, self.room).fits:
+            if type(self)(plan, self.shape, self.card, self.room).fits:
                 words = " ".join(f"--{name} {value}" for name, value in change.items())
                 return f"Would work: {words.replace(' True', '')}"
         return "What makes it smaller: docs/use/memory_and_machines.md"

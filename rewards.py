@@ -4,8 +4,7 @@
     --reward mine.py:tidy:0.5     your own function: worker.py
 
 An Item is a completion with its row. A call has what a reward gets at once: one item, or all of a
-prompt. A Pool has workers, which answer calls: an Answer for each item, and `score_of` makes a
-Score of it. parts/turns/turns.py has a Pool too, for --reply, and reads messages.
+prompt. A Pool has workers, which answer calls: an Answer for each item, which becomes a Score.
 """
 import contextlib
 import json
@@ -22,11 +21,9 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar
 
 from errors import Range, SettingsError, as_sentence
-from parts.judges import waiting
-from parts.turns.replies import Move
 from verifiers import REWARDS, answers_of
 from worker import Item, Part, names_twice
 
@@ -43,8 +40,6 @@ class RewardArgs:
     """Worker processes per rank."""
     reward_timeout: Annotated[float, Range(1, 1e6)] = 10.0
     """Seconds for one completion. A late one has no score and is counted."""
-    reward_retries: Annotated[int, Range(0, 10)] = 2
-    """An `async def` reward that raises or is late is tried again so often."""
 
 
 @dataclass
@@ -53,14 +48,26 @@ class Score:
     total: float | None  # the sum of weight * part; None: it has no reward
     parts: dict[str, float | None]  # what each reward returned; None: no number
     error: str | None  # why it has no reward; None: it has one
-    retries: int = 0  # of `async def` rewards
 
 
-class Answer(NamedTuple):
+@dataclass
+class Answer:
     """What the workers found for an item."""
-    values: list  # of each part: a number, or the messages of a reply; None: it has none
+    values: list  # of each part a number; None: it has none
     error: str | None  # None: nothing failed
-    retries: int = 0  # of its call, with the first item
+
+    def score(self, parts: list[Part]) -> Score:
+        """The weighted sum of the values. NaN: this reward does not apply to the row (in TRL's
+        lists: None), and the others count. None: it failed, and the completion has no score."""
+        known = {part: value for part, value in zip(parts, self.values, strict=True)
+                 if value is not None and not math.isnan(value)}
+        found = {part.name: known.get(part) for part in parts}
+        if None in self.values:
+            silent = parts[self.values.index(None)]
+            return Score(None, found, self.error or f"{silent.name} returned None")
+        if not known:
+            return Score(None, found, "every reward returned None")
+        return Score(sum(part.weight * value for part, value in known.items()), found, None)
 
 
 # ---- a batch ----
@@ -80,7 +87,7 @@ def score_samples(run, samples: list, group: int) -> None:
     for sample, (text, score) in zip(samples, scored, strict=True):
         sample.text, sample.score = text, score
         if sample.completion.failed:  # whatever its reward returned
-            sample.score = Score(None, dict.fromkeys(score.parts), "its reply failed")
+            sample.score = Score(None, dict.fromkeys(score.parts), "its episode failed")
     report(run.scorer, run.log, [score.error for _, score in scored], len(calls))
 
 
@@ -96,23 +103,7 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
     of no parts."""
     if not pool.parts:
         return [Score(0.0, {}, None) for _ in items]
-    return [score_of(pool.parts, answer) for answer in pool.ask(items, size)]
-
-
-def score_of(parts: list[Part], answer: Answer) -> Score:
-    """The weighted sum of the values. NaN: this reward does not apply to the row (in TRL's lists:
-    None), and the others count. None: it failed, and the completion has no score."""
-    known = {part: value for part, value in zip(parts, answer.values, strict=True)
-             if value is not None and not math.isnan(value)}
-    found = {part.name: known.get(part) for part in parts}
-    if None in answer.values:
-        silent = parts[answer.values.index(None)]
-        error = answer.error or f"{silent.name} returned None"
-        return Score(None, found, error, answer.retries)
-    if not known:
-        return Score(None, found, "every reward returned None", answer.retries)
-    total = sum(part.weight * value for part, value in known.items())
-    return Score(total, found, None, answer.retries)
+    return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
@@ -125,63 +116,63 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
     pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
-                            f"of --{pool.kind}:\n{failure}")
+                            f"of --{pool.flag}:\n{failure}")
     if failure and not pool.warned:
-        log.say(f"a completion has no reward, because of --{pool.kind}; it is counted (printed "
+        log.say(f"a completion has no reward, because of --{pool.flag}; it is counted (printed "
                 f"once):\n{failure}")
         pool.warned = True
 
 
 # ---- the flags and the rows ----
 
-def parse(specs: list[str], kind: str = "reward") -> list[Part]:
-    """The words of --reward (or of --reply) → parts. One SettingsError has all mistakes."""
+def parse(specs: list[str]) -> list[Part]:
+    """The words of --reward → parts. One SettingsError has all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
         path, name, number = match.groups() if match else (None, spec, None)
-        if path and not os.path.isfile(path):  # as of --loss: here, or in the project
-            path = os.path.join(ROOT, path)
-        weight = math.nan
+        path, weight = path and file_of(path), math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
         taken = [part.name for part in parts] + (["mean", "std", "turns"] if path else [])
-        if kind != "reward" and (number or not path):
-            mistakes.append(f"--{kind} {spec}: it must be FILE.py:FUNCTION; it has no weight.")
-        elif not (os.path.isfile(path) if path else name in REWARDS):
+        if not (os.path.isfile(path) if path else name in REWARDS):
             what = f"file, here or in {ROOT}" if path else "reward"
-            mistakes.append(f"--{kind} {spec}: no such {what}.")
-        if kind == "reward" and name in taken:
-            mistakes.append(f"--{kind} {spec}: reward/{name} is another metric; rename it.")
+            mistakes.append(f"--reward {spec}: no such {what}.")
+        if name in taken:
+            mistakes.append(f"--reward {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
-            mistakes.append(f"--{kind} {spec}: its weight must be a finite number.")
+            mistakes.append(f"--reward {spec}: its weight must be a finite number.")
         parts.append(Part(name, weight, path))
     if not specs:
-        mistakes.append(f"--{kind} is empty.")
-    if mistakes and kind == "reward":
-        mistakes.append("A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
-                        f"Names: {', '.join(REWARDS)}")
+        mistakes.append("--reward is empty.")
     if mistakes:
-        raise SettingsError("\n".join(mistakes))
+        raise SettingsError("\n".join([
+            *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
+            f"Names: {', '.join(REWARDS)}"]))
     if names := names_twice(parts):
-        raise SettingsError(f"--{kind}: two of its folders have {', '.join(names)}, and an import "
+        raise SettingsError(f"--reward: two of its folders have {', '.join(names)}, and an import "
                             "takes one of them. Would work: all in one folder, or other names.")
     return parts
 
 
-def check(specs: list[str]) -> list:
-    """[(reward, column that it needs), …]. SettingsError if one cannot load."""
+def file_of(path: str) -> str:
+    """Here, or in the project, as of --loss."""
+    return path if os.path.isfile(path) else os.path.join(ROOT, path)
+
+
+def check(specs: list[str]) -> tuple[list, list[str]]:
+    """What a worker says of them (Pool): (needs, waits). SettingsError if one cannot load."""
     parse(specs)
     with contextlib.closing(Pool(specs, RewardArgs(reward_workers=1))) as pool:
         pool.wait()
-        return pool.needs
+        return pool.needs, pool.waits
 
 
-def check_rows(needs: list, rows: list, kind: str = "reward"):
+def check_rows(needs: list, rows: list, flag: str = "reward"):
     """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
         for row in rows:
-            where = f"--{kind} {name} needs {column!r}: row {row.index} of {row.source}"
+            where = f"--{flag} {name} needs {column!r}: row {row.index} of {row.source}"
             if column == "answer":
                 with as_sentence(where):
                     answers_of(row.answer)
@@ -192,21 +183,22 @@ def check_rows(needs: list, rows: list, kind: str = "reward"):
 # ---- the processes ----
 
 class Worker:
-    """A process that leads a session: all that its rewards fork is killed with it."""
+    """A process that leads a session: all that its rewards fork is killed with it. module: whose
+    `work` it runs. what: for its `load`."""
 
-    def __init__(self, kind: str, parts: list[Part], args: RewardArgs):
+    def __init__(self, module: str, what: tuple, seconds: float):
         self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(args.reward_timeout)  # it may have stopped reading
+        self.socket.settimeout(seconds)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0",  # a set has the same order in every worker
                        "PYTHONPATH": ROOT}
-        start = f"import worker; worker.work({theirs.fileno()})"
+        start = f"import {module}; {module}.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", start], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment)
-        self.send((kind, parts, int(MEMORY_GB * 2**30), args.reward_timeout, args.reward_retries))
+        self.send((int(MEMORY_GB * 2**30), *what))
 
     def send(self, message) -> None:
         """OSError: it ended, or does not read."""
@@ -241,31 +233,42 @@ class Worker:
 
 
 class Pool:
-    """Worker processes, and a thread for each, which gives it calls and waits for its answers.
+    """Worker processes, and a thread for each, which gives it calls and waits for its answers."""
+    flag: ClassVar = "reward"
+    module: ClassVar = "worker"  # of its workers
 
-    kind: the flag, reward or reply. Of a reply each worker keeps its own environments (turns.py).
-    """
-
-    def __init__(self, specs: list[str], args: RewardArgs, kind: str = "reward"):
-        self.kind, self.args = kind, args
-        self.parts = parse(specs, kind) if specs else []
+    def __init__(self, specs: list[str], args: RewardArgs):
+        self.args, self.parts = args, self.parse(specs) if specs else []
         self.tried = threading.Event()  # one worker started, or could not
         self.refused = ""  # why no worker starts
         # What a worker says of the functions:
         self.groups = False  # does one take all completions of a prompt in one call?
-        self.together = False  # is one `async def`? Then a worker gets many calls at once
-        self.methods = []  # of a --reply CLASS
+        self.waits = []  # the names of those that are `async def`
         self.needs = None  # [(reward, column that it needs), …]
         self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
         self.progress = {"global_step": 0}  # of TRL's trainer_state
-        # Lists of calls, which are slices of a batch; None ends a thread.
-        shared = queue.Queue()
-        self.inboxes = [queue.Queue() if kind == "reply" else shared
-                        for _ in range(args.reward_workers if self.parts else 0)]
+        # Calls, which are slices of a batch; None ends a thread.
+        self.inboxes = self.make_inboxes(args.reward_workers if self.parts else 0)
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
         for thread in self.threads:
             thread.start()
+
+    def parse(self, specs: list[str]) -> list[Part]:
+        """The words of the flag."""
+        return parse(specs)
+
+    def make_inboxes(self, count: int) -> list[queue.Queue]:
+        """Of so many workers: they share one."""
+        return [queue.Queue()] * count
+
+    def what(self) -> tuple:
+        """For a worker's `load`."""
+        return (self.parts,)
+
+    def take(self, told: list) -> None:
+        """What a worker's `load` says."""
+        self.groups, self.waits, self.needs = told
 
     def wait(self) -> None:
         """Until a worker has loaded the rewards. SettingsError if none can."""
@@ -275,18 +278,18 @@ class Pool:
         if self.needs is None:
             raise SettingsError(self.refused)
 
-    def ask(self, items: list[Item | Move], size: int = 1, homes=()) -> list[Answer]:
-        """An answer for each item. `size` items in a row are one call. homes: a number for each
-        item; the same worker gets all items of a number, and keeps their environment."""
+    def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
+        """An answer for each item. `size` items in a row are one call."""
         self.items, self.answers, self.refused = items, [None] * len(items), ""
-        calls = [slice(start, start + size) for start in range(0, len(items), size)]
-        share = waiting.TOGETHER if self.together else 1
-        for i in range(0, len(calls), share):
-            home = homes[i] if homes else 0
-            self.inboxes[home % len(self.inboxes)].put(calls[i:i + share])
+        self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:
             inbox.join()
         return self.answers
+
+    def put(self, calls: list[slice]) -> None:
+        """Into the inboxes."""
+        for call in calls:
+            self.inboxes[0].put(call)
 
     def close(self):
         """Ends the workers."""
@@ -301,13 +304,15 @@ class Pool:
         with contextlib.suppress(OSError):
             worker = self._start()
         self.tried.set()
-        while calls := inbox.get():
+        while call := inbox.get():
             try:
                 worker = worker or self._start()
-                self._ask(worker, calls)
+                self.call(worker, call)
             except Exception as error:  # whatever a reward did to its worker
-                self._fail(inbox, calls, worker, error)
+                if worker:
+                    worker.kill()
                 worker = None
+                self.failed(inbox, call, error)
             inbox.task_done()
         if worker:
             worker.kill()
@@ -318,38 +323,28 @@ class Pool:
             raise OSError(self.refused)
         worker = None
         try:
-            worker = Worker(self.kind, self.parts, self.args)
-            loaded = worker.receive(START_SECONDS)
-            if isinstance(loaded, str):
-                raise OSError(loaded)
+            worker = Worker(self.module, self.what(), self.args.reward_timeout)
+            told = worker.receive(START_SECONDS)
+            if isinstance(told, str):
+                raise OSError(told)
         except Exception as error:
             if worker:
                 worker.kill()
-            self.refused = (f"--{self.kind} cannot load (limits: {START_SECONDS} s, {MEMORY_GB} "
+            self.refused = (f"--{self.flag} cannot load (limits: {START_SECONDS} s, {MEMORY_GB} "
                             f"GB): {error}")
             raise OSError(self.refused) from None
-        self.groups, self.together, self.methods, self.needs = loaded
+        self.take(told)
         return worker
 
-    def _ask(self, worker: Worker, calls: list[slice]) -> None:
-        """Gives these calls their answers. An exception if the worker has none."""
-        batch = [self.items[call] for call in calls]
-        seconds = self.args.reward_timeout * len(batch[0])
-        if self.together:
-            seconds = waiting.longest(seconds, self.args.reward_retries)
-        worker.send((self.progress, batch))
-        for call, found in zip(calls, worker.receive(seconds), strict=True):
-            self.answers[call] = [Answer(*of_item) for of_item in found]
+    def call(self, worker: Worker, call: slice) -> None:
+        """Gives the call its answers. An exception if the worker has none."""
+        items = self.items[call]
+        worker.send((self.progress, items))
+        found = worker.receive(self.args.reward_timeout * len(items))
+        self.answers[call] = [Answer(*of_item) for of_item in found]
 
-    def _fail(self, inbox: queue.Queue, calls: list[slice], worker: Worker | None,
-              error: Exception) -> None:
-        """Ends the worker. A lone call has failed. Several are made again, each alone."""
-        if worker:
-            worker.kill()
-        if len(calls) > 1:
-            for call in calls:
-                inbox.put([call])
-            return
-        items = self.items[calls[0]]
+    def failed(self, inbox: queue.Queue, call: slice, error: Exception) -> None:
+        """The call has no answer, and its worker ended."""
+        items = self.items[call]
         why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
-        self.answers[calls[0]] = [Answer([None] * len(self.parts), why)] * len(items)
+        self.answers[call] = [Answer([None] * len(self.parts), why)] * len(items)

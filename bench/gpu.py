@@ -50,7 +50,7 @@ import rollout
 from batch import Batch, Completion, Sample
 from data import DataArgs, Prompt, Row
 from examples import tiny
-from plan import shape_from
+from model_files import shape_from
 from rewards import Score
 
 ROOT = Path(__file__).resolve().parent.parent

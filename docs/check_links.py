@@ -70,7 +70,8 @@ def unlinked(page: Path) -> list[str]:
 
 
 def pages() -> list[Path]:
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md"), *ROOT.glob("exercises/*.md")])
+    return sorted(path for pattern in ("*.md", "docs/*/*.md", "exercises/*.md", "parts/*/*.md")
+                  for path in ROOT.glob(pattern))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Correction: a wrong answer may be given again. See docs/use/turns.md.
+"""Correction: a wrong answer may be given again. See parts/turns/.
 
     python grpo.py --reply examples/again.py:reply --reward examples/again.py:right --max_turns 3
 """

@@ -1,7 +1,7 @@
 """A game in which the first of two turns decides, and the second one is noise.
 
     python examples/doors.py            writes runs/doors: train.jsonl, test.jsonl, chats.jsonl
-    ./run.sh doors                      learns it with turn credit: docs/use/turns.md
+    ./run.sh doors                      learns it with turn credit: parts/turns/
 
 There are ten doors, and the prize is always behind the same one. The player opens a door in its
 first turn, and is paid at once. Then it says many digits, which pay nothing. `chats` are games in

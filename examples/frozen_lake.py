@@ -3,7 +3,7 @@
     python examples/frozen_lake.py > lake.jsonl            # 300 different maps of 4 x 4
     python grpo.py --data lake.jsonl --reply examples/frozen_lake.py:Lake --reward environment
 
-`Lake` is an adapter between `reset`, `step` and docs/use/turns.md. Copy it for another environment:
+`Lake` is an adapter between `reset`, `step` and parts/turns/. Copy it for another environment:
 one whose steps depend on its seed and the actions alone can be played again. A row with "slippery":
 true is the game as gymnasium has it, where only one move in three goes where the player says.
 """

@@ -7,7 +7,7 @@
 https://github.com/axon-rl/gem. `python -c "import gem; gem.print_envs()"` prints the names. A row
 has its own seed, so all completions of a prompt play the same game. GEM draws from one generator
 for all of its games: those that draw in a step, such as 2048, break the contract of
-docs/use/turns.md.
+parts/turns/.
 """
 import json
 import sys

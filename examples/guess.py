@@ -1,4 +1,4 @@
-"""A guessing game: find a number from 1 to 15 in four guesses. See docs/use/turns.md.
+"""A guessing game: find a number from 1 to 15 in four guesses. See parts/turns/.
 
     python grpo.py --model tiny:guess --data tiny:guess --reply examples/guess.py:reply \\
         --reward examples/guess.py:won

@@ -33,7 +33,7 @@ from transformers import (
 
 from errors import SettingsError
 from examples import guess
-from parts.experts.experts import pieces
+from model_files import family_of
 
 
 def sort_digits(rng, clumsy):
@@ -181,6 +181,11 @@ def make_mixture(tokenizer):
     return model
 
 
+def make(task, tokenizer):
+    """The task's model with random weights."""
+    return make_mixture(tokenizer) if task == "experts" else make_model(tokenizer)
+
+
 LIKE = 16  # lessons of one forward, alike in length: so little is padding
 
 
@@ -245,7 +250,7 @@ def build(folder, task="sort", seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = make_tokenizer()
-        model = make_mixture(tokenizer) if task == "experts" else make_model(tokenizer)
+        model = make(task, tokenizer)
         teach(model, tokenizer, TASKS[task], seed)
     torch.set_num_threads(threads)
     for part in (model.config, model.generation_config, tokenizer):
@@ -254,7 +259,7 @@ def build(folder, task="sort", seed=0):
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied: the embedding
     weights = {there: piece.clone() for name, p in weights.items()
-               for there, piece in pieces(model, name, p)}  # each expert alone
+               for there, piece, _ in family_of(model.config).pieces(name, p)}  # as files have it
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
 
 

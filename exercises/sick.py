@@ -46,7 +46,7 @@ def make_sick(name: str):
     import losses
     import rollout
     engine, learn, estimate = rollout.Engine, grpo.learn, losses.kl_estimate
-    load, sample, options = engine.load, engine.sample, engine.options_of_device
+    load, sample, options = engine.load, engine.sample, engine.options
 
     def small_blocks(self, *args):
         return options(self, *args) | {"block_size": 32}  # on a CPU 128, longer than the prompts
@@ -65,7 +65,7 @@ def make_sick(name: str):
         return learn(replace(args, entropy_coef=-args.entropy_coef), *others, **given)
 
     if RUNS[name] == AGAIN:
-        engine.options_of_device = small_blocks
+        engine.options = small_blocks
     if name == "stale":
         engine.load = without_reset
     elif name == "temperature":

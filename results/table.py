@@ -72,7 +72,7 @@ def by_kind() -> str:
         curves = [[[*run.metrics[kind].values()] for run in runs] for kind in kinds]
         cells = [f"{np.mean([c[0] for c in kind]):.2f} → {np.mean([c[-1] for c in kind]):.2f}"
                  for kind in curves]
-        lines.append(f"| {name} | {' | '.join(cells)} |\n")
+        lines.append(f"| [{name}]({name}.json) | {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
@@ -84,13 +84,15 @@ def steps_to(run: plot.Run, reward: float, name: str) -> int | None:
 
 def credit() -> str:
     """How soon the game of doors has the same reward, with turn credit and with one number."""
+    if "doors" not in jobs():
+        return ""
     cells = []
     for name in ("doors", "doors-grpo", "doors-coin"):
         steps = [steps_to(run, 0.8, "reward/turns")
                  for run in plot.runs_of_job(HERE / f"{name}.json")]
         cells.append("never" if None in steps else plot.cell(steps, 0))
     return ("\n| steps to a mean reward of 0.8 in five steps | turn credit | one number an episode "
-            f"| a random reward |\n{'|---' * 4}|\n| doors | {' | '.join(cells)} |\n")
+            f"| a random reward |\n{'|---' * 4}|\n| [doors](doors.json) | {' | '.join(cells)} |\n")
 
 
 if __name__ == "__main__":

@@ -18,17 +18,19 @@ import torch
 
 import data
 import dist
+import grpo
 import model
 from batch import Batch, Completion, Sample
 from checkpoint import export_model
 from errors import SettingsError
 from forked import PYTHON
-from model_files import STATES
+from house import has, kept, module
 from rewards import Score
 from rollout import Engine, EngineArgs, Request
 from run import compare_policies
 from tools import float64
 
+STATES = module("parts.states.states").Stateful.types if has("states") else ()
 ROOT = Path(__file__).parent.parent
 HEAT = 0.7  # the temperature
 # Two ways to compute one model may differ by so many times what float32 rounds, which each run
@@ -38,7 +40,7 @@ ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
 WINDOWS = ["sliding_attention", "full_attention"]
 # Name: (model_type, what differs from SIZES, what is special)
-CASES = {
+CASES = kept({
     "Llama": ("llama", dict(tie_word_embeddings=False), ""),
     "Llama, tied": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
                     "such as SmolLM2; here with biases"),
@@ -109,18 +111,18 @@ CASES = {
     "GPT-2": ("gpt2", {}, "learned positions; weights are transposed"),
     "GPT-NeoX": ("gpt_neox", dict(num_key_value_heads=2),
                  "such as Pythia; attention beside the MLP"),
-}
+})
 # Options of config.json, beside those of a family's first case above: (kind, options).
 # All three programs compute these alike.
-EQUAL = [
+EQUAL = kept([
     ("qwen2", dict(layer_types=WINDOWS[:1] * 2, use_sliding_window=True, sliding_window=64)),
     ("qwen3_moe", dict(mlp_only_layers=[0])), ("qwen3_moe", dict(decoder_sparse_step=2)),
     ("qwen3_moe", dict(use_sliding_window=True, sliding_window=32)),
     ("mellum", dict(mlp_layer_types=["dense", "sparse"])),
-    ("gemma4_text", dict(rope_parameters=dict.fromkeys(WINDOWS, PLAIN_ROPE)))]
+    ("gemma4_text", dict(rope_parameters=dict.fromkeys(WINDOWS, PLAIN_ROPE)))])
 # These they do not: one of them leaves an option out, or ends in an error. A model of such a kind,
 # or with such an option, may not run.
-UNEQUAL = [
+UNEQUAL = kept([
     *((kind, dict(sliding_window=32)) for kind in (
         "llama", "granite", "ernie4_5", "olmo2", "olmoe", "glm4", "hunyuan_v1_dense", "phi",
         "arcee", "cohere", "gpt_neox", "seed_oss")),
@@ -147,7 +149,7 @@ UNEQUAL = [
         original_max_position_embeddings=128, llama_4_scaling_beta=0.1))),
     ("cohere2", dict(sliding_window=32, layer_types=WINDOWS)), ("apertus", {}),
     ("hyperclovax", dict(logits_scaling=3.0)),
-    ("lfm2", dict(layer_types=["conv", "full_attention"]))]
+    ("lfm2", dict(layer_types=["conv", "full_attention"]))])
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1,
              bos_token_id=None, eos_token_id=2, pad_token_id=0)
@@ -197,11 +199,12 @@ def trainer_of(folder: str, world, weights=None, *more) -> model.Policy:
                         weights, model.OptimizerArgs())
 
 
-def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, **more) -> Engine:
+def engine_of(folder: str, world, policy, tp: int = 1, dtype=torch.float32, kind=Engine) -> Engine:
     log = SimpleNamespace(time=lambda name: nullcontext(), count=False)
-    return Engine(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
-                  max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
-                  trained=[policy], tokenizer=None, log=log, **more)
+    kind = policy.family.engine(kind, grpo.Args(), SimpleNamespace())
+    return kind(folder, world, EngineArgs(max_num_seqs=64, tp=tp), dtype=dtype,
+                max_len=256, max_tokens=24, eos_ids=[2], seed=0, kv_cache=2**28,
+                trained=[policy], tokenizer=None, log=log)
 
 
 def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float32, said=None):
@@ -211,8 +214,8 @@ def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float3
         world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,
         max_gap=0.15 if dtype == torch.bfloat16 else 1e-3,
         inputs=SimpleNamespace(rows=[prompt.row for prompt in prompts], eval_rows=[],
-                               plan=SimpleNamespace(longest=256)),
-        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24, teacher=None,
+                               reference=None, plan=SimpleNamespace(longest=256)),
+        args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24,
                              run_args=SimpleNamespace(max_gap=None)))
 
 

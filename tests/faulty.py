@@ -21,17 +21,19 @@ import model
 import rewards
 import rollout
 import run
-from parts.turns import turns
+from house import module
 
 PLACES = {
     "sync": (rollout.Engine, "load"), "rollout": (rollout.Engine, "generate"),
-    "reward": (rewards.Pool, "ask"), "reply": (turns.Episodes, "reply"),
+    "reward": (rewards.Pool, "ask"),
     "score": (batch.Batch, "score"), "forward": (model.Policy, "logprobs"),
     "backward": (model.Policy, "backward"), "update": (model.Policy, "step"),
     "log": (log.Log, "step"), "save": (checkpoint.dcp, "save"),
     "saved": (checkpoint, "check_shared"), "evaluate": (run.Run, "evaluate"),
     "weights": (model.Policy, "weights"), "export": (run, "export_model"),
     "setup": (model, "build")}
+if turns := module("parts.turns.turns"):
+    PLACES["reply"] = turns.Episodes, "reply"
 
 
 def wrap(owner, name: str, rank: str, step: int, what: str) -> None:

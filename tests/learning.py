@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM
 
 import data
 import grpo
+import house
 import model
 import plan
 import rewards
 from batch import Batch, Completion, Sample
-from parts.lora import lora
 from tools import float64
 
+lora = house.module("parts.lora.lora")
 VOCAB, GROUP, PROMPT, COMPLETION = 64, 4, 8, 24
 LONGEST = PROMPT + COMPLETION
 
@@ -125,6 +126,14 @@ def arguments(script=grpo, **options):
     return plan.changed(args, **{"max_prompt_tokens": PROMPT} | options)
 
 
+def sample(prompt: data.Row | list[int], completion: np.ndarray) -> Sample:
+    """Of a row, or of one with these ids, with log-probs of 0."""
+    row = data.Row(0, "", prompt, None, {}, "") if isinstance(prompt, list) else prompt
+    return Sample(data.Prompt(0, row), Completion(
+        completion.astype(np.int32), np.zeros(len(completion), np.float32), False), "",
+        rewards.Score(0.0, {}, None))
+
+
 class Spy(model.Policy):
     """The shipped policy, which keeps the gradient of each optimizer step."""
 
@@ -154,9 +163,10 @@ def reset(module, folder: str, noise: float = 0.0) -> None:
             lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
             WEIGHTS[folder] = lm.state_dict()
         generator = torch.Generator().manual_seed(len(name))
-        if lora.is_adapter(name):  # no B is zero: every gradient counts
+        adapted = lora and lora.is_adapter(name)
+        if adapted:  # no B is zero: every gradient counts
             WEIGHTS[folder][name] = torch.randn(p.shape, generator=generator).double() / 10
-        full = WEIGHTS[folder][name if lora.is_adapter(name) else name.removeprefix("lm.")]
+        full = WEIGHTS[folder][name if adapted else name.removeprefix("lm.")]
         noises = torch.randn(full.shape, generator=generator, dtype=torch.float64)
         full = (full * (1 + noise * noises)).to(p.dtype)
         with torch.no_grad():
@@ -172,22 +182,23 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
     for case in cases:
         source = f"{folder}/{case.source}"
         args = arguments(**case.options, dtype=case.dtype, shard_size=case.shard_size)
-        outcome = Outcome()
+        outcome, adapters = Outcome(), house.adapters(args)
 
-        def module(kind: str, noise: float, case=case, source=source, args=args):
+        def module(kind: str, noise: float, case=case, source=source, args=args,
+                   adapters=adapters):
             key = kind, case.source, case.dtype, case.shard_size, (
-                args.lora_args.lora_rank, args.model_args.checkpointing)
+                str(adapters), args.model_args.checkpointing)
             if key not in built:
                 built[key] = float64.build(model.LogprobModel, source, world, args.model_args,
-                                           adapters=args.lora_args.lora_rank and args.lora_args)
+                                           adapters=adapters)
             reset(built[key], source, noise)
             return built[key]
 
         reference = None
         policy = Spy(module("policy", 0.0), world, args.model_args, args.optimizer_args,
-                     args.expert_args)
+                     args)
         policy.gradients = outcome.gradients
-        if args.needs_reference and args.lora_args.lora_rank:
+        if args.needs_reference and adapters:
             reference = lora.Base(policy)
         elif args.needs_reference:
             reference = model.Policy(
@@ -205,7 +216,7 @@ def learn_all(world, folder: str, cases: list[Case]) -> list[Outcome]:
             for step in range(case.steps):
                 samples = [] if case.samples == "none" else fabricate(
                     case.samples, case.prompts, args.group, seed=step)
-                if args.expert_args.replay_routing:
+                if case.options.get("replay_routing"):
                     give_routes(samples)
                 outcome.metrics.append(grpo.learn(args, world, policy, samples, lr=args.lr,
                                                   reference=reference))

@@ -16,6 +16,7 @@ import ppo
 import rewards
 import sft
 from batch import Completion, Sample
+from parts.distill.teacher import TaughtRow
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
@@ -231,8 +232,11 @@ def samples_of(setting: Setting, step: int) -> list[Sample]:
         for sample in samples[4:6]:
             sample.completion.sampled[:] = False
     if "teacher_prompt" in setting.flags:
-        for sample in samples[::setting.group]:
-            sample.prompt.row.teacher_ids = rng.integers(0, VOCAB, PROMPT).tolist()
+        for i, sample in enumerate(samples):
+            if i % setting.group == 0:
+                row = TaughtRow(**vars(sample.prompt.row),
+                                teacher_ids=rng.integers(0, VOCAB, PROMPT).tolist())
+            sample.prompt = sample.prompt._replace(row=row)
     for sample in samples if setting.carried else ():
         c = sample.completion
         c.steps = np.sort(rng.integers(step - 3, step + 1, len(c.ids))).astype(np.int32)

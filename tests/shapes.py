@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples import tiny
-from plan import Shape, shape_from
+from family import Shape
+from model_files import shape_from
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "vocab_size")

@@ -9,19 +9,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-import distill
-import grpo
 import plan
-import ppo
-import sft
 from errors import ranges
 from flags import NAMES
+from house import GONE, SCRIPTS, kept
 from shapes import shape_of
 
-SCRIPTS = [grpo, ppo, sft, distill]
 SHAPES = [None, shape_of("tiny"), shape_of("Qwen2.5-0.5B")]
-FILES = [f"variants/{name}.py:{name}" for name in (
-    "sapo gmpo dppo ipo opsm geometric clip_cov lite_ppo maxrl gdpo pass_at_k turn_credit").split()]
+FILES = kept(f"variants/{name}.py:{name}" for name in (
+    "sapo gmpo dppo ipo opsm geometric clip_cov lite_ppo maxrl gdpo pass_at_k turn_credit").split())
 WORDS = {  # of flags that are text
     "loss": [*NAMES["loss"], *FILES, "sapo", "clop", "x.py:f"], "eval_data": [None, "", "x"],
     "advantage": [*NAMES["advantage"], *FILES, "maxrl", "gpro"], "reply": [None, "", "x.py:f"],
@@ -133,15 +129,16 @@ def on(value) -> bool:
     return value not in (None, "", "none", 0, -1)
 
 
-@pytest.mark.parametrize("script, least", [(grpo, 105), (ppo, 100), (sft, 90), (distill, 85)])
+@pytest.mark.parametrize("script, least", [
+    ("grpo", 105), ("ppo", 100), ("sft", 90), ("distill", 85)])
 def test_what_a_rule_says_is_true(script, least):
     """And no rule went missing: at least so many kinds of sentences are said."""
     tried = Counter()
     for seed in range(250):
-        setting = Setting(script, seed)
+        setting = Setting(SCRIPTS[script], seed)
         for kind, text in setting.said().items():
             tried[kind] += 1
             for change, still in claims(text, setting) if tried[kind] <= 3 else []:
                 assert (kind in setting.said(**change)) == still, (text, change, setting.args)
-    assert len(tried) >= least, len(tried)
+    assert GONE or len(tried) >= least, len(tried)
 

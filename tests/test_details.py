@@ -11,7 +11,7 @@ import model
 import probes
 import test_packing
 from batch import Batch, Micro
-from rollout import completion_of, hash_seed
+from rollout import Engine, hash_seed
 
 
 def test_log_probs_are_at_least_float32():
@@ -37,7 +37,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(gradient):
 def test_the_end_token_is_trained_on():
     done = SimpleNamespace(token_ids=[5, 6, 2], logprobs=SimpleNamespace(logprobs=[-0.5] * 3),
                            finish_reason="stop", routed_experts=None)
-    assert completion_of(done).ids.tolist() == [5, 6, 2]
+    assert Engine.completion(None, done).ids.tolist() == [5, 6, 2]
 
 
 def test_each_completion_has_a_seed_of_its_own():

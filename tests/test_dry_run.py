@@ -15,7 +15,7 @@ import plan
 import ppo
 from dist import KEYS, World
 from fakegpu import FakeGpu, on_gpu
-from parts.lora import lora
+from house import adapters, module
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
 
 WAITS = 0  # of the host, in one micro-batch of an update
@@ -48,16 +48,16 @@ def trained(kind, wrapper, folder, args, monkeypatch):
     """A model of the run, on the fake GPU, without FSDP."""
     compute = model.compute_dtype(args.model_args, GPU)
     lm = model.skeleton(folder, compute)
-    if args.lora_args.lora_rank:
-        lora.put_in(lm, args.lora_args, torch.float32)
-    module = kind(lm, args.model_args.head_chunk)
-    module.reshard = lambda: None
+    if adapters(args):
+        module("parts.lora.lora").put_in(lm, args.lora_args, torch.float32)
+    made = kind(lm, args.model_args.head_chunk)
+    made.reshard = lambda: None
     if args.model_args.checkpointing:
         for layer in lm.model.layers:
             model.checkpoint_layer(layer, preserve_rng_state=False)
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"],
                         "_get_fused_kernels_supported_devices", lambda: ["cuda", "meta"])
-    return wrapper(module, world(), args.model_args, args.optimizer_args)
+    return wrapper(made, world(), args.model_args, args.optimizer_args)
 
 
 @pytest.fixture(scope="module")

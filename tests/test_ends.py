@@ -73,7 +73,7 @@ def test_a_model_that_cannot_end_is_said(ends, left):
     for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
         args, notes = changed(args, stop=stop), []
         words = f"no token that ends a completion: its files name {ends} of 320 ids"
-        if args.supervised and not left:
+        if not args.needs_rollouts and not left:
             with pytest.raises(SettingsError) as error:
                 inputs.check_ends(args, ends, 320, notes)
             assert words in str(error.value)
@@ -123,8 +123,8 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
     assert "<think>" not in data.marks_of(tokenizer).begins
     row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
-    assert row.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
+    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
+    assert made.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
 
 
 # ---- --stop
@@ -139,7 +139,7 @@ def test_a_stop_string_may_be_a_special_token(monkeypatch):
     import rollout
     made, tokenizer, engine = [], tags_in(tiny.make_tokenizer()), object.__new__(rollout.Engine)
     engine.args, engine.max_tokens = rollout.EngineArgs(stop=("</answer>",)), 9
-    engine.eos_ids, engine.bar, engine.request, engine.eyes = [2], False, None, None
+    engine.eos_ids, engine.bar = [2], False
     engine.llm = SimpleNamespace(generate=lambda prompts, params, **named: made.extend(params))
     engine.outputs([rollout.Request([5], 1)], 1.0)
     known = {name: None for name in EngineCoreRequest.__struct_fields__}
@@ -240,8 +240,8 @@ def check(tmp_path, seed: int) -> None:
     else:
         bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
         assert row.prompt_ids == [bos][:pick["bos"]] + bare
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt}")
-    assert row.teacher_ids == row.prompt_ids
+    taught, = add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt}")
+    assert taught.teacher_ids == row.prompt_ids
     finished = row_of({"prompt": row.prompt}, tokenizer)
     if name not in ("texts", "none"):
         assert finished.finished and finished.prompt_ids == row.prompt_ids

@@ -99,7 +99,7 @@ def test_threads_are_restored_and_vllm_chooses_its_sequences(device, given, pass
     monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append(n))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     rollout.Engine(
-        "folder", World(0, 1, 0, 1, torch.device(device), None, 1.0),
+        "folder", World(0, 1, 0, 1, torch.device(device), None),
         rollout.EngineArgs(max_num_seqs=given), tokenizer=None, eos_ids=[], dtype=torch.bfloat16,
         max_len=64, max_tokens=32, seed=0, kv_cache=0, log=None, trained=[])
     assert Llm.options["max_num_seqs"] == passed

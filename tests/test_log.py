@@ -15,6 +15,7 @@ import log
 from batch import Completion, Sample
 from data import Prompt, Row
 from errors import SettingsError
+from parts.carry.carry import Carried
 from rewards import Score
 
 WORLD = SimpleNamespace(rank=0, device=torch.device("cpu"), max=lambda tensor: tensor)
@@ -175,7 +176,7 @@ def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_pat
 
 def test_the_step_that_sampled_a_token_is_a_whole_number():
     it = sample("ab", 1.0, advantages=torch.full((3,), -1 / 3))
-    it.completion.steps = np.array([4, 4, 5], np.int32)
+    it.completion = Carried(**vars(it.completion), steps=np.array([4, 4, 5], np.int32))
     row = json.loads(log.as_lines([log.sample_row(it, lambda ids, **_: "x" * len(ids))]))
     assert row["steps"] == [4, 4, 5] and all(type(step) is int for step in row["steps"])
     assert row["advantages"] == [-0.3333333] * 3

@@ -29,7 +29,7 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
         given.append(options | {"models": models, "samples": samples})
         return {"policy/kl": 0.01 * len(given), "batch/dropped": 1}
 
-    for name, fake in dict(set_up=lambda args: run, learn=learn, score_samples=run.score).items():
+    for name, fake in dict(set_up=lambda *given: run, learn=learn, score_samples=run.score).items():
         monkeypatch.setattr(script, name, fake, raising=False)  # sft.py has not all of them
     status = script.train(args)
     return given, run, status

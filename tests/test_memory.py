@@ -17,13 +17,15 @@ import model
 import plan
 import ppo
 import run
-from batch import Batch, Micro, pack, put_in_rows
+from batch import Batch, Micro, pack
 from dist import KEYS
 from errors import SettingsError
 from examples import tiny
 from learning import difference, fabricate
 from live import Live
-from plan import Memory, shape_from
+from model_files import shape_from
+from parts.states.states import put_in_rows
+from plan import Memory
 from ranks import on_ranks, results
 from shapes import shape_of
 from tools import float64
@@ -255,7 +257,7 @@ def planned_bytes(shape, phase: str, tokens: int, keys: float) -> float:
 
 def alone(tokens: int, world) -> Micro:
     """The largest micro-batch with one completion a prompt: the first prompt pads all others."""
-    samples = [run.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
+    samples = [learning.sample([i] * (45 if i else 63), np.ones(2)) for i in range(tokens // 47)]
     micro = Micro(Batch(samples), list(range(len(samples))), world.device)
     assert tokens - 64 < micro.tokens <= tokens
     return micro

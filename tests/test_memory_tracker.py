@@ -29,9 +29,8 @@ import model
 import plan
 import ppo
 from dist import KEYS
-from parts.lora import lora
-from parts.pictures import seeing
-from plan import shape_from
+from house import module
+from model_files import family_of, shape_from
 from shapes import config_of
 
 LENGTH = 1024
@@ -67,9 +66,9 @@ def patch_grids(monkeypatch, pictures: int) -> None:
     def index(*shape):
         return torch.zeros(shape, dtype=torch.long)
 
-    for module in qwen2_5, qwen3:
-        monkeypatch.setattr(module, "get_vision_position_ids", lambda *_, **more: index(tokens, 2))
-        monkeypatch.setattr(module, "get_vision_attention_seqlens", lambda *_, **more: (ends, None))
+    for place in qwen2_5, qwen3:
+        monkeypatch.setattr(place, "get_vision_position_ids", lambda *_, **more: index(tokens, 2))
+        monkeypatch.setattr(place, "get_vision_attention_seqlens", lambda *_, **more: (ends, None))
     monkeypatch.setattr(qwen2_5, "get_max_seqlen", lambda *_, **more: None)
     monkeypatch.setattr(qwen2_5, "get_vision_window_index",
                         lambda *_, **more: (index(tokens // 4), window_ends))
@@ -129,19 +128,21 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
     try:
         mesh = init_device_mesh("cpu", (ranks,))
         with FakeTensorMode() as fake:
-            compute, adapters = {2: torch.bfloat16, 4: torch.float32}[c], lora.LoraArgs(rank)
+            compute = {2: torch.bfloat16, 4: torch.float32}[c]
             lm = kind.from_config(
                 config, dtype=compute if rank else torch.float32, attn_implementation="sdpa")
-            text, blocks_of = seeing.text_of(lm), [*seeing.text_of(lm).base_model.layers]
+            text, *towers = family_of(lm.config).parts(lm)
+            blocks_of = [*text.base_model.layers]
             if sees:
-                tower = seeing.tower_of(lm)[0]
+                tower = towers[0]
                 blocks_of += next(m for m in tower.modules() if isinstance(m, torch.nn.ModuleList))
                 if sees == "idefics3":
                     tower.embeddings.forward = partial(embed, tower.embeddings)
-                for part in seeing.tower_of(lm):
+                for part in towers:
                     part.requires_grad_(train_vision)
             if rank:
-                lora.put_in(lm, adapters, torch.float32)
+                lora = module("parts.lora.lora")
+                lora.put_in(lm, lora.LoraArgs(rank), torch.float32)
             root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
             if critic:                          # it is on meta until the weights are filled in
                 root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
@@ -172,8 +173,9 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
     with torch.device("meta"):
         shape = shape_from(kind.from_config(config))
     args = plan.changed(
-        (ppo if critic else grpo).Args(), dtype={2: "bfloat16", 4: "float32"}[c], lora_rank=rank,
-        head_chunk=head_chunk, checkpointing=checkpointing, train_vision=train_vision)
+        (ppo if critic else grpo).Args(), dtype={2: "bfloat16", 4: "float32"}[c],
+        head_chunk=head_chunk, checkpointing=checkpointing,
+        **{"lora_rank": rank} if rank else {}, **{"train_vision": True} if train_vision else {})
     name = ("critic " if critic else "") + ("update" if grad else "score")
     phase = plan.Phase(name, 1000, ids.numel(), LENGTH, ranks, most)
     found = plan.Memory(plan.Plan(args, ranks, None, 0), shape, 80 * plan.GIB)

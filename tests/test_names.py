@@ -98,15 +98,18 @@ def methods(name: str) -> dict[str, set[str]]:
 
 
 def test_the_engine_takes_these_options():
-    rollout = [*ast.walk(tree(ROOT / "rollout.py"))]
+    rollout = [node for name in (
+        "rollout.py", "parts/lora/lora.py", "parts/experts/experts.py", "parts/pictures/engine.py")
+        for node in ast.walk(tree(ROOT / name))]
     options = {keyword.arg for node in rollout if isinstance(node, ast.Call)
                and getattr(node.func, "id", "") == "LLM" for keyword in node.keywords} - {None}
     for function in rollout:
-        if getattr(function, "name", "") in ("options_of_device", "options_of_adapter"):
+        if getattr(function, "name", "") == "options":
             options |= {key.value for node in ast.walk(function) if isinstance(node, ast.Dict)
                         for key in node.keys}
     known = {item.target.id for item in definition("EngineArgs").body
              if isinstance(item, ast.AnnAssign)} | methods("LLM")["__init__"]
+    known |= {"image", "video", "size"}  # of options of pictures
     assert len(options) > 15 and options <= known, options - known
 
 

@@ -13,11 +13,10 @@ import pytest
 import grpo
 import inputs
 import plan
-import ppo
-import sft
 from errors import SettingsError
 from examples import tiny
 from forked import PYTHON
+from house import SCRIPTS, has, kept
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))
@@ -98,15 +97,15 @@ def test_the_exit_status_of_a_plan_tells_whether_it_fits(place, flags, status):
 
 
 @pytest.mark.parametrize("script, small, large", [
-    (grpo, (3e-4,), (1e-6,)), (ppo, (3e-4, 1e-3), (1e-6, 1e-5)), (sft, (3e-4,), (1e-5,))])
+    ("grpo", (3e-4,), (1e-6,)), ("ppo", (3e-4, 1e-3), (1e-6, 1e-5)), ("sft", (3e-4,), (1e-5,))])
 def test_a_rate_that_is_not_given_depends_on_the_models_size_and_not_on_its_name(
         place, script, small, large):
     shutil.copytree(TINY, "mine")
     found = inputs.read_files(args("--model", "mine"), 1).plan
     assert found.args.lr == 3e-4 and "mine, --lr 0.0003, reward: exact" in found.text()
     for size, rates in (370_000, small), (135_000_000, large):
-        for rank, times in (0, 1), (8, 10):
-            chosen = plan.changed(script.Args(), lora_rank=rank)
+        for more, times in ({}, 1), *([({"lora_rank": 8}, 10)] if has("lora") else []):
+            chosen = plan.changed(SCRIPTS[script].Args(), **more)
             chosen.choose_rates(size)
             critic = [chosen.critic_args.critic_lr] if chosen.critic_args else []
             assert [chosen.lr, *critic] == [times * rate for rate in rates]
@@ -132,7 +131,7 @@ def test_the_readme_names_the_pythons_that_run_sh_takes():
 
 def test_run_sh_lists_its_jobs_and_refuses_others():
     shown = subprocess.run(["./run.sh", "help"], cwd=ROOT, capture_output=True, text=True)
-    for job in "ppo", "kk", "game", "real", "prove", "test", "setup":
+    for job in kept(["ppo", "kk", "game", "real", "prove", "test", "setup"]):
         assert f"./run.sh {job}" in shown.stdout
     wrong = subprocess.run(["./run.sh", "hlep"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1

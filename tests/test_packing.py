@@ -11,9 +11,8 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 import batch
 import model
-import run
 from batch import Batch, Micro
-from learning import difference
+from learning import difference, sample
 from tools import float64
 
 AttentionInterface.register("packed", batch.attention)
@@ -41,7 +40,7 @@ def samples_of(groups, seed: int = 0) -> list:
 
     for prompt, completions in groups:
         prompt = ids(prompt)
-        samples += [run.sample(prompt, np.array(ids(c))) for c in completions]
+        samples += [sample(prompt, np.array(ids(c))) for c in completions]
     return samples
 
 

@@ -175,9 +175,9 @@ class Shipped:
     def learn(self, setting: Setting, args) -> dict:
         """What comes out of a setting's steps."""
         folder = setting.folder("policy")
-        policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args.expert_args)
+        policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args)
         critic = before = None
-        if args.needs_reference and args.lora_args.lora_rank and not args.teacher:
+        if args.needs_reference and args.lora_args.lora_rank and not getattr(args, "teacher", None):
             before = lora.Base(policy)
         elif args.needs_reference:
             start = self.module(model.LogprobModel, setting.folder("start"), args)
@@ -231,7 +231,7 @@ def expected(setting: Setting, args, lms: dict) -> dict:
 
     policy, critic, before = made("policy"), None, None
     if args.needs_reference:
-        itself = args.lora_args.lora_rank and not args.teacher
+        itself = args.lora_args.lora_rank and not getattr(args, "teacher", None)
         before = made("policy" if itself else "start", adapted=False)
     if setting.script == "ppo":
         critic = made("policy", head=start_of("head", (1, 16))[0].requires_grad_())
@@ -241,7 +241,7 @@ def expected(setting: Setting, args, lms: dict) -> dict:
         if setting.script == "sft":
             return reference.sft(args, policy, completions, lr)
         if setting.script == "distill":
-            seen = [replace(c, prompt=s.prompt.row.teacher_ids or c.prompt)
+            seen = [replace(c, prompt=getattr(s.prompt.row, "teacher_ids", c.prompt))
                     for s, c in zip(samples, completions, strict=True)]
             return reference.distill(args, policy, before, completions, seen, lr)
         if setting.script == "grpo":

@@ -10,9 +10,9 @@ import pytest
 import log
 from errors import SettingsError
 from examples import instructions
+from house import has, module, write_run
 from results import collect, speedrun, table
-from test_report import write_run
-from tools import compare, plot, report, samples, score
+from tools import compare, plot, samples, score
 
 ROOT = Path(__file__).parent.parent
 
@@ -152,7 +152,9 @@ def test_names_are_ordered_by_their_numbers(tmp_path, capsys):
     assert "A 0.000   B 1.000" in printed(capsys, tmp_path / "a", "--", tmp_path / "b")
     steps = {f"eval_{step}": [] for step in (*range(99_996, 100_000), 100_000)}
     run = write_run(tmp_path / "c", [], steps)
-    assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
+    if has("report"):
+        report = module("parts.report.report")
+        assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
     for seed in (10, 2, 1):
         made(tmp_path / f"kk/kk-{seed}", seed, [0.5])
     assert [run.args["seed"] for run in plot.runs_in(tmp_path / "kk")] == [1, 2, 10]
@@ -168,7 +170,7 @@ def test_mistakes_are_one_sentence(tmp_path):
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
             compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
-    for tool in plot.find, report.page:   # beside a run that is there
+    for tool in [plot.find] + ([module("parts.report.report").page] if has("report") else []):
         with pytest.raises(SettingsError, match="x is not a run: it has no"):
             tool([Path(a), Path("x")])
 
@@ -334,7 +336,7 @@ def test_the_readme_quotes_the_first_command():
     steps = [row for row in rows if not log.is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps]
     it = log.Log(ROOT, SimpleNamespace(rank=0), len(steps))
-    printed = [log.evaluation_line(rows[0]), it.step_line(steps[0]), it.step_line(steps[-1]),
+    printed = [it.evaluation_line(rows[0]), it.step_line(steps[0]), it.step_line(steps[-1]),
                f"reward, first 3 and last 10 of {len(steps)} steps: {sum(rewards[:3]) / 3:.3f} -> "
                f"{sum(rewards[-10:]) / 10:.3f}"]
     readme = (ROOT / "README.md").read_text()

@@ -14,22 +14,18 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
-import distill
 import faults
-import grpo
 import inputs
 import log
 import plan
-import ppo
-import sft
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
 from forked import PYTHON
+from house import QUIET, SCRIPTS, has, module, needs
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {module.__name__: module for module in (grpo, ppo, sft, distill)}
-FACTS = {"script", "rows", "model_files", "teacher_files", "precision"}  # no flags
+FACTS = {"script", "rows", "model_files", "reference_files", "precision"}  # no flags
 
 
 def flags_of(kind) -> dict[str, object]:
@@ -46,23 +42,25 @@ def flags_of(kind) -> dict[str, object]:
 def test_what_is_fixed_is_a_flag_or_a_fact():
     every = {name for module in SCRIPTS.values() for name in flags_of(module.Args)}
     assert FIXED - every == FACTS
+    kept = {name for module in SCRIPTS.values() for name in checkpoint.fixed(module.Args())}
+    assert kept - every == FACTS and ("lora_rank" in kept - FIXED) == has("lora")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
-    flags = flags_of(SCRIPTS[script].Args)
+    flags, fixed = flags_of(SCRIPTS[script].Args), checkpoint.fixed(SCRIPTS[script].Args())
     state = {"step": 7, "settings": json.loads(json.dumps(flags))}
     for name, value in flags.items():
         saved = checkpoint.Saved(tmp_path / "step_7", copy.deepcopy(state))
         other = {bool: not value, tuple: ["another"], str: "another"}.get(type(value), 17)
         changed, text = flags | {name: other}, f"{name} was {saved.state['settings'][name]}"
-        if name in FIXED:
+        if name in fixed:
             with pytest.raises(SettingsError) as caught:
-                checkpoint.check(saved, changed, flags)
+                checkpoint.check(saved, changed, flags, fixed)
             assert f"{text} and is now {other}" in str(caught.value), name
             assert str(caught.value).endswith("Would work: those of before, or another --name.")
             continue
-        said = checkpoint.check(saved, changed, flags).changed
+        said = checkpoint.check(saved, changed, flags, fixed).changed
         expected = f"resumed with --{name} {other} (was {state['settings'][name]}) from step 8 on"
         assert said == [expected], name
     assert checkpoint.check(saved, flags, flags).changed == []
@@ -86,11 +84,12 @@ def test_all_settings_that_cannot_change_are_in_one_sentence_and_a_forks_flag_is
     (dict(carry=0, max_tokens=9), dict(carry=0, max_tokens=5), None)])
 def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
     saved = checkpoint.Saved(tmp_path, {"step": 2, "settings": was, "flight": []})
+    fixed = checkpoint.fixed(plan.changed(SCRIPTS["grpo"].Args(), **now))
     if refused:
         with pytest.raises(SettingsError, match=refused):
-            checkpoint.check(saved, now)
+            checkpoint.check(saved, now, fixed=fixed)
     else:
-        assert checkpoint.check(saved, now).changed == [
+        assert checkpoint.check(saved, now, fixed=fixed).changed == [
             "resumed with max_tokens 5 (was 9) from step 3 on"]
 
 
@@ -99,14 +98,18 @@ def test_what_is_in_flight_goes_on_as_it_began(tmp_path, was, now, refused):
 def rows(**changes) -> list[Row]:
     made = [Row(i, f"p{i}", [1, i], f"a{i}", {"x": i, "when": datetime(2026, 1, 1)}, "s")
             for i in (0, 2, 5)]  # 1, 3 and 4 were too long
-    for name, value in changes.items():
-        setattr(made[1], name, value)
+    kinds = {"target": ("parts.sft.targets", "LearnedRow"),
+             "teacher_ids": ("parts.distill.teacher", "TaughtRow"),
+             "pictures": ("parts.pictures.rows", "PicturedRow")}
+    kind = next((getattr(module(kinds[name][0]), kinds[name][1])
+                 for name in changes if name in kinds), Row)
+    made[1] = kind(**vars(made[1]) | changes)
     return made
 
 
 @pytest.mark.parametrize("changes", [
     dict(prompt_ids=[1, 3]), dict(answer="b"), dict(answer=None), dict(columns={"x": 9}),
-    dict(target=([4], [True])), dict(teacher_ids=[7]),
+    pytest.param(dict(target=([4], [True])), marks=needs("sft")), dict(teacher_ids=[7]),
     dict(pictures=SimpleNamespace(sources=(b"other",)))])
 def test_another_row_is_refused_and_named(tmp_path, changes):
     settings = {"rows": 3, "row_digests": checkpoint.row_digests(rows())}
@@ -117,6 +120,7 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
         checkpoint.check(saved, again)
 
 
+@needs("pictures")
 def test_another_picture_under_the_same_name_is_another_row(tmp_path):
     path, found = tmp_path / "a.png", []
     for content in b"a" * 300_000, b"b" + b"a" * 299_999, b"a" * 299_999 + b"b", b"a" * 300_001:
@@ -202,10 +206,11 @@ def with_date(tmp_path_factory) -> str:
     return str(folder)
 
 
+@needs("distill", "turns")
 def test_all_that_a_run_renders_has_its_date(with_date):
     """Rows to train on and to evaluate on, a teacher's prompts, what stands between two turns."""
     args = plan.changed(
-        distill.Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
+        SCRIPTS["distill"].Args(), model=with_date, lr=1e-3, max_tokens=9, eval_data="tiny@test",
         max_prompt_tokens=64, teacher_prompt="{question} {answer}", reward=("exact",),
         reply=str(ROOT / "examples/again.py:reply"))
     found = inputs.read_files(args, 1, began="2019-03-04 23:59:59")
@@ -214,7 +219,9 @@ def test_all_that_a_run_renders_has_its_date(with_date):
     for row in found.rows[:3] + found.eval_rows[:3]:
         assert row.prompt.startswith(date) and decode(row.prompt_ids).startswith(date)
     assert decode(found.rows[0].teacher_ids).startswith(date)
-    assert found.bridge.render([], True).startswith(date)
+    turns, vocab = module("parts.turns.turns"), found.shape.vocab
+    bridge = turns.Bridge(found.tokenizer, found.ends, vocab, None)
+    assert bridge.render([], True).startswith(date)
 
 
 def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
@@ -230,7 +237,7 @@ def test_a_run_keeps_the_time_at_which_it_began(tmp_path):
 
 def go(folder: Path, *flags: str, **env: str) -> tuple[int, str]:
     done = subprocess.run(
-        [PYTHON, ROOT / "grpo.py", *faults.FLAGS, "--max_prompt_tokens", "64", "--no-report",
+        [PYTHON, ROOT / "grpo.py", *faults.FLAGS, "--max_prompt_tokens", "64", *QUIET,
          "--no-export", "--save_every", "1", "--name", "x", *flags], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env)

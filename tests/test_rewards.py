@@ -27,6 +27,7 @@ import rewards
 from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
+from house import module, needs
 from rewards import Item, Pool, RewardArgs, Score, scores_of
 from verifiers import answers_of
 from worker import Part, Reward
@@ -40,10 +41,10 @@ def item(completion, answer="", prompt="", tokens=1, truncated=False, **row):
     return Item(prompt, completion, answer, row, tokens, truncated)
 
 
-def score(specs, items, group=1, workers=2, timeout=10.0, retries=0):
+def score(specs, items, group=1, workers=2, timeout=10.0, make=Pool):
     """The scores of one batch in a fresh pool. items: or texts."""
     items = [item(x) if isinstance(x, str) else x for x in items]
-    with closing(Pool(specs, RewardArgs(workers, timeout, retries))) as pool:
+    with closing(make(specs, RewardArgs(workers, timeout))) as pool:
         pool.wait()
         pool.progress["global_step"] = 7
         return scores_of(pool, items, group if pool.groups else 1)
@@ -114,11 +115,12 @@ def test_the_words_of_a_reward(own):
         assert "no such reward" not in str(error.value)
 
 
+@needs("turns")
 @pytest.mark.parametrize("spec", ["own.py:f:2", "gone.py:f", "exact"])
 def test_a_mistake_names_its_own_flag(own, spec):
     own(F + "return 1")
     with pytest.raises(SettingsError) as error:
-        rewards.parse([spec], "reply")
+        module("parts.turns.turns").ReplyPool.parse(None, [spec])
     assert f"--reply {spec}" in str(error.value) and "--reward" not in str(error.value)
 
 
@@ -126,7 +128,7 @@ def test_a_worker_loads_no_torch_nor_what_its_reward_does_not_need(own):
     """In another folder than the project's."""
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import worker\n"
             f"from worker import Part\nfor name in 'kk', 'math':\n"
-            f"    worker.load('reward', [Part(name, 1, None)])\n"
+            f"    worker.load([Part(name, 1, None)])\n"
             f"    print({{'torch', 'transformers', 'sympy', 'numpy'}} & set(sys.modules))")
     found = subprocess.check_output([sys.executable, "-c", code], text=True).split("\n")
     assert found[0] == "set()" and "tor" not in found[1] and "transf" not in found[1]
@@ -159,7 +161,7 @@ def rows_with(answer, folder):
 
 def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
     items, names = [], ["exact", "gsm8k", "math"]
-    needs = rewards.check([*names, "kk01"])
+    needs, _ = rewards.check([*names, "kk01"])
     for answer in READ:
         for row in rows_with(answer, tmp_path):
             rewards.check_rows(needs, [row])
@@ -182,9 +184,9 @@ def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
 def test_rows_without_a_column_that_a_reward_needs_are_refused(own):
     own("def f(completions, hint): pass\ndef h(completion, answer): pass")
     rows = [data.Row(4, "q", [1], {"any": "thing"}, {}, "rows")]
-    rewards.check_rows(rewards.check(["own.py:h"]), rows)
+    rewards.check_rows(rewards.check(["own.py:h"])[0], rows)
     with pytest.raises(SettingsError, match="f needs 'hint': row 4 of rows has none"):
-        rewards.check_rows(rewards.check(["own.py:f"]), rows)
+        rewards.check_rows(rewards.check(["own.py:f"])[0], rows)
 
 
 # ---- signatures
@@ -196,17 +198,12 @@ def ours(completion, answer, **row):
 def few(turns, level): return level + len(turns)
 def plain_trl(prompts, completions, answer, **columns):
     return numpy.array([float(c[-1]["content"] == a) for c, a in zip(completions, answer)])
-async def trl(completions, prompts, level, **columns):
-    await asyncio.sleep(0)
+def trl(completions, prompts, level, **columns):
     assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [2, 2]
     assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
     columns["log_extra"]("text", completions), columns["log_metric"]("mean", 1.0)
     assert columns["trainer_state"].global_step == 7
     return [len(turns[0]["content"]) for turns in completions]
-client = []
-async def alone(completion):   # a client that lives longer than one call
-    client.append(asyncio.get_running_loop())
-    return client[0] is client[-1] and not client[0].is_closed()
 def score_of_verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "here" and extra_info["i"] == 1
     return {"score": float(solution_str == ground_truth), "acc": 1}
@@ -228,12 +225,12 @@ def test_rewards_of_ours_and_of_others(own):
     items = [Item("<q>", text, "b", row, 1, False) for text in ("a", "b", "bb", "b")]
     episode = [{"role": "assistant", "content": "bb"}, *row["prompt"], row["prompt"][0]]
     items[2] = items[2]._replace(turns=episode)  # of a --reply
-    names = ["ours", "few", "plain_trl", "trl", "alone", "verl", "easyr1", "easyr1_alone"]
+    names = ["ours", "few", "plain_trl", "trl", "verl", "easyr1", "easyr1_alone"]
     specs = [f"own.py:{name}" for name in names]
-    assert rewards.check(specs) == [["few", "level"], ["trl", "level"]]
+    assert rewards.check(specs) == ([["few", "level"], ["trl", "level"]], [])
     assert parts(score(specs, items, 2, workers=1)) == [
-        (121, 3, 0, 1, 1, 0, 1, 1), (121, 3, 1, 1, 1, 1, 2, 2), (122, 5, 0, 2, 1, 0, 1, 1),
-        (121, 3, 1, 1, 1, 1, 2, 2)]
+        (121, 3, 0, 1, 0, 1, 1), (121, 3, 1, 1, 1, 2, 2), (122, 5, 0, 2, 0, 1, 1),
+        (121, 3, 1, 1, 1, 2, 2)]
 
 
 def test_a_score_is_a_weighted_sum_of_what_applies(own):
@@ -253,7 +250,7 @@ def test_a_score_is_a_weighted_sum_of_what_applies(own):
 
 
 def test_what_a_function_of_trl_may_return():
-    reward, two = Reward("trl", None, None, [], False), [item("a"), item("b")]
+    reward, two = Reward(None, None, groups=True), [item("a"), item("b")]
     for result in [(1, 2), np.array([1.0, 2.0]), torch.tensor([1, 2], dtype=torch.bfloat16),
                    np.array([[1.0], [2.0]]), [True, np.float32(2)], iter([1, 2]),
                    [Fraction(1), Decimal(2)], [np.bool_(True), torch.tensor(2)]]:
@@ -315,7 +312,7 @@ def test_a_reward_may_have_processes_of_its_own(own):
 def test_a_worker_ends_in_silence_when_the_trainer_does():
     """Its traceback, an EOFError, once followed the run's own error. Inside a message."""
     message, (ours, theirs) = pickle.dumps(
-        ("reward", rewards.parse(["exact"]), 2**32, 1.0, 0)), socket.socketpair()
+        (2**32, rewards.parse(["exact"]))), socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-c", f"import worker; worker.work({theirs.fileno()})"], cwd=ROOT,
@@ -326,15 +323,19 @@ def test_a_worker_ends_in_silence_when_the_trainer_does():
     assert process.communicate(timeout=60) == (None, "") and process.returncode == 0
 
 
-@pytest.mark.parametrize("define", ["def", "async def"])
-def test_a_group_is_one_call_with_the_time_of_all_and_fails_as_a_whole(own, define):
+def group_of(own, define, make):
     """Three completions of at most a second each, in one call of 1.6 s."""
     spec = own(f"{define} f(completions, **columns):\n"
                "    if 'late' in completions: time.sleep(1e9)\n"
                "    if 'bad' in completions: return [1.0]\n"
                "    time.sleep(1.6)\n    return [1.0] * 3")
-    scores = score([spec], ["a", "b", "c", "d", "bad", "e", "late", "f", "g"], 3, timeout=1.0)
+    texts = ["a", "b", "c", "d", "bad", "e", "late", "f", "g"]
+    scores = score([spec], texts, 3, timeout=1.0, make=make)
     assert totals(scores) == [1] * 3 + [None] * 6 and lost(scores) == {"exception": 3, "timeout": 3}
+
+
+def test_a_group_is_one_call_with_the_time_of_all_and_fails_as_a_whole(own):
+    group_of(own, "def", Pool)
 
 
 # ---- hostile rewards
@@ -463,7 +464,7 @@ def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
 
 def test_a_batch_that_fails_as_a_whole_stops():
     """After eight calls in a row. Fewer are an accident: one row of an evaluation ended the run."""
-    said, scorer = [], SimpleNamespace(kind="reward", unanswered=0, warned=False)
+    said, scorer = [], SimpleNamespace(flag="reward", unanswered=0, warned=False)
 
     def report(errors, calls):
         rewards.report(scorer, SimpleNamespace(say=said.append), errors, calls)

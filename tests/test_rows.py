@@ -3,6 +3,7 @@
 The right value is what transformers' apply_chat_template gives for messages written by hand.
 """
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
 from parts.distill.teacher import add_teacher_prompts
+from parts.pictures import rows as pictured
 from parts.sft import targets
 from worker import Part
 
@@ -71,8 +73,9 @@ def asked(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
 
 
 def learned(spec: str, tokenizer=TOKENIZER, **flags) -> list[data.Row]:
-    args = plan.changed(sft.Args(), max_prompt_tokens=4096, max_tokens=4096, **flags)
-    return targets.load(spec, tokenizer, args, [tokenizer.eos_token_id])[0]
+    ends = [tokenizer.eos_token_id]
+    return data.load(spec, tokenizer, DataArgs(4096, **flags), eos_ids=ends,
+                     make=partial(targets.make_row, eos_ids=ends))[0]
 
 
 def texts(row: data.Row) -> tuple[str, str, str]:
@@ -154,7 +157,7 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     args = plan.changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)
-        inputs.find_bridge(args, files, [of(asked, row, tmp_path)])
+        args.turn_args.inspect(args, files, [of(asked, row, tmp_path)])
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, make_tokenizer(None)])
@@ -272,10 +275,10 @@ def test_a_path_may_hold_what_a_split_begins_with(tmp_path, name):
     for kind in "folder", "saved", "jsonl":
         spec = store(tmp_path / name, kind, rows)
         assert data.read(spec)[0] == rows
-        assert inputs.folder_of(spec) == Path(spec) if kind != "jsonl" else tmp_path / name
+        assert pictured.folder_of(spec) == Path(spec) if kind != "jsonl" else tmp_path / name
         if kind != "jsonl":
             assert data.read(f"{spec}@train[1:]")[0] == rows[1:]
-            assert inputs.folder_of(f"{spec}@train[1:]") == Path(spec)
+            assert pictured.folder_of(f"{spec}@train[1:]") == Path(spec)
             assert data.read(f"{spec}:default@train")[0] == rows or kind == "saved"
     for end in "@train", ":main", "x.jsonl":
         with pytest.raises(SettingsError):
@@ -360,9 +363,10 @@ def test_the_formats_of_the_field_in_every_store(tmp_path, n):
                     whole = row.prompt + texts(row)[1]
                     assert whole == template(chat, False, **more).rstrip("\n"), (name, kind)
                 if name == "a tool's answer":
-                    add_teacher_prompts([row], TOKENIZER, DataArgs(4096), "Think. {question}")
-                    hint = {"role": "tool", "content": "Think. 3"}
-                    assert TOKENIZER.decode(row.teacher_ids) == template([*chat[:2], hint], **more)
+                    taught, = add_teacher_prompts(
+                        [row], TOKENIZER, DataArgs(4096), "Think. {question}")
+                    hint = template([*chat[:2], {"role": "tool", "content": "Think. 3"}], **more)
+                    assert TOKENIZER.decode(taught.teacher_ids) == hint
                 if name == "verl":
                     assert row.answer == one["reward_model"]["ground_truth"]
                     assert row.columns["extra_info"] == one["extra_info"]

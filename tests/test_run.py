@@ -21,8 +21,9 @@ from data import Prompt, Row
 from errors import SettingsError
 from flags import RunArgs
 from log import NotWritten
+from parts.report import report
 from rewards import Score
-from tools import compare, export, plot, report, samples
+from tools import compare, export, plot, samples
 
 ROOT = Path(__file__).parent.parent
 NOW = datetime(2024, 2, 3, 4, 5, 6)
@@ -41,7 +42,7 @@ def made(folder: Path, *flags: str, **more) -> run.Run:
     vars(it).update(
         args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, settings={},
         start=4, kl_coef=0.0, stream=MagicMock(), stop=stop, said=[],
-        policy=None, critic=None, adapter=None, engine=None, episodes=None, carry=None,
+        policy=MagicMock(), critic=None, engine=None,
         scorer=MagicMock(),
         inputs=SimpleNamespace(eval_rows=[1], source="source", ends=[]))
     it.stream.state = dict
@@ -83,7 +84,7 @@ def test_one_overall_pass_rate_and_one_of_each_source():
     assert found["eval/reward"] == pytest.approx(1 / 3)  # a judge that fails is no 0
     assert found["eval/a/reward"] == 0.5 and found["eval/b/reward"] == 0
     assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
-    line = log.evaluation_line({"step": 3} | found)
+    line = log.Log(Path(), SimpleNamespace(rank=0), 3).evaluation_line({"step": 3} | found)
     assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
     assert "a/pass@1 0.500 (" in line and "b/pass@1 0.000 (" in line
     assert not any(key.startswith("eval/a/") for key in evaluate.evaluation_metrics(
@@ -137,10 +138,10 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: loaded.append(all))
 
     def ppo(kl_reward_coef: float) -> run.Run:
-        it = made(tmp_path, "--keep", "3", carry=MagicMock(), kl_coef=kl_reward_coef, settings={
+        it = made(tmp_path, "--keep", "3", engine=MagicMock(), kl_coef=kl_reward_coef, settings={
             "kl_reward_coef": kl_reward_coef}, stream=SimpleNamespace(position=0))
         it.args.critic_args, it.args.kl_target, it.inputs.rows = True, 0.1, ["a row"]
-        it.carry.state.return_value = ["a group"]
+        it.engine.state.return_value = {"flight": ["a group"]}
         return it
 
     it, again = ppo(0.1), ppo(now)
@@ -152,7 +153,8 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     again.restore(found)
     assert loaded == [(found, again.world, again.trained)]
     assert (again.kl_coef, again.log.bad_steps, again.stream.position) == (coef, 2, 7)
-    again.carry.restore.assert_called_once_with(["a group"], ["a row"])
+    again.engine.restore.assert_called_once_with(found.state, ["a row"])
+    assert found.state["flight"] == ["a group"]
 
 
 @pytest.mark.parametrize("steps, flags, after", [
@@ -225,7 +227,9 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     said = []
     monkeypatch.setattr(log, "draw_curve", lambda log: None)
-    found = log.grade(SimpleNamespace(rows=rows, say=said.append), RunArgs(**flags))
+    it = log.Log(Path(), SimpleNamespace(rank=0), 13)
+    it.rows, it.say = rows, said.append
+    found = log.grade(it, RunArgs(**flags))
     lines = capsys.readouterr().err.splitlines()
     assert found == bool(missed) and [line.split()[1].strip(":") for line in lines] == missed
     assert "reward, first 3 and last 10 of 13 steps: 0.100 -> 0.950" in said

@@ -15,6 +15,8 @@ import data
 import dist
 import distill
 import errors
+import family
+import flags
 import grpo
 import inputs
 import model
@@ -24,12 +26,12 @@ import rewards
 import rollout
 import run
 import sft
-import worker
 from batch import Batch, Completion, Sample
 from data import Prompt, Row, Stream
 from examples import tiny
 from log import Log
 from parts.judges import waiting
+from parts.lora import lora
 from parts.turns import turns
 from plan import Plan, changed
 from rewards import Answer
@@ -58,7 +60,7 @@ class Log0:
 
 def world_of(rank: int = 0, size: int = 1) -> dist.World:
     """A rank whose collectives give its own part."""
-    world = dist.World(rank, size, rank, size, torch.device("cpu"), None, 1.0)
+    world = dist.World(rank, size, rank, size, torch.device("cpu"), None)
     world.gather, world.same_phase = list, lambda name, count: None
     return world
 
@@ -68,9 +70,8 @@ def world_of(rank: int = 0, size: int = 1) -> dist.World:
 def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> Engine:
     engine = object.__new__(Engine)
     engine.world, engine.args, engine.log = world_of(rank, size), rollout.EngineArgs(tp=tp), Log0()
-    engine.engines, engine.seed, engine.episodes = size // tp, 7, None
-    engine.carry = engine.eyes = None
-    engine.max_tokens, engine.eos_ids, engine.bar, engine.request = 9, [4, 6], False, None
+    engine.engines, engine.seed = size // tp, 7
+    engine.max_tokens, engine.eos_ids, engine.bar = 9, [4, 6], False
     return engine
 
 
@@ -115,45 +116,43 @@ def test_the_ranks_of_one_engine_share_its_completions(rank):
     assert found == [[0, 1], [2, 3], [4, 5], [6]][rank]
 
 
-@pytest.mark.parametrize("adapter", [None, {"r": 4}])
-def test_an_engine_with_the_adapter_gets_the_base_without_it(adapter, monkeypatch):
-    engine, asked = engine_of(), []
-    engine.on_gpu, engine.adapter, engine.dtype = False, adapter, torch.float32
-    engine.load = lambda weights, adapter: None
-    monkeypatch.setattr(rollout.lora, "tensors", lambda lm, device: iter(()))
-    policy = SimpleNamespace(module=SimpleNamespace(lm=None), weights=lambda dtype, merge: (
-        asked.append((dtype, merge))))
-    with engine.generating(policy):
-        pass
-    assert asked == [(torch.float32, adapter is None)]
-
-
-@pytest.mark.parametrize("adapter, level", [(None, 2), ({"r": 4, "target_modules": ["q"]}, 1)])
-def test_an_engine_that_keeps_its_base_keeps_it_asleep(monkeypatch, adapter, level):
-    vllm, world = ModuleType("vllm"), world_of()
-    vllm.LLM = lambda folder, **given: SimpleNamespace(**given)
+def test_an_engine_with_the_adapter_gets_the_base_once_and_keeps_it_asleep(monkeypatch):
+    vllm, world, took = ModuleType("vllm"), world_of(), []
+    vllm.LLM = lambda folder, **given: SimpleNamespace(**given, reset_prefix_cache=lambda: True)
     world.device = torch.device("cuda")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(Engine, "make_room", lambda self: None)
-    engine = Engine("", world, rollout.EngineArgs(), tokenizer=None, eos_ids=[], log=None,
-                    dtype=torch.float32, max_len=9, max_tokens=5, seed=0, kv_cache=0.0, trained=[],
-                    adapter=adapter)
-    assert engine.sleep_level == level and engine.llm.enable_sleep_mode
-    assert engine.llm.enable_prefix_caching
+    monkeypatch.setattr(Engine, "take", lambda self, weights: took.extend(weights))
+    monkeypatch.setattr(lora, "Base", lambda it: SimpleNamespace(weights=lambda dtype: ["base"]))
+    monkeypatch.setattr(lora, "tensors", lambda lm, device: "adapter")
+    monkeypatch.setattr(lora, "put_adapter", lambda llm, config, adapter, sync: (adapter, sync))
+    given = dict(tokenizer=None, eos_ids=[], log=None, dtype=torch.float32, max_len=9, max_tokens=5,
+                 seed=0, kv_cache=0.0, trained=[])
+    kinds = Engine, lora.taking(Engine, {"r": 4, "target_modules": ["q"]})
+    whole, engine = (kind("", world, rollout.EngineArgs(), **given) for kind in kinds)
+    assert whole.sleep_level == 2 and engine.sleep_level == 1 and engine.llm.enable_sleep_mode
+    assert engine.llm.enable_prefix_caching and engine.llm.max_lora_rank == 8
+    policy = SimpleNamespace(module=SimpleNamespace(lm=None), weights=lambda dtype: ["merged"])
+    for sync in 1, 2:
+        engine.bring(policy)
+        assert engine.request == ("adapter", sync) and took == ["base"]
+    whole.bring(policy)
+    engine.load(["other"])
+    assert took == ["base", "merged", "other"] and engine.request is None
 
 
 def test_an_engine_on_a_gpu_sleeps_between_its_turns(monkeypatch):
     """The trainer's weights leave the GPU first; the cache comes when the new weights are there."""
     engine, said = engine_of(), []
-    engine.on_gpu, engine.adapter, engine.dtype, engine.asleep = True, None, torch.float32, True
-    engine.sleep_level, engine.request, engine.world.device = 2, None, torch.device("cuda")
+    engine.on_gpu, engine.dtype, engine.asleep = True, torch.float32, True
+    engine.sleep_level, engine.world.device = 2, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("room"))
     engine.trained = [SimpleNamespace(move=lambda device: said.append(device.type))]
     engine.llm = SimpleNamespace(
         sleep=lambda level: said.append(f"sleep {level}"), wake_up=lambda tags: said.extend(tags),
         collective_rpc=lambda name, kwargs: said.append(name), reset_prefix_cache=lambda: True)
-    policy = SimpleNamespace(module=SimpleNamespace(lm=None), weights=lambda dtype, merge: iter(()))
+    policy = SimpleNamespace(weights=lambda dtype: iter(()))
     for _ in range(2):
         with engine.generating(policy):
             said.append("generate")
@@ -203,7 +202,7 @@ def test_a_completion_whose_reply_failed_has_no_score():
 
 
 def test_calls_without_a_score_are_counted_and_not_completions():
-    scorer = SimpleNamespace(unanswered=0, warned=True, kind="reward")
+    scorer = SimpleNamespace(unanswered=0, warned=True, flag="reward")
     nothing = ["no"] * 8  # of two calls
     for count in 2, 4, 6:
         rewards.report(scorer, None, nothing, 2)
@@ -218,8 +217,9 @@ def test_the_time_of_a_call_grows_with_its_completions():
         return [1.0] * len(completions)
 
     items = [Item("", "", None, {}, 0, False)] * 4
-    reward, call = Reward("trl", slow, None, [], True), worker.Call(items, [None])
-    asyncio.run(waiting.score_one(call, reward, call.found[0], slice(0, 4), 0.2, 0))
+    loaded = waiting.Loaded([Reward(slow, None, groups=True)], 0.2, 0)
+    call = waiting.Call(loaded.rewards, items)
+    asyncio.run(waiting.score_all(loaded, [call]))
     assert call.found == [[1.0] * 4]
 
 
@@ -252,7 +252,7 @@ def test_the_ranks_wait_as_long_as_the_flag_says(monkeypatch):
         waits.append(timeout)))
     monkeypatch.setattr(dist.td, "new_group", lambda backend, timeout=None: waits.append(timeout))
     monkeypatch.setattr(dist.World, "joined", None)
-    assert dist.join(7.0).timeout == 7.0
+    dist.join(7.0)
     assert [wait.total_seconds() for wait in waits] == [7.0, 7.0]
 
 
@@ -270,15 +270,17 @@ def run_of(tmp_path, given=None, **inputs):
     plan = SimpleNamespace(longest=50)
     given = given or args(seed=3, max_tokens=11, steps=6)
     inputs = SimpleNamespace(**{"rows": rows(4), "eval_rows": rows(2), "plan": plan,
-                                "kv_cache": 5.0, "bridge": None, "source": "", "tokenizer": None,
-                                "eyes": None, "for_pictures": {}, "ends": [4],
-                                **inputs})
+                                "kv_cache": 5.0, "source": "", "tokenizer": None,
+                                "reference": None, "waits": [], "ends": [4], **inputs})
     return run.Run(given, world_of(), inputs, Log(tmp_path, world_of(), given.steps), {"a": 1},
-                   Stream(inputs.rows, given.seed), *[None] * 7)
+                   Stream(inputs.rows, given.seed), None,
+                   SimpleNamespace(engine=lambda kind, *given: kind), None, None)
 
 
 def test_the_engine_gets_the_sizes_of_the_plan_and_the_seed_of_the_run(tmp_path, monkeypatch):
     it, made = run_of(tmp_path), []
+    text = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    it.policy = SimpleNamespace(module=SimpleNamespace(lm=text))
     monkeypatch.setattr(run, "Engine", lambda *given, **named: made.append(named) or (
         SimpleNamespace(sleep=lambda: None)))
     run.build_engine(it)
@@ -296,11 +298,11 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
         "kl_reward_coef": 0.1, "critic_lr": 1e-3})
     monkeypatch.setattr(model, "build", lambda kind, folder, world, flags, **options: (
         loaded.append((kind, folder, options))))
-    monkeypatch.setattr(model, "Policy", lambda *given: None)
+    monkeypatch.setattr(model, "Policy", lambda *given: SimpleNamespace(beginning=lambda: None))
     monkeypatch.setattr(model, "Critic", lambda *given: None)
-    it = run_of(tmp_path, given, source="start", teacher=teacher and "teacher")
+    it = run_of(tmp_path, given, source="start", reference=teacher and "teacher")
     run.build_models(given, it.world, it.inputs)
-    own = dict(seed=3, adapters=None)
+    own = dict(seed=3)
     critic = [] if teacher else [(model.ValueModel, "start", own)]
     assert loaded == [(model.LogprobModel, "start", own), *critic,
                       (model.LogprobModel, source, dict(seed=3, trained=False))]
@@ -308,11 +310,11 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
 
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(run.rewards, "Pool", lambda *given: SimpleNamespace(
+    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(
         wait=int, progress={}))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
     monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
-    monkeypatch.setattr(run, "build_models", lambda *given: ("policy", None, None, None))
+    monkeypatch.setattr(run, "build_models", lambda *given: ("policy", None, None))
     monkeypatch.setattr(run, "build_engine", lambda it: f"engine of {it.policy}")
     monkeypatch.setattr(run.Run, "restore", lambda it, saved: kept.append(saved))
     monkeypatch.setattr(run, "compare_policies", lambda it: kept.append(it.engine))
@@ -389,8 +391,9 @@ def test_the_plan_says_that_the_data_has_fewer_rows_than_a_batch():
 
 @pytest.mark.parametrize("script", [grpo, sft])
 def test_generated_rows_follow_the_seed(script):
-    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, None)
-    found = [inputs.load_rows(script.Args(data="tiny"), "data", seed, it, None, [])
+    lm = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    it = inputs.ModelFiles(None, tiny.make_tokenizer(), None, lm, [2])
+    found = [script.Args(data="tiny").load_rows("data", seed, it, [])
              for seed in (0, 1, 0)]
     texts = [[row.columns for row in rows] for rows in found]
     assert texts[0] == texts[2] != texts[1]
@@ -436,7 +439,7 @@ def test_an_engine_of_several_ranks_gets_the_requests_of_all_of_them():
 
 def test_a_reply_is_put_behind_the_system_message_of_the_run(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(turns, "Pool", lambda *given: SimpleNamespace(
+    monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
         wait=lambda: None, close=lambda: None, needs=[], methods=[]))
     monkeypatch.setattr(turns, "Bridge", lambda *given: made.append(given) or SimpleNamespace(
         ids=lambda last, messages: []))
@@ -451,6 +454,11 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
     class Stop(Exception):
         pass
 
+    class Kind(model.Model):
+        def __init__(self, lm, chunk):
+            super().__init__()
+            self.family = family.Family(None)
+
     def shard(root, layers, mesh, compute, master, checkpointing, offload):
         seen.append((checkpointing, offload))
         raise Stop
@@ -461,7 +469,6 @@ def test_the_layers_are_recomputed_if_the_flag_says_so(monkeypatch, wanted):
     monkeypatch.setattr(model, "names_in_files", lambda *given: {})
     monkeypatch.setattr(model, "init_device_mesh", lambda *given, **named: None)
     monkeypatch.setattr(model, "shard", shard)
-    kind = lambda lm, chunk: torch.nn.Module()  # noqa: E731
     with pytest.raises(Stop):
-        model.build(kind, "", world_of(), model.ModelArgs(checkpointing=wanted))
+        model.build(Kind, "", world_of(), model.ModelArgs(checkpointing=wanted))
     assert seen == [(wanted, False)]

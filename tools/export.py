@@ -8,7 +8,6 @@ Run it in the folder of the run's command: it reads --model again. Adapters are 
 import argparse
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -20,7 +19,7 @@ import model
 from data import eos_ids
 from errors import SettingsError
 from log import read
-from parts.lora.lora import LoraArgs
+from parts.lora import lora
 
 
 def find(run: Path, step: int | None) -> Path:
@@ -36,15 +35,17 @@ def find(run: Path, step: int | None) -> Path:
 
 def load(settings: dict, source: str, path: Path, world: dist.World) -> model.Policy:
     """The policy of a checkpoint, in the run's precision."""
-    adapters = LoraArgs(**{field.name: settings[field.name] for field in fields(LoraArgs)})
     args = model.ModelArgs(dtype=settings["precision"].removeprefix("torch."))
-    module = model.build(model.LogprobModel, source, world, args,
-                         adapters=adapters if adapters.lora_rank else None)
+    kind, policy = model.LogprobModel, model.Policy
+    if settings["lora_rank"]:
+        flags = lora.LoraArgs(*(settings[name] for name in vars(lora.LoraArgs())))
+        kind, _, policy = lora.kinds(flags, settings["model"], source)
+    module = model.build(kind, source, world, args)
     own = {f"policy.{name}": p.detach() for name, p in module.named_parameters()}
     # What was not trained is not in the checkpoint: it stays as --model has it.
     checkpoint.fill({name: own[name] for name in own.keys() & checkpoint.names_in(path)},
                     path, world)
-    return model.Policy(module, world, args, model.OptimizerArgs())
+    return policy(module, world, args, model.OptimizerArgs())
 
 
 def export(run: Path, step: int | None, to: Path | None) -> None:

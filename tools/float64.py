@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import model
-from parts.pictures import seeing
+from model_files import family_of
+from parts.lora import lora
 
 
 class Float64(TorchFunctionMode):
@@ -50,13 +51,15 @@ def make(folder: str, vocab: int) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
 
 
-def build(kind, folder: str, world, args, *others, **options):
-    """model.build. With --dtype float64 nothing in the model is rounded to float32."""
+def build(kind, folder: str, world, args, *others, adapters=None, **options):
+    """model.build. With --dtype float64 nothing in the model is rounded to float32. adapters:
+    LoraArgs, if it has some."""
+    kind = lora.adapted(kind, adapters) if adapters else kind
     shipped = model.skeleton
 
     def skeleton(*given):
         lm = shipped(*given)
-        for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+        for part in family_of(lm.config).parts(lm):
             widen(part)
         return lm
 

@@ -167,7 +167,7 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([model.whole(x.detach()).flatten().clone() for x in tensors])
 
 
-def plain_hidden(lm, inputs, source):
+def plain_hidden(family, lm, inputs, source):
     """model.hidden_states of one sequence, by transformers: (n, H)."""
     out = lm.base_model(input_ids=inputs["input_ids"], use_cache=False)
     return out.last_hidden_state[0, source]

@@ -21,6 +21,7 @@ import log
 import losses
 import rewards
 from errors import SettingsError
+from flags import CommonArgs
 from tools.samples import read
 from worker import Item
 
@@ -42,7 +43,8 @@ def groups_of(rows: list[dict]) -> list[list[int]]:
 
 def score(rows: list[dict], specs: list[str]) -> list[rewards.Score]:
     """Of each completion. SettingsError if a reward cannot load, or needs what is not kept."""
-    with contextlib.closing(rewards.Pool(specs, rewards.RewardArgs())) as pool:
+    args = CommonArgs(reward=tuple(specs))
+    with contextlib.closing(args.pool(rewards.check(specs)[1])) as pool:
         pool.wait()
         for name, column in pool.needs:
             if column not in KEPT:

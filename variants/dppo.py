@@ -3,7 +3,8 @@
     -sg[min(r_t, 20)] * A_t * logp_t
     0 where A_t > 0 and pi - pi_old > high, or A_t < 0 and pi - pi_old < -low
 
-pi and pi_old are the probabilities of the sampled token. low, high: --clip_low, --clip_high.
+pi and pi_old are the probabilities of the sampled token. low, high: --clip_low, --clip_high; 0.2
+is verl's default. pi_old is the trainer's, in the paper the engine's.
 """
 import torch
 

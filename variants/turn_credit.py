@@ -1,4 +1,4 @@
-"""Turn credit: a token gets what is still to come.    bench/RESULTS.md has the proof
+"""Turn credit: a token gets what is still to come.    parts/turns/RESULTS.md: the proof
 
     A_it = G_ik - mean of G_jk over the other episodes j of the group, where token t is of turn k
     G_ik = R_i - what was paid before turn k; 0 if the episode had no turn k

@@ -160,7 +160,8 @@ def memory_table() -> str:
     import grpo
     import plan
     from bench.gpu import skeleton
-    from plan import GIB, Memory, shape_from
+    from model_files import shape_from
+    from plan import GIB, Memory
     args = plan.changed(grpo.Args(model="Qwen/Qwen2.5-7B-Instruct", batch=8, group=64,
                                   max_tokens=4096), checkpointing=True)
     found = Memory(plan.Plan(args, 4, None, 0), shape_from(skeleton("7b")), 80 * GIB)
@@ -306,7 +307,8 @@ def controls() -> str:
     out = []
     for i, (task, name, reward) in enumerate((("sorting", "sort-grpo", "exact"),
                                               ("knights and knaves", "kk", "kk01"),
-                                              ("guessing game", "game", "won"))):
+                                              ("short instructions", "instructions",
+                                               "follows"))):
         x = 60 + 245 * i
         out += reward_panel(x, 36, name, f"reward/{reward}", task)
         out += reward_panel(x, 250, f"{name}-coin", f"reward/{reward}", "trained on a coin")
@@ -354,6 +356,7 @@ SICK = {  # the metrics that show it
     "collapse": ("collapse", "policy/entropy grad/norm reward/mean"),
     "hacked": ("12", "reward/mean reward/exact rollout/length_mean")}
 PICTURES |= {f"sick_{name}": partial(sick, *what) for name, what in SICK.items()}
+PICTURES = {name: made for name, made in PICTURES.items() if (HERE / f"{name}.svg").exists()}
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ import numpy as np
 from batch import Completion, Sample
 from data import Prompt, Row
 from errors import Count, Range
-from parts.turns.turns import append
 from rollout import Request, hash_seed
 
 
@@ -38,18 +37,42 @@ class CarryArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        if not self.carry:
-            return
-        if plan.args.engine_correction == "none":
+        if self.carry and plan.args.engine_correction == "none":
             yield ("--carry needs --engine_correction: older policies sampled some of a step's "
                    "tokens. Would work: --engine_correction truncate.")
-        whole = {"reply": plan.args.turn_args.reply, "stop": plan.args.engine_args.stop}
-        for name, value in whole.items():
-            if value:
-                yield (f"--{name} needs whole completions, and --carry stops them between rounds: "
-                       "give one of them.")
-        if plan.shape and plan.shape.tower:
-            yield "--carry is for models that read text alone, and --model sees pictures."
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Flags that a resume may not change. --max_tokens: of what is in flight."""
+        return ("carry", "max_tokens") if self.carry else ("carry",)
+
+    def sizes(self, plan):
+        """Changes those of a plan: batches go on over the end of an epoch."""
+        if self.carry:
+            plan.batches = [plan.args.batch]
+            plan.in_flight = plan.args.batch * (1 + self.carry)
+
+    def engine(self, kind: type, run) -> type:
+        """rollout.Engine, or with --carry what extends it."""
+        return carrying(kind, Carry(run.args, run.stream)) if self.carry else kind
+
+
+@dataclass
+class Carried(Completion):
+    """A completion of several rounds."""
+    steps: np.ndarray = None  # (T,) int32: of each token the step whose policy sampled it
+
+    def grow(self, more: Completion, step: int):
+        """In place: the tokens of a round."""
+        self.ids = np.append(self.ids, more.ids)
+        self.logprobs = np.append(self.logprobs, more.logprobs)
+        self.sampled = np.append(self.sampled, more.sampled)
+        self.steps = np.append(self.steps, np.full(len(more.ids), step, np.int32))
+        self.truncated = more.truncated
+
+    def shown(self):
+        """As Completion.shown."""
+        return {"steps": self.steps.tolist()}
 
 
 @dataclass
@@ -57,7 +80,7 @@ class Group:
     """A prompt in flight with its G completions. `truncated` of one that has not ended: it may
     have more tokens."""
     prompt: Prompt
-    completions: list[Completion]
+    completions: list[Carried]
 
 
 def ended(c: Completion, max_tokens: int) -> bool:
@@ -96,7 +119,7 @@ class Carry:
         none = np.zeros(0, np.int32)
         for prompt in prompts:
             self.flight.append(Group(prompt, [
-                Completion(none, none.astype(np.float32), truncated=True, steps=none)
+                Carried(none, none.astype(np.float32), truncated=True, steps=none)
                 for _ in range(self.args.group)]))
 
     def unfinished(self, groups: list[Group]):
@@ -119,9 +142,7 @@ class Carry:
         with engine.log.time("rollout"):
             new = engine.complete(requests, self.args.temperature)
         for (_, _, c), more in zip(growing, new, strict=True):
-            append(c, more.ids, more.logprobs, True)
-            c.steps = np.append(c.steps, np.full(len(more.ids), self.step, np.int32))
-            c.truncated = more.truncated
+            c.grow(more, self.step)
         return [len(more.ids) for more in new]
 
     def metrics(self, seconds: float) -> dict[str, float]:
@@ -136,18 +157,36 @@ class Carry:
                 "rollout/decode_steps": sum(map(max, self.rounds)),
                 "rollout/tokens_per_s": new / seconds if new else math.nan}  # no round: no rate
 
-    def state(self) -> list[dict]:
+    def state(self) -> dict[str, list]:
         """What is in flight. A float32 number is exact in JSON."""
-        return [{"position": group.prompt.position, "row": group.prompt.row.index, "completions": [
-                    [c.ids.tolist(), c.logprobs.tolist(), c.steps.tolist(), c.truncated]
-                    for c in group.completions]} for group in self.flight]
+        return {"flight": [
+            {"position": group.prompt.position, "row": group.prompt.row.index, "completions": [
+                [c.ids.tolist(), c.logprobs.tolist(), c.steps.tolist(), c.truncated]
+                for c in group.completions]} for group in self.flight]}
 
-    def restore(self, flight: list[dict], rows: list[Row]):
+    def restore(self, state: dict, rows: list[Row]):
         """What `state` gave."""
         by_index = {row.index: row for row in rows}
         self.flight = [
             Group(Prompt(group["position"], by_index[group["row"]]), [
-                Completion(np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
-                           steps=np.array(steps, np.int32))
+                Carried(np.array(ids, np.int32), np.array(logprobs, np.float32), cut,
+                        steps=np.array(steps, np.int32))
                 for ids, logprobs, steps, cut in group["completions"]])
-            for group in flight]
+            for group in state["flight"]]
+
+
+def carrying(kind: type, carry: Carry) -> type:
+    """rollout.Engine → one whose completions may go on in the next step."""
+    class Carrying(kind):
+        def sample(self, prompts, group, temperature, purpose="train"):
+            if purpose != "train":  # an evaluation is whole
+                return super().sample(prompts, group, temperature, purpose)
+            return carry.sample(self, prompts)
+
+        def state(self):
+            return carry.state()
+
+        def restore(self, state, rows):
+            carry.restore(state, rows)
+
+    return Carrying

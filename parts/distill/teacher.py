@@ -1,45 +1,80 @@
-"""teacher.py: for distill.py: a teacher beside the policy, and the prompts of --teacher_prompt."""
-from dataclasses import replace
+"""teacher.py: for distill.py: the teacher, its memory, and the prompts of --teacher_prompt."""
+from dataclasses import dataclass, replace
 
 from batch import Batch
 from data import DataArgs, Row, make_row, marks_of
 from errors import SettingsError
-from model import Teacher
+from inputs import ModelFiles, open_model
+from model_files import shape_from
+from plan import UPDATE_HEAD, Memory, Phase
+
+HEAD = 6  # float32 matrices (chunk, vocabulary) of the teacher, beside UPDATE_HEAD
 
 
-def beside(teacher, micro, temperature: float, kind: str) -> Teacher | None:
-    """A teacher, a model.Policy or lora.Base, on this micro-batch. kind "none": None. Its head is
-    whole from now on, until teacher.module.reshard(): the policy's backward calls it too."""
-    if kind == "none":
-        return None
-    hidden, model = teacher.hidden(micro), teacher.module  # (n, H)
-    model.unshard()
-    return Teacher(hidden, model.head, temperature / model.scale, kind)
+def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> ModelFiles:
+    """files, of --model, with --teacher. SettingsError unless it has the model's vocabulary."""
+    folder, lm, tokenizer = open_model(args.teacher, "teacher", sketches)
+    if tokenizer.get_vocab() != files.tokenizer.get_vocab():
+        raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
+                            f"{args.model}: their tokenizers differ.")
+    rows = lm.config.get_text_config().vocab_size
+    if args.divergence != "none" and rows != files.vocab:
+        raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
+                            f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
+                            "Would work: --divergence none.")
+    return files._replace(reference=folder, shape=replace(files.shape, reference=shape_from(lm)))
 
 
-def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs, template: str) -> None:
-    """The prompt of each row for the teacher. It must not be shorter than the row's own:
+class TeacherMemory(Memory):
+    """With --divergence an update also has the teacher's head and hidden states."""
+
+    def micro_batch(self, phase: Phase) -> tuple[float, float]:
+        """See Memory."""
+        layers, logits = super().micro_batch(phase)
+        if phase.name != "update" or self.args.divergence == "none":
+            return layers, logits
+        teacher = self.shape.reference or self.shape
+        more = self.c * (teacher.root + phase.tokens * teacher.hidden)
+        return layers + more, logits * (1 + HEAD / UPDATE_HEAD)
+
+
+@dataclass
+class TaughtRow(Row):
+    """A row with the prompt that --teacher_prompt makes."""
+    teacher_ids: list[int] | None = None
+
+    def digested(self, of_file) -> list:
+        """See data.Row."""
+        found = super().digested(of_file)
+        found[4] = self.teacher_ids
+        return found
+
+
+def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs,
+                        template: str) -> list[TaughtRow]:
+    """The rows with the prompt of each for the teacher. It must not be shorter than the row's own:
     micro-batches are cut by it."""
-    args, marks = replace(args, prompt_template=template), marks_of(tokenizer)
+    args, marks, found = replace(args, prompt_template=template), marks_of(tokenizer), []
     for row in rows:
         try:
-            made = make_row(row.index, row.columns, row.source, tokenizer, marks, args,
-                            flag="--teacher_prompt")
+            made = make_row(row.index, row.columns, row.source, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
-            raise SettingsError(f"--teacher_prompt, row {row.index}: {error}") from None
+            why = str(error).replace("--prompt_template", "--teacher_prompt")
+            raise SettingsError(f"--teacher_prompt, row {row.index}: {why}") from None
         if made is None:
             raise SettingsError(f"--teacher_prompt gives row {row.index} no text.")
-        row.teacher_ids = made.prompt_ids
-        if not len(row.prompt_ids) <= len(row.teacher_ids) <= args.max_prompt_tokens:
+        if not len(row.prompt_ids) <= len(made.prompt_ids) <= args.max_prompt_tokens:
             raise SettingsError(
-                f"--teacher_prompt gives row {row.index} {len(row.teacher_ids)} tokens; it must "
+                f"--teacher_prompt gives row {row.index} {len(made.prompt_ids)} tokens; it must "
                 f"give from the prompt's own {len(row.prompt_ids)} up to --max_prompt_tokens "
                 f"{args.max_prompt_tokens}.")
+        found.append(TaughtRow(**vars(row), teacher_ids=made.prompt_ids))
+    return found
 
 
 def behind_teacher_prompts(batch: Batch) -> Batch:
     """The same completions behind the prompts that add_teacher_prompts made, if it did."""
-    if batch.samples[0].prompt.row.teacher_ids is None:
+    if not isinstance(batch.samples[0].prompt.row, TaughtRow):
         return batch
     moved = []
     for sample in batch.samples:

@@ -16,15 +16,15 @@ import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from batch import to_device
+from batch import Completion, to_device
 from errors import not_default
+from family import Family, Shape
 
 # What a checkpoint calls a layer's mixture, and the matrices G, U and D of an expert.
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
@@ -39,107 +39,46 @@ class ExpertArgs:
     """The policy's routers stay as they are."""
     replay_routing: bool = False
     """R3: the trainer uses the experts that the engine used. On GPU."""
+    fixed: ClassVar[tuple[str, ...]] = ("freeze_router",)
 
     def rules(self, plan):
         """See plan.problems."""
-        args = plan.args
-        if plan.shape and not plan.shape.mixture:
+        if plan.shape and plan.shape.kind != "experts":
             yield from (f"--{name} needs a model with experts." for name in not_default(self))
-        if self.freeze_router and args.lora_args.lora_rank:
-            yield ("--freeze_router is for routers that are trained, and with --lora_rank they are "
-                   "not: give one of them.")
-        if not self.replay_routing:
-            return
-        if args.turn_args.reply:
-            yield "--replay_routing is for one turn: of a reply's tokens no experts are known."
-        if args.carry_args and args.carry_args.carry:
-            yield ("--replay_routing is for completions of one round, and --carry goes on with "
-                   "them: give one of them.")
-        if args.teacher_prompt:
-            yield "--replay_routing has no experts for the prompts of --teacher_prompt."
-        if not args.needs_engine:
-            yield f"--replay_routing needs an engine, and {args.script} starts none."
+        if self.replay_routing and not plan.args.needs_engine:
+            yield f"--replay_routing needs an engine, and {plan.args.script} starts none."
 
 
-# ---- in a model ----
+# ---- its sizes ----
 
-def blocks(lm) -> list[nn.Module]:
-    """The mixtures, by layer. []: a dense model."""
-    if lm.config.model_type not in NAMES:
-        return []
-    return [module for module in lm.modules() if hasattr(module, "experts")]
-
-
-class Sizes(NamedTuple):
-    """Of the mixtures of a model, for the plan of its memory."""
+@dataclass(kw_only=True)
+class MixtureShape(Shape):
+    """See Shape."""
     experts: int  # E of a layer
     used: int  # k of a token
-    inner: int  # I of an expert
     idle: int  # parameters of a layer that a token does not use
+    kind: ClassVar[str] = "experts"
+
+    @property
+    def wide(self) -> int:
+        """Of all experts that a token uses."""
+        return self.intermediate * self.used
+
+    def layer_bytes(self, c: int, keys: int) -> float:
+        """And x and y of each expert, p, and the places where rows go."""
+        return (super().layer_bytes(c, keys) + 2 * c * self.used * self.hidden
+                + 4 * self.experts + 24 * self.used)
+
+    def cuts(self, ranks: int) -> float:
+        """A rank has whole experts."""
+        return self.experts / -(-self.experts // ranks)
 
 
-def sizes(lm) -> Sizes | None:
-    """None: a dense model."""
-    for block in blocks(lm):
-        experts, hidden, inner = block.experts.down_proj.shape
-        used = block.gate.top_k
-        return Sizes(experts, used, inner, (experts - used) * 3 * inner * hidden)
-    return None
+# ---- a model ----
 
-
-def saved(sizes: Sizes | None, hidden: int, c: int) -> int:
-    """Bytes a token that a mixture keeps for backward, beside the 4 k I numbers of an MLP: x and y
-    of each expert, p, and the places where rows go. c: bytes of a number. None: a dense model."""
-    return 2 * c * sizes.used * hidden + 4 * sizes.experts + 24 * sizes.used if sizes else 0
-
-
-# ---- in a checkpoint ----
-
-def pieces(lm, name: str, tensor, first: int = 0):
-    """Yields (name, tensor) of a parameter as a checkpoint has it: each expert alone.
-
-    tensor: the parameter, or of fused experts some, of which this is the `first`.
-    """
-    layer, mlp, own = name.partition(".mlp.")
-    if not mlp or lm.config.model_type not in NAMES:
-        yield name, tensor
-        return
-    block, gate, up, down = NAMES[lm.config.model_type]
-    if not own.startswith("experts."):
-        yield f"{layer}.{block}.{own}", tensor
-        return
-    for number, matrix in enumerate(tensor, first):
-        parts = {down: matrix}
-        if own == "experts.gate_up_proj":
-            parts = dict(zip((gate, up), matrix.chunk(2), strict=True))
-        for part, value in parts.items():
-            yield f"{layer}.{block}.experts.{number}.{part}.weight", value
-
-
-def shapes(lm, parameters) -> dict[str, list[int]]:
-    """{name in a checkpoint: shape} of (name, parameter) pairs."""
-    return {there: list(piece.shape) for name, p in parameters
-            for there, piece in pieces(lm, name, torch.empty(p.shape, device="meta"))}
-
-
-def on_this_rank(lm, tensors) -> dict[str, tuple[int, torch.Tensor]]:
-    """{name in a checkpoint: (first row, the rows of this rank)} of (name, tensor) pairs of a
-    sharded model. Experts are whole: a rank has some."""
-    found = {}
-    for name, p in tensors:
-        first, rows = 0, p.detach()
-        if isinstance(rows, DTensor):
-            first, rows = rows.__create_chunk_list__()[0].offsets[0], rows.to_local()
-        for there, piece in pieces(lm, name, rows, first):
-            found[there] = 0 if ".experts." in name else first, piece
-    return found
-
-
-# ---- in a policy ----
-
-class Routing:
-    """The routers of a LogprobModel. A hook behind each of them counts the experts that it chose,
-    or puts those of the engine in their place.
+class Mixture(Family):
+    """Of mixtures of experts. A hook behind each router of a policy counts the experts that it
+    chose, or puts those of the engine in their place.
 
     The load of a layer is measured at the n places of a batch so far, on all ranks, at which a
     sampled token is predicted, k experts at each:
@@ -147,20 +86,77 @@ class Routing:
         f_e = how often e was chosen / (n k)
     """
 
-    def __init__(self, lm):
-        self.routers = [block.gate for block in blocks(lm)]
+    types = tuple(NAMES)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.routers, self.replays = [], False  # of a policy
         self.batch = self.counts = None  # counts (layers, E): of the batch that is learned from
         self.source = None  # (n,): the places of this forward that count. None: it does not count
         self.routes = None  # (S, layers, k). None: the routers choose
-        for layer, router in enumerate(self.routers):
-            router.register_forward_hook(partial(self.behind, layer))
+
+    def skeleton(self, dtype, **options):
+        """See Family, as all of these. The best kernel has no float64."""
+        return super().skeleton(dtype, experts_implementation=(
+            "eager" if dtype == torch.float64 else None), **options)
+
+    def shape(self, lm) -> Shape:
+        """With the sizes of its mixtures."""
+        block = blocks(lm)[0]
+        experts, hidden, inner = block.experts.down_proj.shape
+        used = block.gate.top_k
+        return MixtureShape(**vars(super().shape(lm)) | {"intermediate": inner}, experts=experts,
+                            used=used, idle=(experts - used) * 3 * inner * hidden)
+
+    def cpu_limits(self, args):
+        """vLLM's own."""
+        if args.expert_args.replay_routing:
+            yield "--replay_routing needs a GPU: elsewhere vLLM does not tell its experts."
+        adapters = vars(args).get("lora_args")  # of a part that may not be there
+        low = args.model_args.dtype == "bfloat16"
+        if args.needs_engine and adapters and adapters.in_engine(low):
+            yield ("--lora_sync adapter needs a GPU for a model with experts. Would work: "
+                   "--lora_sync merged.")
+
+    def pieces(self, name: str, tensor, first: int = 0):
+        """Each expert alone, and whole: a rank has some of them."""
+        layer, mlp, own = name.partition(".mlp.")
+        block, gate, up, down = NAMES[self.config.model_type]
+        if not mlp:
+            yield name, tensor, first
+        elif not own.startswith("experts."):
+            yield f"{layer}.{block}.{own}", tensor, first
+        else:
+            for number, matrix in enumerate(tensor, first):
+                parts = {down: matrix}
+                if own == "experts.gate_up_proj":
+                    parts = dict(zip((gate, up), matrix.chunk(2), strict=True))
+                for part, value in parts.items():
+                    yield f"{layer}.{block}.experts.{number}.{part}.weight", value, 0
+
+    def plain_logits(self, lm, head, keep, inputs):
+        """The routers choose."""
+        self.routes = None
+        return super().plain_logits(lm, head, keep, inputs)
+
+    def follow(self, lm, args):
+        """Hooks behind its routers; --freeze_router."""
+        flags = args.expert_args if args else ExpertArgs()
+        self.replays = flags.replay_routing
+        if not self.routers:
+            self.routers = [block.gate for block in blocks(lm)]
+            for layer, router in enumerate(self.routers):
+                router.register_forward_hook(partial(self.behind, layer))
+        if flags.freeze_router:
+            for router in self.routers:
+                router.requires_grad_(False)
 
     @contextmanager
-    def of(self, micro, replay: bool):
-        """Around a forward of a micro-batch. replay: R3. A rounding in the engine may choose
+    def around(self, micro):
+        """It counts, in an update. --replay_routing is R3: a rounding in the engine may choose
         another expert than the same rounding here, and the ratio of such a token is far from 1.
         https://arxiv.org/abs/2510.11370"""
-        self.routes = routes_of(micro) if replay else None
+        self.routes = routes_of(micro) if self.replays else None
         if torch.is_grad_enabled():  # an update
             if micro.batch is not self.batch:
                 sizes = len(self.routers), self.routers[0].num_experts
@@ -184,18 +180,67 @@ class Routing:
             self.counts[layer].scatter_add_(0, used, torch.ones_like(used))
         return logits, weights, chosen
 
-    def load(self, world, replay: bool) -> dict[str, float]:
-        """The metrics of the load. A collective."""
-        if replay and any(sample.completion.routes is None for sample in self.batch.samples):
+    def engine(self, kind, args, inputs):
+        """With replay it tells the experts of each token."""
+        return mixing(kind, args.expert_args.replay_routing)
+
+    def metrics(self, world) -> dict[str, float]:
+        """The load."""
+        if self.replays and not all(map(has_routes, self.batch.samples)):
             raise RuntimeError("the engine did not tell its experts, which --replay_routing needs")
         return load_metrics(world.sum(self.counts.cpu().double()))
+
+
+# ---- in the engine ----
+
+@dataclass
+class Routed(Completion):
+    """A completion whose experts the engine told."""
+    routes: np.ndarray | None = None  # (prompt + T - 1, layers, k): of each token that is an input
+
+
+def mixing(kind: type, replays: bool) -> type:
+    """rollout.Engine → one of a model with experts. replays: it tells those of each token."""
+    class Mixing(kind):
+        def options(self, max_len):
+            return super().options(max_len) | {"enable_return_routed_experts": replays}
+
+        def take(self, weights):
+            if not self.on_gpu:
+                self.llm.apply_model(forget_packed_experts)
+            super().take(weights)
+
+        def completion(self, output):
+            return Routed(**vars(super().completion(output)), routes=output.routed_experts)
+
+    return Mixing
+
+
+def forget_packed_experts(model) -> None:
+    """Before new weights, on a CPU: vLLM packs those of experts only where it has no kernel for
+    them yet. The log-probs of others were wrong by 10 nats."""
+    for layer in model.modules():
+        if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
+            layer.quant_method.moe_kernel = None
+
+
+def has_routes(sample) -> bool:
+    """Whether the engine told its experts."""
+    return getattr(sample.completion, "routes", None) is not None
+
+
+# ---- in a forward ----
+
+def blocks(lm) -> list[nn.Module]:
+    """The mixtures, by layer."""
+    return [module for module in lm.modules() if hasattr(module, "experts")]
 
 
 def routes_of(micro):
     """(S, layers, k) of the tokens of a packed input, in the order of batch.pack. A prompt has
     those of the first completion of its group. None: there are no rows, or it is a trial."""
     samples, parts, owners = micro.batch.samples, [], []
-    if any(samples[row].completion.routes is None for row in micro.rows) or not micro.rows:
+    if not micro.rows or not all(map(has_routes, (samples[row] for row in micro.rows))):
         return None
     for row in micro.rows:
         owner, prompt, _ = micro.batch.sizes[row]

@@ -4,38 +4,69 @@ A judge behind a server answers slowly, and can answer many at a time (examples/
 """
 import asyncio
 import traceback
+from typing import NamedTuple
 
-TOGETHER = 64  # calls that a worker gets at once
+import worker
+from worker import Part, Reward
+
 PAUSE = 1.0  # seconds before the first retry; each further pause is twice as long
 LOOP = asyncio.Runner()  # one loop for all calls: a client may outlive its call
 
 
-def longest(timeout: float, retries: int) -> float:
-    """Seconds: all tries and pauses of the coroutines, after the other rewards."""
-    return timeout * (retries + 2) + PAUSE * (2**retries - 1) + 1
+class Loaded(NamedTuple):
+    """What a worker calls."""
+    rewards: list[Reward]
+    timeout: float  # seconds for an item in a try
+    retries: int  # of a coroutine, at most
 
 
-def score(rewards: list, calls: list, timeout: float, retries: int) -> None:
-    """Calls the coroutines of these worker.Calls together. timeout: seconds for an item in a try.
-    """
-    LOOP.run(score_all(rewards, calls, timeout, retries))
+class Call:
+    """Completions that come together: one, or all of a prompt."""
+
+    def __init__(self, rewards: list[Reward], items: list):
+        self.items, self.retries = items, 0
+        self.found = [[None] * len(items) if it.waits else worker.found_by(it, items)
+                      for it in rewards]
+
+    def answers(self) -> list[list]:
+        """As of worker.answers, and for the first item the retries."""
+        made = worker.answers(self.found)
+        return [[*one, 0 if i else self.retries] for i, one in enumerate(made)]
 
 
-async def score_all(rewards: list, calls: list, timeout: float, retries: int) -> None:
-    """As `score`, in the loop."""
-    await asyncio.gather(*(score_one(call, *task, timeout, retries) for call in calls
-                           for task in call.tasks(rewards, waits=True)))
+def load(parts: list[Part], timeout: float, retries: int) -> tuple[Loaded, list]:
+    """As worker.load."""
+    rewards, told = worker.load(parts)
+    return Loaded(rewards, timeout, retries), told
 
 
-async def score_one(call, reward, found: list, part: slice, timeout: float, retries: int) -> None:
-    """One call of a coroutine, and retries where it raises or is late."""
+def score(loaded: Loaded, calls: list[list]) -> list[list]:
+    """The answers of each call: the coroutines run together, after the other rewards."""
+    made = [Call(loaded.rewards, items) for items in calls]
+    LOOP.run(score_all(loaded, made))
+    return [call.answers() for call in made]
+
+
+async def score_all(loaded: Loaded, calls: list[Call]) -> None:
+    """Calls the coroutines."""
+    tasks = []
+    for call in calls:
+        for reward, found in zip(loaded.rewards, call.found, strict=True):
+            size = len(call.items) if reward.groups else 1
+            tasks += [score_one(loaded, call, reward, found, slice(i, i + size))
+                      for i in range(0, len(call.items), size) if reward.waits]
+    await asyncio.gather(*tasks)
+
+
+async def score_one(loaded: Loaded, call: Call, reward: Reward, found: list, part: slice) -> None:
+    """One call of a coroutine, and retries where it raises or is late. found: its numbers."""
     items = call.items[part]
-    seconds = timeout * len(items)
+    seconds = loaded.timeout * len(items)
 
     async def once():
         return reward.values(await reward.start(items), items)
 
-    for retry in range(retries + 1):
+    for retry in range(loaded.retries + 1):
         if retry:
             call.retries += 1
             await asyncio.sleep(PAUSE * 2 ** (retry - 1))
@@ -48,8 +79,13 @@ async def score_one(call, reward, found: list, part: slice, timeout: float, retr
         elif task.exception() is None:
             found[part] = task.result()
             return
-        elif isinstance(task.exception(), MemoryError):  # as in worker.score
+        elif isinstance(task.exception(), MemoryError):  # as in worker.found_by
             raise task.exception()
         else:
             error = "".join(traceback.format_exception(task.exception()))[-2000:]
     found[part] = [error] * len(items)
+
+
+def work(fd: int) -> None:
+    """See worker.py."""
+    worker.work(fd, load, score)

@@ -2,19 +2,25 @@
 
     y = W x + alpha / rank · B (A x)    A (rank, in), B (out, rank)    arxiv.org/abs/2106.09685
 """
+import json
 import random
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
 from errors import Positive
-from parts.pictures.seeing import text_of
+from inputs import is_tiny
+from log import whole_folder
+from model import LogprobModel, Policy, ValueModel, compute_dtype
 
 LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLLM has room for
 
@@ -23,7 +29,8 @@ LORA_RANKS = 0, 1, 8, 16, 32, 64, 128, 256, 320, 512  # of the adapters that vLL
 class LoraArgs:
     """LoRA (docs/use/memory_and_machines.md)."""
     lora_rank: int = 0
-    """Train adapters of this rank and nothing else (and the critic's head). 0: all weights."""
+    """Train adapters of this rank and nothing else (and the critic's head). 0: all weights. An --lr
+    that is not given is ten times as much."""
     lora_alpha: Positive | None = None
     """What it adds is scaled by alpha / rank. Not given: 2 x rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
@@ -32,6 +39,12 @@ class LoraArgs:
     """What the engine gets: adapter, or merged weights, which bfloat16 rounds. auto: adapter in
     bfloat16, else merged."""
     switch: ClassVar[str] = "lora_rank"
+    fixed: ClassVar[tuple[str, ...]] = "lora_alpha", "lora_rank", "lora_targets"
+
+    @property
+    def rate(self) -> int:
+        """--lr in units of full training's: https://thinkingmachines.ai/blog/lora."""
+        return 10 if self.lora_rank else 1
 
     @property
     def scale(self) -> float:
@@ -47,17 +60,25 @@ class LoraArgs:
             yield (f"--lora_rank must be at most {most} (got {self.lora_rank}): vLLM takes no "
                    "larger adapter. Would work: --lora_sync merged, which needs none.")
         if shape and {*self.lora_targets} - {"all-linear", *shape.linears}:
-            experts = "; experts take no adapters" if shape.mixture else ""
             yield (f"--lora_targets must be all-linear or some of {' '.join(shape.linears)} (got "
-                   f"{' '.join(self.lora_targets)}{experts}).")
-        elif shape and not shape.adapter(self):
+                   f"{' '.join(self.lora_targets)}).")
+        elif shape and not self.added(shape):
             yield ("--lora_rank finds no torch.nn.Linear to adapt: --lora_targets names none, or "
                    "the model has none. Would work: --lora_targets all-linear, or --lora_rank 0.")
+
+    def added(self, shape) -> int:
+        """Parameters of the adapters of a model with this Shape. 0: all weights are trained."""
+        layer = sum(n for name, n in shape.linears.items() if self.chosen(name))
+        return self.lora_rank * shape.layers * layer
 
     def in_engine(self, bfloat16: bool) -> bool:
         """Whether the engine gets the adapter itself."""
         sync = "adapter" if self.lora_sync == "auto" and bfloat16 else self.lora_sync
         return self.lora_rank > 0 and sync == "adapter"
+
+    def engine_bytes(self, shape, c: int) -> int:
+        """Of the adapter in the engine. c: bytes of a number."""
+        return c * self.added(shape) if self.in_engine(c == 2) else 0
 
     def chosen(self, name: str) -> bool:
         """Whether the linear layer with this last name has an adapter."""
@@ -82,11 +103,79 @@ class Lora(nn.Linear):
         return y + F.linear(F.linear(x, self.lora_A) * self.scale, self.lora_B)
 
     def merged(self, device):
-        """W + scale · B A, added in at least float32: a new tensor. A collective."""
+        """W + scale · B A, added in at least float32: a new tensor. A collective. Without the
+        adapter: W, as it is."""
+        if not self.scale:
+            return self.weight.detach()
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         w, a, b = (p.detach().to(device).full_tensor().to(wide)
                    for p in (self.weight, self.lora_A, self.lora_B))
         return w + self.scale * (b @ a)
+
+
+# ---- a model, a policy ----
+
+def adapted(kind: type, args: LoraArgs) -> type:
+    """model.LogprobModel or ValueModel → the same with frozen weights, and adapters beside them."""
+    class WithAdapters(kind):
+        frozen = True
+
+        def __init__(self, lm, head_chunk: int):
+            put_in(lm, args, torch.promote_types(lm.dtype, torch.float32))
+            super().__init__(lm, head_chunk)
+
+        def start(self, seed: int):
+            start(self.lm, seed)
+
+    return WithAdapters
+
+
+class Adapted(Policy):
+    """A policy whose adapters are trained. lora: its LoraArgs. base: the name of the model that
+    they are for."""
+
+    def __init__(self, *given, lora: LoraArgs, base: str, **named):
+        super().__init__(*given, **named)
+        lm = self.module.lm
+        layers = {name: m for name, m in lm.named_modules() if isinstance(m, Lora)}
+        self.layers = {f"{name}.weight": layer for name, layer in layers.items()}
+        self.left_out |= {name for name in lm.state_dict() if is_adapter(name)}
+        self.lora = lora
+        self.config = {  # adapter_config.json, as peft and vLLM read it
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+            "r": lora.lora_rank, "lora_alpha": lora.scale * lora.lora_rank, "bias": "none",
+            "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+            "inference_mode": True}
+
+    def in_use(self, name: str, value):
+        """As Policy.in_use, with what the adapters add."""
+        return self.layers[name].merged(self.world.device) if name in self.layers else value
+
+    def beginning(self) -> "Base":
+        """As Policy.beginning: the same weights without the adapters."""
+        return Base(self)
+
+    def engine(self, kind, args, inputs):
+        """As Policy.engine. It may get the adapter itself."""
+        kind, dtype = super().engine(kind, args, inputs), compute_dtype(
+            args.model_args, self.world.device)
+        return taking(kind, self.config) if self.lora.in_engine(dtype == torch.bfloat16) else kind
+
+    def export(self, folder: Path) -> None:
+        """The adapters alone to adapter/: peft's two files, in float32, by rank 0. A collective."""
+        weights = {name: tensor.float().cpu().contiguous()
+                   for name, tensor in tensors(self.module.lm, self.world.device)}
+        if self.world.rank == 0:
+            with whole_folder(folder / "adapter") as unfinished:
+                save_file(weights, unfinished / "adapter_model.safetensors", {"format": "pt"})
+                (unfinished / "adapter_config.json").write_text(json.dumps(self.config, indent=1))
+
+
+def kinds(args: LoraArgs, name: str, folder: str) -> tuple:
+    """What run.py builds with --lora_rank: LogprobModel, ValueModel, Policy. name: --model."""
+    base = folder if is_tiny(name) else name
+    return (adapted(LogprobModel, args), adapted(ValueModel, args),
+            partial(Adapted, lora=args, base=base))
 
 
 class Base:
@@ -101,10 +190,10 @@ class Base:
         with self.without():
             return self.policy.logprobs(*args)
 
-    def hidden(self, micro):
-        """As Policy.hidden."""
+    def weights(self, dtype):
+        """As Policy.weights."""
         with self.without():
-            return self.policy.hidden(micro)
+            yield from self.policy.weights(dtype)
 
     @contextmanager
     def without(self):
@@ -120,7 +209,7 @@ class Base:
 def put_in(lm, args: LoraArgs, dtype):
     """Freeze a model and give its targets empty adapters, in place: all other names stay."""
     lm.requires_grad_(False)
-    text = text_of(lm)
+    text = lm.get_decoder()
     for name, layer in [*text.named_modules()]:
         if isinstance(layer, nn.Linear) and args.chosen(name.rpartition(".")[2]):
             text.set_submodule(name, Lora(layer, args, dtype))
@@ -144,16 +233,64 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
-def peft_config(lm, args: LoraArgs, model: str) -> dict:
-    """adapter_config.json, as peft and vLLM read it."""
-    targets = {name.rpartition(".")[2] for name, m in lm.named_modules() if isinstance(m, Lora)}
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model,
-            "r": args.lora_rank, "lora_alpha": args.scale * args.lora_rank, "bias": "none",
-            "target_modules": sorted(targets), "inference_mode": True}
-
-
 def tensors(lm, device):
     """Yields (peft's name, full tensor) of each A and B. A collective: use it up."""
     for name, p in lm.named_parameters():
         if is_adapter(name):
             yield f"base_model.model.{name}.weight", p.detach().to(device).full_tensor()
+
+
+# ---- in the engine ----
+
+def taking(kind: type, config: dict) -> type:
+    """rollout.Engine → one that gets the adapter itself. config: Adapted's."""
+    class Taking(kind):
+        def __init__(self, folder, world, args, **named):
+            # The base comes once, in the first sync: it must be kept.
+            args = replace(args, sleep_level=min(args.sleep_level, 1))
+            self.request, self.syncs = None, 0  # vLLM's name of the adapter; how often it came
+            super().__init__(folder, world, args, **named)
+
+        def options(self, max_len):
+            return super().options(max_len) | {
+                "enable_lora": True, "lora_target_modules": config["target_modules"],
+                "max_lora_rank": next(r for r in LORA_RANKS if r >= config["r"])}
+
+        def bring(self, policy):
+            with self.changing():
+                if self.request is None:
+                    self.take(Base(policy).weights(self.dtype))
+                self.syncs += 1
+                adapter = tensors(policy.module.lm, self.world.device)
+                self.request = put_adapter(self.llm, config, adapter, self.syncs)
+
+        def take(self, weights):
+            self.request = None
+            super().take(weights)
+
+        def outputs(self, requests, temperature):
+            return super().outputs(requests, temperature, lora_request=self.request)
+
+    return Taking
+
+
+def put_adapter(llm, config: dict, adapter: Iterator, sync: int):
+    """Put an adapter (`tensors`) into the engine → the request for it. Its path exists nowhere, and
+    is new in each sync: the prefix cache knows an adapter by it, and would serve an old one."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    copies = {name: t.to("cpu", copy=True) for name, t in adapter}  # vLLM scales B in place
+
+    def put(model):
+        manager, names = model.lora_manager, getattr(model, "hf_to_vllm_mapper", None)
+        made = LoRAModel.from_lora_tensors(
+            1, copies, PEFTHelper.from_dict(config), device="cpu",
+            dtype=manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size,
+            weights_mapper=names.get_rename_mapper() if names else None)
+        manager.remove_adapter(1)
+        manager.add_adapter(made)
+        manager.activate_adapter(1)
+
+    llm.apply_model(put)
+    return LoRARequest("policy", 1, f"memory/sync_{sync}")

@@ -1,14 +1,18 @@
 """rows.py: the pictures of a row: in its columns, in its text, and in the ids of its prompt."""
 import re
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from data import CHAT, CHATS, MARK, PROMPTS, Row, chat_of, not_null
+import data
+from data import CHAT, CHATS, PROMPTS, Row, chat_of, from_json, not_null
 from errors import SettingsError
 from parts.pictures.eyes import opened
 
 COLUMNS = ("images", "image")
+MARK = "<image>"  # a picture, in a text
 
 
 class Pictures(NamedTuple):
@@ -21,24 +25,91 @@ class Pictures(NamedTuple):
     bytes: int = 0  # of its pixels, as files have them and as the tower gets them
 
 
-def parts_of(text: str) -> list[dict]:
-    """Texts and pictures apart."""
-    return [{"type": "image"} if part == MARK else {"type": "text", "text": part}
-            for part in re.split(f"({MARK})", text) if part]
+@dataclass
+class PicturedRow(Row):
+    """A row whose prompt has pictures."""
+    pictures: Pictures | None = None
+
+    @property
+    def seen(self) -> object:
+        """See data.Row."""
+        return super().seen, self.pictures
+
+    @property
+    def shown_ids(self) -> list[int]:
+        """See data.Row."""
+        return self.pictures.short_ids
+
+    @property
+    def shown(self) -> dict:
+        """See data.Row."""
+        return super().shown | {"images": [
+            it if isinstance(it, str) else f"{crc32(it):x}" for it in self.pictures.sources]}
+
+    def digested(self, of_file) -> list:
+        """See data.Row."""
+        return [*super().digested(of_file)[:-1], [
+            of_file(it) if isinstance(it, str) else it for it in self.pictures.sources]]
+
+
+@cache
+def with_pictures(kind: type[Row]) -> type[Row]:
+    """PicturedRow, of a row that a script extends in another way too."""
+    @dataclass
+    class Both(PicturedRow, kind):
+        pass
+
+    return PicturedRow if kind is Row else Both
+
+
+def pictures_in(row: Row) -> Pictures | None:
+    """None: text alone."""
+    return row.pictures if isinstance(row, PicturedRow) else None
+
+
+# ---- from columns ----
+
+def folder_of(spec: str) -> Path:
+    """Of the data: paths of pictures begin there."""
+    path = Path(data.parts_of(spec)[0])
+    return path if path.is_dir() else path.parent
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks, args, *,
              make, eyes, folder: Path) -> Row | None:
-    """In the place of `make`, data.make_row or that of targets.py. folder: of the data."""
+    """In the place of `make`, data.make_row or that of a script. folder: of the data."""
     sources = tuple(source_of(value, folder) for value in values_of(columns))
     columns = {column: value for column, value in columns.items() if column not in COLUMNS}
     columns |= {column: marked(column, columns[column], len(sources))
                 for column in (*CHATS, *PROMPTS) if isinstance(columns.get(column), str | list)}
-    asks = re.search("""['"]image['"]""", str(tokenizer.chat_template))  # for them apart
-    row = make(index, columns, name, tokenizer, marks, args, parts=parts_of if asks else None)
-    if row:
-        place(row, sources, eyes)
-    return row
+    if re.search("""['"]image['"]""", str(tokenizer.chat_template)):  # it asks for them apart
+        tokenizer = InParts(tokenizer)
+    row = make(index, columns, name, tokenizer, marks, args)
+    return row and placed(row, sources, eyes)
+
+
+class InParts:
+    """A tokenizer whose chat template gets each content as texts and pictures apart."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *args, **options):
+        return self.tokenizer(*args, **options)
+
+    def apply_chat_template(self, messages: list[dict], **options) -> str:
+        """The tokenizer's own."""
+        messages = [m | {"content": parts_of(m["content"])} for m in messages]
+        return self.tokenizer.apply_chat_template(messages, **options)
+
+
+def parts_of(text: str) -> list[dict]:
+    """Texts and pictures apart."""
+    return [{"type": "image"} if part == MARK else {"type": "text", "text": part}
+            for part in re.split(f"({MARK})", text) if part]
 
 
 def values_of(columns: dict) -> list:
@@ -65,28 +136,41 @@ def marked(column: str, prompt, count: int):
     """A prompt column with a mark for each picture: in front, unless it has marks."""
     if isinstance(prompt, str) and not CHAT.match(prompt):
         return prompt if MARK in prompt or not prompt.strip() else MARK * count + prompt
-    chat = chat_of(column, prompt, None, MARK)
+    chat = chat_of(column, in_texts(from_json(prompt)), None)
     asked = next((m for m in chat if m["role"] == "user"), None)
     if asked and MARK not in str(chat):
         asked["content"] = MARK * count + asked["content"]
     return chat
 
 
-def place(row: Row, sources: tuple, eyes) -> None:
-    """The row gets the ids of its pictures."""
+def in_texts(stored):
+    """Messages, as stored, with a text in the place of each {"type": "image"}."""
+    if isinstance(stored, list):
+        return [in_texts(value) for value in stored]
+    if not isinstance(stored, dict):
+        return stored
+    if not_null(stored) == {"type": "image"}:
+        return {"type": "text", "text": MARK}
+    return {key: in_texts(value) for key, value in stored.items()}
+
+
+# ---- in ids ----
+
+def placed(row: Row, sources: tuple, eyes) -> Row:
+    """The row with the ids of its pictures."""
     short, ids = row.prompt_ids, []
     if short.count(eyes.token) != len(sources):
         raise SettingsError(f"the prompt has {short.count(eyes.token)} places {MARK} and the row "
                             f"{len(sources)} pictures: they must be as many.")
-    if row.target and eyes.token in row.target[0]:
+    if eyes.token in row.ids[len(short):]:
         raise SettingsError(f"{MARK} is in what the assistant says; pictures are for prompts.")
+    if not sources:
+        return row
     sizes = [opened(source).size for source in sources]
     rest = iter(sizes)
     for token in short:
         ids += eyes.ids_of(next(rest)) if token == eyes.token else [token]
-    if sources:
-        places = [i for i, token in enumerate(ids) if token == eyes.token]
-        held = eyes.bytes * len(places) + sum(3 * width * height for width, height in sizes)
-        row.prompt_ids, row.pictures = ids, Pictures(
-            sources, short, places, eyes, eyes.positions(short, sizes), held)
-        row.shown = {"images": [s if isinstance(s, str) else f"{crc32(s):x}" for s in sources]}
+    places = [i for i, token in enumerate(ids) if token == eyes.token]
+    held = eyes.bytes * len(places) + sum(3 * width * height for width, height in sizes)
+    pictures = Pictures(sources, short, places, eyes, eyes.positions(short, sizes), held)
+    return with_pictures(type(row))(**vars(row) | {"prompt_ids": ids, "pictures": pictures})

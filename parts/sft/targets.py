@@ -10,7 +10,7 @@ texts are prefixes of each other, and so are their ids. Nothing is decoded.
 """
 import json
 import re
-from functools import partial
+from dataclasses import dataclass
 from os.path import commonprefix
 
 import data
@@ -34,47 +34,54 @@ ONE_EACH = 'Would work: one row for each turn to learn, with "weight": 0 in the 
 COMPLETIONS = ("completion", "response", *ANSWERS, "output")
 
 
-def load(spec: str, tokenizer, args, eos_ids: list[int], *, make=None,
-         seed: int = 0):
-    """The rows of `spec`, each with its target, and a sentence with their counts.
+@dataclass
+class LearnedRow(Row):
+    """A row with what the assistant says."""
+    target: tuple[list[int], list[bool]] | None = None  # ids after the prompt; which are learned
 
-    args: those of the script. eos_ids: what ends a turn; []: the model is not here. make: in
-    the place of make_row.
-    """
-    make = make or partial(make_row, eos_ids=eos_ids)
-    rows, note = data.load(
-        spec, tokenizer, args.data_args, seed=seed, make=make, eos_ids=eos_ids)
-    if not eos_ids:
-        return rows, note
+    @property
+    def ids(self) -> list[int]:
+        """See data.Row."""
+        return self.prompt_ids + self.target[0]
+
+    def digested(self, of_file) -> list:
+        """See data.Row."""
+        found = super().digested(of_file)
+        found[3] = self.target
+        return found
+
+
+def keep(rows: list[LearnedRow], spec: str, most: int) -> tuple[list[LearnedRow], str]:
+    """Those with at most so many tokens after the prompt, and a sentence with their counts."""
     lengths = sorted(len(row.target[0]) for row in rows)
-    kept = [row for row in rows if len(row.target[0]) <= args.max_tokens]
+    kept = [row for row in rows if len(row.target[0]) <= most]
     if not kept:
         raise SettingsError(
-            f"{spec}: no chat is left; after its prompt the shortest has more than "
-            f"{args.max_tokens} tokens: --max_tokens {lengths[0]} keeps it, {lengths[-1]} keeps "
-            f"all.")
+            f"{spec}: no chat is left; after its prompt the shortest has more than {most} tokens: "
+            f"--max_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
     learned = sum(sum(row.target[1]) for row in kept)
-    return kept, (f"{note}; after the prompt {lengths[0]} to {lengths[len(kept) - 1]} tokens, "
+    return kept, (f"; after the prompt {lengths[0]} to {lengths[len(kept) - 1]} tokens, "
                   f"{learned:,} in all to learn; left out: {len(rows) - len(kept)} longer than "
-                  f"{args.max_tokens}")
+                  f"{most}")
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: Marks, args,
-             eos_ids: list[int], parts=None) -> Row | None:
-    """A row with its target. None: its prompt is empty. parts: see data.templated."""
+             eos_ids: list[int]) -> LearnedRow | None:
+    """In the place of data.make_row. None: its prompt is empty."""
     prompt, replies = split(columns)
     if prompt is not None:
         columns = columns | {"prompt": prompt}
     json.dumps(replies, ensure_ascii=False, default=str).encode()  # as in data.make_row
-    row = data.make_row(index, columns, name, tokenizer, marks, args, parts=parts)
-    if row and eos_ids:
-        marks.check(replies)
-        options = options_of(columns, replies, tokenizer)
-        texts = plain_texts(row.prompt, replies, tokenizer)
-        if tokenizer.chat_template and not row.finished:
-            texts = chat_texts(messages_of(columns, args), replies, tokenizer, options, parts)
-        row.target = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
-    return row
+    row = data.make_row(index, columns, name, tokenizer, marks, args)
+    if not row:
+        return None
+    marks.check(replies)
+    options = options_of(columns, replies, tokenizer)
+    texts = plain_texts(row.prompt, replies, tokenizer)
+    if tokenizer.chat_template and not row.finished:
+        texts = chat_texts(messages_of(columns, args), replies, tokenizer, options)
+    found = target(row.prompt, row.prompt_ids, texts, tokenizer, eos_ids)
+    return LearnedRow(**vars(row), target=found)
 
 
 def split(columns: dict) -> tuple[str | list[dict] | None, list[dict]]:
@@ -113,13 +120,13 @@ def is_learned(message: dict) -> bool:
 
 # ---- texts: for each turn that is learned (its message, the chat before it, the chat with it) ----
 
-def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict, parts):
+def chat_texts(asked: list[dict], replies: list[dict], tokenizer, options: dict):
     """By the chat template. The turn's header is part of what is before the turn."""
     for k, message in enumerate(replies):
         if is_learned(message):
             chat = [*asked, *replies[:k + 1]]
-            before = templated(chat[:-1], tokenizer, options, parts, add_generation_prompt=True)
-            yield message, before, templated(chat, tokenizer, options, parts)
+            before = templated(chat[:-1], tokenizer, options, add_generation_prompt=True)
+            yield message, before, templated(chat, tokenizer, options)
 
 
 def plain_texts(prompt: str, replies: list[dict], tokenizer):

@@ -2,13 +2,16 @@
 
 turns.py asks with a Move.
 """
+import asyncio
 import inspect
-import math
 import sys
-from numbers import Number
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+import worker
+from worker import Part, Reward, number
 
 LONGEST_REPLY = 1_000_000  # characters
+LOOP = asyncio.Runner()  # one loop for all calls of an `async def`: a client may outlive its call
 # Keys of a message that the chat template gets: the last two are of an answer to a call.
 KEYS = "role", "content", "name", "tool_call_id"
 
@@ -24,6 +27,20 @@ class Move(NamedTuple):
     completion: str = ""  # as of an Item, for errors
 
 
+class Reply(Reward):
+    """A function of --reply."""
+    words: ClassVar = ("turns",)
+    nothing: ClassVar = Move({"prompt": "", "answer": None}, 0, [], [])
+
+    def given(self, items: list[Move]) -> dict:
+        """See worker.Reward. A call is one Move."""
+        return items[0].row | {"row": items[0].row, "turns": items[0].turns}
+
+    def values(self, result, items: list[Move]) -> list:
+        """Its messages. None: the episode is over."""
+        return [messages(LOOP.run(result) if self.waits else result)]
+
+
 def messages(value) -> list[dict] | None:
     """What a --reply returned, as messages. None: the episode is over. Else a TypeError."""
     if value is None:
@@ -36,18 +53,6 @@ def messages(value) -> list[dict] | None:
     return [{key: m[key] for key in KEYS if isinstance(m.get(key), str)} for m in found]
 
 
-def number(value) -> float | None:
-    """A finite number (of numpy, torch, decimal, fractions) as a float, or None. Else a
-    TypeError."""
-    value = value.item() if hasattr(value, "item") else value
-    if value is None:
-        return None
-    if not isinstance(value, Number) or isinstance(value, complex) or not math.isfinite(value):
-        raise TypeError(f"a reward must be a finite number or None (got {str(value)[:100]!r}, "
-                        f"a {type(value).__name__})")
-    return float(value)
-
-
 def is_message(value) -> bool:
     """Has it a text as role, and one as content?"""
     return (isinstance(value, dict) and isinstance(value.get("role"), str)
@@ -56,6 +61,8 @@ def is_message(value) -> bool:
 
 class Environments:
     """Those of a --reply CLASS that live in this worker, by the seeds of their episodes."""
+
+    groups = False  # as of a worker.Reward
 
     def __init__(self, kind: type):
         self.kind, self.live = kind, {}
@@ -67,8 +74,10 @@ class Environments:
         if any(inspect.iscoroutinefunction(getattr(kind, name)) for name in self.methods):
             sys.exit(f"the methods of the class {kind.__name__} must be def, not async def.")
 
-    def play(self, move: Move):
-        """Its reply, as messages. None: the episode is over. Of a move that is over: the reward."""
+    def start(self, moves: list[Move]):
+        """A call. Its reply, as messages. None: the episode is over. Of a move that is over: the
+        reward."""
+        move, = moves
         it = self.live.pop(move.seed, None)
         if it is None or not move.seen:  # an evaluation has the same episodes each time
             it = self.played_again(move)
@@ -82,6 +91,10 @@ class Environments:
             said[0]["reward"] = number(it.reward())
         return said
 
+    def values(self, result, moves: list[Move]) -> list:
+        """See worker.Reward."""
+        return [number(result) if moves[0].over else result]
+
     def played_again(self, move: Move):
         """A new environment that has seen the turns so far: its worker was killed."""
         it = self.kind(dict(move.row), move.seed)
@@ -93,3 +106,25 @@ class Environments:
         """Its own close(), if it has one."""
         if "close" in self.methods:
             it.close()
+
+
+def paid(turns: list[dict]) -> float | None:
+    """--reward environment or turns: what reward() of a CLASS returned at the end."""
+    return turns[-1].get("reward")
+
+
+# ---- the process ----
+
+def load(part: Part) -> tuple[list, list]:
+    """The function or class of --reply. Of it: its methods; what it needs."""
+    found = worker.find(part)
+    if inspect.isclass(found):
+        it = Environments(found)
+        return [it], [it.methods, []]
+    reply, needs = worker.read_signature(part, found, Reply)
+    return [reply], [[], needs]
+
+
+def work(fd: int) -> None:
+    """See worker.py."""
+    worker.work(fd, load)

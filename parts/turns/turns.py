@@ -3,11 +3,16 @@
     prompt | y1 <end> | \\n <user> z1 <end> \\n <assistant> | y2 <end> | …
              sampled    the reply z1, not sampled           sampled
 
-Ids are only appended: what was sampled is never decoded and encoded again. See docs/use/turns.md.
+Ids are only appended: what was sampled is never decoded and encoded again. See parts/turns/.
 """
+import math
+import os
+import queue
+import re
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from os.path import commonprefix
 from typing import ClassVar, NamedTuple
 
@@ -18,8 +23,9 @@ from batch import Completion
 from data import Prompt, Row, ids_after, marks_of, reader, texts_of
 from errors import Count, SettingsError
 from parts.turns.replies import Move
-from rewards import Answer, Pool, check_rows, report
-from rollout import Request
+from rewards import Answer, Pool, check_rows, file_of, report
+from rollout import Request, hash_seed
+from worker import ROOT, Part
 
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
@@ -36,9 +42,64 @@ class TurnArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        if self.reply and plan.shape and plan.shape.tower:
-            yield ("--reply is for models that read text alone: --model sees pictures, and answers "
-                   "in one turn.")
+        paid = {"environment", "turns"} & {spec.partition(":")[0] for spec in plan.args.reward}
+        if paid and not self.reply:
+            yield "--reward environment or turns needs --reply FILE.py:NAME."
+
+    def inspect(self, args, files, rows: list[Row]) -> None:
+        """SettingsError if the function or the chat template cannot be used, or not with these
+        rows. files: inputs.ModelFiles."""
+        if self.reply and any(row.columns.get("chat_template_kwargs") for row in rows):
+            raise SettingsError("rows with chat_template_kwargs take no --reply.")
+        if self.reply:
+            check(args, files.tokenizer, files.ends, files.vocab, rows)
+
+    def engine(self, kind: type, run) -> type:
+        """rollout.Engine, or with --reply what extends it."""
+        if not self.reply:
+            return kind
+        inputs, system = run.inputs, run.args.data_args.system
+        bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, system)
+        return playing(kind, Episodes(run.args, bridge, run.world, run.log))
+
+
+class ReplyPool(Pool):
+    """Workers that answer turns. Each has an inbox, and keeps its own environments."""
+    flag: ClassVar = "reply"
+    module: ClassVar = "parts.turns.replies"
+
+    def parse(self, specs: list[str]) -> list[Part]:
+        """FILE.py:NAME."""
+        path, name = re.fullmatch(r"(?:(.+\.py):)?(.*)", specs[0]).groups()
+        if not path or not name.isidentifier():
+            raise SettingsError(
+                f"--reply {specs[0]}: it must be FILE.py:FUNCTION; it has no weight.")
+        if not os.path.isfile(file_of(path)):
+            raise SettingsError(f"--reply {specs[0]}: no such file, here or in {ROOT}.")
+        return [Part(name, math.nan, file_of(path))]
+
+    def make_inboxes(self, count: int) -> list[queue.Queue]:
+        """See rewards.Pool."""
+        return [queue.Queue() for _ in range(count)]
+
+    def what(self) -> tuple:
+        """See rewards.Pool."""
+        return (self.parts[0],)
+
+    def take(self, told: list) -> None:
+        """The methods of a CLASS, and what it needs."""
+        self.methods, self.needs = told
+
+    def ask(self, moves: list[Move], homes: list[int]) -> list[Answer]:
+        """An answer for each. homes: a number for each; the same worker gets all moves of a number,
+        and keeps their environment."""
+        self.homes = homes
+        return super().ask(moves)
+
+    def put(self, calls: list[slice]) -> None:
+        """See rewards.Pool."""
+        for call, home in zip(calls, self.homes, strict=True):
+            self.inboxes[home % len(self.inboxes)].put(call)
 
 
 def said(text: str) -> dict:
@@ -110,7 +171,7 @@ class Bridge:
 def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> Bridge | None:
     """SettingsError if the function or the chat template cannot be used. No tokenizer: no model."""
     spec = args.turn_args.reply
-    with closing(Pool([spec], args.reward_args, "reply")) as pool:
+    with closing(ReplyPool([spec], args.reward_args)) as pool:
         pool.wait()
         check_rows(pool.needs, rows, "reply")
     rewards = [reward.partition(":")[0] for reward in args.reward]
@@ -162,7 +223,7 @@ class Episodes:
     def __init__(self, args, bridge: Bridge, world, log):
         self.bridge, self.world, self.log = bridge, world, log
         self.max_turns, self.max_tokens = args.turn_args.max_turns, args.max_tokens
-        self.workers = Pool([args.turn_args.reply], args.reward_args, "reply")
+        self.workers = ReplyPool([args.turn_args.reply], args.reward_args)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
         # --reward turns: a turn is paid what reward() grows by.
@@ -259,6 +320,28 @@ class Episodes:
         append(c, ids, np.zeros(len(ids)), False)
         c.turns += messages
         return True
+
+
+def playing(kind: type, episodes: Episodes) -> type:
+    """rollout.Engine → one whose completions are episodes."""
+    class Playing(kind):
+        def sample(self, prompts, group, temperature, purpose="train"):
+            samples = super().sample(prompts, group, temperature, purpose)
+
+            def seed(i: int, turn: int) -> int:
+                return hash_seed(
+                    self.seed, purpose, samples[i].prompt.position, i % group, turn)
+
+            with self.log.time("rollout"):
+                episodes.play([s.prompt for s in samples], [s.completion for s in samples],
+                              partial(self.complete, temperature=temperature), seed)
+            return samples
+
+        def close(self):
+            episodes.workers.close()
+            super().close()
+
+    return Playing
 
 
 def append(c: Completion, ids, logprobs, sampled: bool) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
 import families
 import grpo
 import model
@@ -17,15 +16,16 @@ import plan
 from errors import SettingsError
 from examples import tiny
 from families import ROOT
+from model_files import shape_from
 from parts.lora import lora
-from plan import shape_from
 from ranks import results, script
 from shapes import shape_of
 
 
 def compare(folder: Path, name: str, ranks: int, tp: int) -> dict:
     families.make(name, str(folder / "model"))
-    script("tests/lora_worker.py", folder / "model", folder / "out", tp, ranks=ranks)
+    script(Path(__file__).with_name("lora_worker.py"), folder / "model", folder / "out",
+           tp, ranks=ranks)
     return pickle.loads((folder / "out").read_bytes()) | {"folder": folder}
 
 
@@ -63,7 +63,7 @@ def test_on_another_layout_and_family(tmp_path):
 def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(found):
     batch = found["batch"]
     base, adapter, merged = (f"{found['folder']}/{name}" for name in (
-        "model", "out.adapter", "out.model"))
+        "model", "adapter", "out.model"))
     gap = (families.plain(merged, batch) - found["logprobs"]).abs().max()
     assert gap < families.ROUNDINGS * families.rounding(merged, batch)
     assert sorted(os.listdir(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -75,7 +75,7 @@ def test_the_merged_folder_is_the_policy_and_the_adapter_is_small(found):
 @pytest.mark.slow
 def test_vllm_serves_the_adapter(found):
     base, adapter, merged = (f"{found['folder']}/{name}" for name in (
-        "model", "out.adapter", "out.model"))
+        "model", "adapter", "out.model"))
     prompts = [s.prompt.row.prompt_ids for s in found["batch"].samples]
     pairs = zip(families.plain_vllm(base, prompts, adapter),
                 families.plain_vllm(merged, prompts), strict=True)
@@ -88,7 +88,8 @@ def test_vllm_serves_the_adapter(found):
 def started(world, folder: str) -> dict:
     """The parameters of a bfloat16 model with new adapters, whole, and their own dtypes."""
     weights = model.ModelArgs(dtype="bfloat16")
-    module = model.build(model.LogprobModel, folder, world, weights, True, lora.LoraArgs(4), 7)
+    kind = lora.adapted(model.LogprobModel, lora.LoraArgs(4))
+    module = model.build(kind, folder, world, weights, seed=7)
     policy = model.Policy(module, world, weights, model.OptimizerArgs())
     return {n: (p.dtype, n in policy.parameters, p.detach().full_tensor().float().numpy())
             for n, p in module.named_parameters()}
@@ -120,7 +121,7 @@ def test_the_plan_counts_the_adapters(tmp_path, name):
     lora.put_in(lm, args.lora_args, torch.float32)
     sizes = [p.numel() for n, p in lm.named_parameters() if lora.is_adapter(n)]
     assert not plan.problems(args, 1, shape=shape)
-    assert shape.adapter(args.lora_args) == sum(sizes) > 0
+    assert args.lora_args.added(shape) == sum(sizes) > 0
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in lm.named_parameters())
 
 
@@ -153,11 +154,11 @@ def test_a_full_disk_leaves_the_adapter_that_was_there(tmp_path, monkeypatch):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("old")
     monkeypatch.setattr(lora, "tensors", lambda *all: [])
-    monkeypatch.setattr(checkpoint, "save_file", fails)
+    monkeypatch.setattr(lora, "save_file", fails)
     with pytest.raises(SettingsError, match="no space"):
-        policy = SimpleNamespace(module=SimpleNamespace(lm=None),
+        policy = SimpleNamespace(module=SimpleNamespace(lm=None), config={},
                                  world=SimpleNamespace(rank=0, device="cpu"))
-        checkpoint.export_adapter(policy, {}, tmp_path / "adapter")
+        lora.Adapted.export(policy, tmp_path)
     assert [p.read_text() for p in (tmp_path / "adapter").iterdir()] == ["old"]
 
 

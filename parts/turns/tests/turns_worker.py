@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(1, str(Path(__file__).parents[3] / "tests"))
 import torch
 from transformers import AutoTokenizer
 
@@ -15,7 +16,7 @@ import dist
 import families
 import model
 from batch import Batch
-from parts.turns.turns import Bridge, Episodes, TurnArgs
+from parts.turns.turns import Bridge, Episodes, TurnArgs, playing
 from rewards import RewardArgs, Score
 from rollout import Engine, EngineArgs
 
@@ -30,9 +31,10 @@ def main(folder: str, reply: str, out: str) -> None:
         turn_args=TurnArgs(reply, 4), max_tokens=240, reward_args=RewardArgs(1, 3.0),
         reward=())
     episodes = Episodes(args, Bridge(tokenizer, [0, 2], 320, None), world, log)
-    engine = Engine(folder, world, EngineArgs(), dtype=torch.float32, max_len=640, max_tokens=240,
+    engine = playing(Engine, episodes)(
+                    folder, world, EngineArgs(), dtype=torch.float32, max_len=640, max_tokens=240,
                     eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
-                    tokenizer=tokenizer, episodes=episodes)
+                    tokenizer=tokenizer)
     engine.load(policy.weights(engine.dtype))
     seeds, generate = [], engine.generate
 
@@ -61,7 +63,6 @@ def main(folder: str, reply: str, out: str) -> None:
             "samples": [dict(truncated=s.completion.truncated, failed=s.completion.failed,
                              turns=s.completion.turns, kind=s.prompt.row.columns["kind"])
                         for s in samples]}))
-    episodes.workers.close()
     engine.close()
 
 

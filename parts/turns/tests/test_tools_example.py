@@ -8,7 +8,6 @@ import json
 import runpy
 import sys
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +17,12 @@ from errors import SettingsError
 from parts.turns import turns
 from parts.turns.replies import Move, messages
 from parts.turns.turns import said
-from rewards import Pool, RewardArgs
+from rewards import RewardArgs
 from test_sft import tokenizer_of
+from tracked import ROOT
 from worker import load_file
 
-FILE = Path(__file__).parent.parent / "examples/tools.py"
+FILE = ROOT / "examples/tools.py"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 PLAIN = "{{ m.content }}"
 CALLS = "{% for c in m.tool_calls %}"
@@ -113,7 +113,7 @@ def test_an_episode_is_the_templates_own_text(tmp_path, monkeypatch, name):
 
 def test_thoughts_that_a_template_keeps_for_tools_alone(monkeypatch):
     """Qwen3 keeps a turn as it was where a tool answers it, and rewrites it where a user does."""
-    monkeypatch.setattr(turns, "Pool", lambda *given: SimpleNamespace(
+    monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(
         wait=lambda: None, close=lambda: None, needs=[], methods=[]))
     args = SimpleNamespace(turn_args=turns.TurnArgs("r.py:f"), reward_args=None, reward=(),
                            data_args=data.DataArgs())
@@ -177,7 +177,7 @@ def test_rows_get_the_schemas(tmp_path, monkeypatch, capsys):
 def test_a_worker_answers_calls(tmp_path, monkeypatch):
     """vLLM is imported within the limits of a worker, and before its first reply."""
     example(tmp_path, monkeypatch, "qwen2.5")
-    with closing(Pool([f"{FILE}:answer"], RewardArgs(1, 3.0), "reply")) as pool:
+    with closing(turns.ReplyPool([f"{FILE}:answer"], RewardArgs(1, 3.0))) as pool:
         pool.wait()
-        found, = pool.ask([Move({}, 0, [said(hermes(TWO[0]))], [])])
+        found, = pool.ask([Move({}, 0, [said(hermes(TWO[0]))], [])], homes=[0])
     assert found.values[0][0]["content"] == "84", found.error

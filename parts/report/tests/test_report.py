@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tools import report
+from house import write_run
+from parts.report import report
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
 
@@ -23,16 +24,6 @@ def parts(page: Path) -> tuple[dict, list]:
 
     data = json.loads(re.search('<script id="data"[^>]*>(.*?)</script>', page.read_text())[1])
     return unpacked(data["head"]), [unpacked(x) if x else None for x in data["blocks"]]
-
-
-def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **args) -> Path:
-    """A run's folder: args.json, metrics.jsonl, samples/NAME.jsonl."""
-    (folder / "samples").mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"seed": 0, "name": folder.name} | args))
-    files = {"metrics": metrics} | {f"samples/{name}": rows for name, rows in samples.items()}
-    for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def made_up(prompt: int, n: int, rng, text: str | None = None) -> dict:

@@ -2,14 +2,15 @@
 transformers marks by {% generation %} is learned: test_ends.py."""
 import itertools
 import json
+from functools import partial
 from math import exp
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import data
 import plan
 import sft
 from errors import SettingsError
@@ -18,6 +19,7 @@ from learning import begin_with
 from parts.sft import targets as chats
 from ranks import script
 from shapes import shape_of
+from tracked import ROOT
 
 # The text in «» is what the assistant says: transformers' {% generation %} in the reference,
 # nothing in what is tested.
@@ -50,7 +52,11 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = [tokenizer.eos_token_id] if ends is None else ends
-    return chats.load(str(path), tokenizer, plan.changed(sft.Args(), **flags), ends)
+    args = plan.changed(sft.Args(), **flags)
+    found, note = data.load(str(path), tokenizer, args.data_args, eos_ids=ends,
+                            make=partial(chats.make_row, eos_ids=ends))
+    kept, words = chats.keep(found, str(path), args.max_tokens)
+    return kept, note + words
 
 
 def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tmp_path):
@@ -242,13 +248,12 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     numbers = (31, 4102, 958, 70, 61524, 8, 77301, 2)
     rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    root = Path(__file__).parent.parent
-    model = tiny.ensure(str(root / "runs"))
-    done = script(root / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+    model = tiny.ensure(str(ROOT / "runs"))
+    done = script(ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
         --eval_every 1 --save_every 1 --no-report""".split(), *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
-        script(root / "tools/export.py", "runs/x", *step, cwd=tmp_path)
+        script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
     _, last, same = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert last == same and len(same) > 4

@@ -4,20 +4,24 @@ import os
 import pickle
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(1, str(Path(__file__).parents[3] / "tests"))
 import torch
 
 import dist
 import families
-import inputs
+import grpo
 import model
+import plan
 import run
 from checkpoint import export_model
 from parts.lora import lora
+from parts.pictures import engine as pictured
 from parts.pictures import seeing
 from rollout import Engine, EngineArgs, Request
 from test_vision import fabricate, in_float64, naive
@@ -25,15 +29,15 @@ from test_vision import fabricate, in_float64, naive
 HEAT = 0.9  # the temperature
 
 
-def engine_of(folder: str, world, policy, rows, tp: int = 1, **more) -> Engine:
+def engine_of(folder: str, world, policy, rows, tp: int = 1, kind=Engine) -> Engine:
     eyes = rows[0].row.pictures.eyes
-    options = inputs.Inputs.for_pictures.fget(SimpleNamespace(
-        rows=[prompt.row for prompt in rows], eval_rows=[], eyes=eyes))
-    return Engine(
+    kind = pictured.looking(kind, eyes, [prompt.row for prompt in rows])
+    it = kind(
         folder, world, EngineArgs(max_num_seqs=16, tp=tp), dtype=torch.float32, max_len=256,
         seed=0, max_tokens=24, eos_ids=[2], kv_cache=2**28, trained=[policy], tokenizer=None,
-        log=SimpleNamespace(time=lambda name: nullcontext(), count=False), eyes=eyes,
-        pictures=options, **more)
+        log=SimpleNamespace(time=lambda name: nullcontext(), count=False))
+    it.eyes = eyes
+    return it
 
 
 def gap_to_transformers(world, policy, samples, folder: str) -> tuple[float, float]:
@@ -59,16 +63,19 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     world, path = dist.join(120), Path(folder)
     weights, source, rank = model.ModelArgs(), f"{folder}/{name}", int(rank)
     adapters = lora.LoraArgs(rank, lora_sync="adapter") if rank else None
-    module = model.build(model.LogprobModel, source, world, weights, adapters=adapters)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs(train_vision=not rank))
+    kind, made_of = model.LogprobModel, model.Policy
+    if rank:
+        kind, _, made_of = lora.kinds(adapters, source, source)
+    module = model.build(kind, source, world, weights)
+    policy = made_of(module, world, weights, model.OptimizerArgs(),
+                     plan.changed(grpo.Args(), train_vision=not rank))
     made = fabricate(path)
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
-    adapter = lora.peft_config(module.lm, adapters, source) if rank else None
-    engine = engine_of(source, world, policy, rows, int(tp), adapter=adapter)
+    engine = engine_of(source, world, policy, rows, int(tp),
+                       lora.taking(Engine, policy.config) if rank else Engine)
     found = {"gaps": [], "plain": [], "sampled": 0}
     for step in range(3):
-        engine.load(policy.weights(engine.dtype, merge=not rank),
-                    lora.tensors(module.lm, world.device) if rank else None)
+        engine.bring(policy)
         samples = engine.sample(rows, 4, HEAT)
         batch = families.scored([s.prompt for s in samples], [s.completion for s in samples])
         export_model(policy, source, f"{out}.{step}")
@@ -104,9 +111,10 @@ def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
     with patch.object(seeing, "positions_of", in_a_line):
         found["line"] = gap(world, policy, families.scored(
             [s.prompt for s in samples], [s.completion for s in samples]))
-    long = rows[0].row.pictures._replace(short_ids=rows[0].row.prompt_ids)
+    row = rows[0].row
+    long = replace(row, pictures=row.pictures._replace(short_ids=row.prompt_ids))
     try:
-        engine.generate([Request(rows[0].row.prompt_ids, 0, pictures=long)], 1.0)
+        engine.generate([Request(row.prompt_ids, 0, row=long)], 1.0)
     except RuntimeError as error:
         found["expanded"] = str(error)
     engine.llm.llm_engine.reset_encoder_cache = lambda: None

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,23 +18,23 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import data
 import grpo
-import inputs
+import learning
 import model
 import model_files
 import plan
 import ranks
-import run
 from batch import Batch, Micro
 from data import Row
 from errors import SettingsError
 from examples import squares
+from model_files import shape_from
 from parts.pictures import seeing
-from parts.pictures.rows import Pictures
-from plan import shape_from
-from rollout import HELD, Request, parts_of
+from parts.pictures.engine import HELD, parts_of
+from parts.pictures.rows import PicturedRow, Pictures
+from rollout import Request
 from test_vision import all_see, config_of, fabricate, look, make_folder, naive, read
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 KINDS = [kind for kind in seeing.FAMILIES if kind.startswith("qwen")]
 
 
@@ -59,24 +60,24 @@ def test_a_picture_whose_side_is_too_long_is_named_with_its_row(folder):
 def test_limits_that_leave_no_size_are_refused(folder):
     for least, most, words in (20, 10, "at least 20 and at most 10"), (0, 3, "at least 4 and at"):
         with pytest.raises(SettingsError, match=words):
-            inputs.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
+            seeing.load_eyes("x", str(folder / "split"), config_of(folder), least, most)
 
 
 def test_a_processor_of_another_model_is_refused(folder):
     config = config_of(folder)
     config.vision_config.patch_size = 16
     with pytest.raises(SettingsError, match="sizes of a patch are not the model's"):
-        inputs.load_eyes("x", str(folder / "split"), config)
+        seeing.load_eyes("x", str(folder / "split"), config)
 
 
 def test_equal_pictures_of_a_group_count_once_in_a_call(folder):
     """The parts of a call are cut by the tokens that pictures have, not by the most."""
     rows = read(folder, *({"prompt": "q", "image": f"{name}.png"} for name in "ab"))
     half = HELD * 2**30 // 2
-    requests = [Request(row.prompt_ids, i, pictures=row.pictures._replace(bytes=half))
-                for row in (*rows, *rows) for i in range(3)]
+    requests, large = ([
+        Request(row.prompt_ids, i, row=replace(row, pictures=row.pictures._replace(bytes=size)))
+        for row in (*rows, *rows) for i in range(3)] for size in (half, half + 1))
     assert [len(part) for part in parts_of(requests)] == [12]
-    large = [r._replace(pictures=r.pictures._replace(bytes=half + 1)) for r in requests]
     assert [len(part) for part in parts_of(large)] == [3, 3, 3, 3]
     assert rows[0].pictures.bytes == 3 * 64 * 96 + 24 * 12 * 2 * 16**2
     assert [len(part) for part in parts_of([Request([1], 0)])] == [1] and parts_of([]) == [[]]
@@ -98,7 +99,7 @@ def test_without_torchvision_a_sentence_says_what_to_install(kind, error, monkey
     config = SimpleNamespace(model_type=kind)
     with pytest.raises(SettingsError, match=f"pictures of a {kind} need torchvision, and its "
                        "import fails .*torchvision.*Would work: pip install torchvision==0.28.0"):
-        inputs.load_eyes("x", "nowhere", config)
+        seeing.load_eyes("x", "nowhere", config)
 
 
 # ---- the trainer ----
@@ -109,8 +110,9 @@ def test_a_completion_goes_on_behind_the_largest_position_of_its_prompt():
     grid = np.concatenate([np.array([[0, 1]] * 3), 2 + np.indices((1, 2, 3)).reshape(3, -1),
                            np.array([[5]] * 3)], 1)  # two words, the picture, a word: (3, 9)
     seen = Pictures((b"",), [], [2, 3, 4, 5, 6, 7], None, grid.tolist())
-    rows = [Row(0, "", [7] * 9, None, {}, "", pictures=seen), Row(1, "", [8] * 4, None, {}, "")]
-    samples = [run.sample(row.prompt_ids, np.arange(n), row.pictures)
+    rows = [PicturedRow(0, "", [7] * 9, None, {}, "", pictures=seen),
+            Row(1, "", [8] * 4, None, {}, "")]
+    samples = [learning.sample(row, np.arange(n))
                for row, n in zip((rows[0], rows[0], rows[1]), (3, 2, 3), strict=True)]
     found = seeing.positions_of(Micro(Batch(samples), [0, 1, 2], torch.device("cpu")))
     line = [6, 7, 6, 4, 5]  # completions without their last tokens: behind 5, 5 and 3
@@ -169,7 +171,7 @@ def test_a_folder_as_the_hub_has_it_is_the_same_model(folder):
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == (
         "model.layers.0.mlp.up_proj.weight")
     assert names["model.visual.merger.mlp.0.weight"] == "visual.merger.mlp.0.weight"
-    eyes = [inputs.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
+    eyes = [seeing.load_eyes("x", str(folder / name), lm.config) for name in ("hub", "split")]
     assert eyes[0].size == eyes[1].size == {"shortest_edge": 1024, "longest_edge": 128**2}
 
 
@@ -188,7 +190,7 @@ def geometry(folder: Path, name: str, n: int) -> Path:
 
 def easyr1() -> list[str]:
     """The words of the command in recipes.md."""
-    page = (ROOT / "docs/use/recipes.md").read_text()
+    page = (ROOT / "parts/pictures/README.md").read_text()
     command, = re.findall(r"^torchrun.*(?:\\\n.*)*Qwen2.5-VL(?:.*\\\n)*.*$", page, re.M)
     return shlex.split(command.replace("\\\n", ""))
 

@@ -24,9 +24,9 @@ from parts.turns import turns
 from parts.turns.replies import messages
 from rewards import Answer, RewardArgs, score_samples
 from test_sft import with_traits
+from tracked import ROOT
 from worker import Part
 
-ROOT = Path(__file__).parent.parent
 END, EOT, USER = 2, 0, {"role": "user", "content": "z"}
 TOKENIZER = tiny.make_tokenizer()
 
@@ -190,7 +190,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     # A failed episode has no reward, whatever its function says.
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
-        groups=False, kind="reward", parts=[Part("r", 1.0, None)], unanswered=0,
+        groups=False, flag="reward", parts=[Part("r", 1.0, None)], unanswered=0,
         progress={}, ask=lambda items, size: [Answer([1.0], None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
@@ -300,8 +300,8 @@ def test_a_reply_that_cannot_be_used_is_refused_before_weights_load(tmp_path, co
 @pytest.fixture(scope="module")
 def real(spec, tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
-    ranks.script(ROOT / "tests/turns_worker.py", tiny.ensure(str(ROOT / "runs")), spec, "out",
-                 cwd=folder)
+    ranks.script(Path(__file__).with_name("turns_worker.py"),
+                 tiny.ensure(str(ROOT / "runs")), spec, "out", cwd=folder)
     return json.loads((folder / "out").read_text())
 
 

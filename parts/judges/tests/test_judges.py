@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from fractions import Fraction
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -14,11 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+import rewards
 import verifiers
 import worker
 from examples import countdown, formats, gsm8k, kk, tiny
 from parts.judges import waiting
-from test_rewards import KK, ROOT, item, own, score, totals  # noqa: F401
+from parts.judges.pool import JudgePool
+from test_rewards import (  # noqa: F401
+    KK,
+    ROOT,
+    group_of,
+    item,
+    own,
+    parts,
+    totals,
+)
+from test_rewards import score as scored
 
 # ---- the verifiers, by hand
 
@@ -88,6 +100,27 @@ def test_arithmetic_agrees_with_python(text):
 
 # ---- rewards that wait
 
+def score(specs, items, group=1, retries=0, **more):
+    return scored(specs, items, group, make=partial(JudgePool, retries=retries), **more)
+
+
+def test_a_coroutine_of_a_group_is_one_call(own):  # noqa: F811
+    group_of(own, "async def", partial(JudgePool, retries=0))
+
+
+def test_coroutines_and_others_are_added_up(own):  # noqa: F811
+    own("async def trl(completions, level, **columns):\n    await asyncio.sleep(0)\n"
+        "    assert columns['trainer_state'].global_step == 7 and level == [2, 2]\n"
+        "    return [len(text) for text in completions]\n"
+        "def g(completion): return 3\nclient = []\n"
+        "async def alone(completion):   # a client that lives longer than one call\n"
+        "    client.append(asyncio.get_running_loop())\n"
+        "    return client[0] is client[-1] and not client[0].is_closed()")
+    specs = [f"own.py:{name}" for name in ("trl", "g", "alone")]
+    assert rewards.check(specs) == ([["trl", "level"]], ["trl", "alone"])
+    items = [item(text, level=2) for text in ("a", "b", "bb", "b")]
+    assert parts(score(specs, items, 2, workers=1)) == [(1, 3, 1), (1, 3, 1), (2, 3, 1), (1, 3, 1)]
+
 MEETING = """
 open = most = 0
 async def f(completion):
@@ -143,12 +176,10 @@ def test_what_raises_or_is_late_is_tried_again_after_pauses_that_double(monkeypa
         return len(tries)
 
     monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
-    reward = worker.Reward("ours", f, ["completion"], [], True)
+    loaded = waiting.Loaded([worker.Reward(f, ["completion"])], 0.2, 3)
     for needed, value, waited in ("0", 1, []), ("3", 4, [1, 2, 4]), ("9", None, [1, 2, 4]):
         pauses.clear(), tries.clear()
-        call = worker.Call([item(needed)], [reward])
-        waiting.score([reward], [call], 0.2, 3)
-        (values, error, retries), = call.answers()
+        ((values, error, retries),), = waiting.score(loaded, [[item(needed)]])
         assert (values, pauses, retries) == ([value], waited, len(waited))
         assert bool(error) == (value is None)
     assert "the server is away" in error

@@ -11,7 +11,6 @@ import faults
 import inputs
 import losses
 import model
-import model as head
 import plan
 import ranks
 import run
@@ -20,7 +19,8 @@ from data import DataArgs
 from errors import SettingsError
 from examples import tiny
 from live import Live
-from parts.distill.teacher import add_teacher_prompts
+from parts.distill import divergence as head
+from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
 from shapes import shape_of
 from tools import float64
 
@@ -70,7 +70,7 @@ def test_the_divergences_memory_is_within_the_plan(kind):
         (logp + divergence).sum().backward()
     assert live.largest <= chunk * vocab * 4
     copies = (live.peak - 3 * weight.nbytes) / (chunk * vocab * 4)
-    assert 0.5 < copies / (plan.UPDATE_HEAD + plan.TEACHER_HEAD) <= 1
+    assert 0.5 < copies / (plan.UPDATE_HEAD + HEAD) <= 1
 
 
 def test_the_plan_counts_a_larger_teacher():
@@ -78,7 +78,7 @@ def test_the_plan_counts_a_larger_teacher():
 
     def total(teacher=None, **flags):
         made = plan.Plan(plan.changed(distill.Args(teacher="x"), **flags), 1, 1000, 0)
-        found = plan.Memory(made, replace(small, teacher=teacher), 80 * plan.GIB)
+        found = TeacherMemory(made, replace(small, reference=teacher), 80 * plan.GIB)
         return found.parts, {phase.name: sum(found.micro_batch(phase)) for phase in made.phases(64)}
 
     (alone, _), (with_large, passes), (_, exact) = (
@@ -168,7 +168,8 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
         args, lm = distill.Args(model="it", teacher=teacher, divergence=divergence), model.skeleton(
             student)
         tokenizer = inputs.load_tokenizer("it", student)
-        return inputs.find_teacher(args, inputs.ModelFiles(None, tokenizer, student, lm))[0]
+        files = inputs.ModelFiles(shape_of("tiny"), tokenizer, student, lm)
+        return find_teacher(args, files).reference
 
     student, wide = saved("student", 320), saved("wide", 328)
     assert found(student, "jsd") == student and found(wide, "none") == wide
@@ -181,8 +182,8 @@ def test_a_teacher_has_the_tokenizer_of_the_model_and_a_divergence_its_rows(tmp_
 def test_the_teachers_prompt_has_more_in_it():
     tokenizer, columns = tiny.make_tokenizer(), {"question": "Sort 31", "answer": "13"}
     row = data.make_row(0, columns, "made up", tokenizer, data.marks_of(tokenizer), DataArgs())
-    add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
-    assert tokenizer.decode(row.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
+    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} hint: {answer}")
+    assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}
     for template, limit in ("{note}", 512), ("{question} {question} {answer}", 15):
         with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):

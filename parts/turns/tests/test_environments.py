@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +17,13 @@ from faults import Attempt, differences, metrics
 from log import read
 from parts.turns import turns
 from parts.turns.replies import Move
-from parts.turns.turns import said
-from rewards import Pool, RewardArgs
+from parts.turns.replies import paid as environment
+from parts.turns.turns import ReplyPool, said
+from rewards import RewardArgs
 from test_losses import variant
 from test_turns import ALONE, END, bridge, play
-from verifiers import environment
+from tracked import ROOT
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES, GAME = ROOT / "examples", "game:GuessTheNumber-v0-easy"
 CLASS = """
 import os, random
@@ -155,7 +154,7 @@ def test_an_episode_of_the_lake_is_the_librarys():
     gymnasium = pytest.importorskip("gymnasium")
     grid, words, rewards = ["SFFF", "FHFH", "FFFH", "HFFG"], ["left", "down", "right", "up"], set()
     row = {"map": grid, "slippery": True}
-    with closing(Pool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0), "reply")) as pool:
+    with closing(ReplyPool([f"{EXAMPLES}/frozen_lake.py:Lake"], RewardArgs(2, 60.0))) as pool:
         pool.wait()
         for seed in range(20):
             env, chat, seen, over, won = gymnasium.make("FrozenLake-v1", desc=grid), [], [], 0, 0

@@ -4,23 +4,26 @@ import pickle
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(1, str(Path(__file__).parents[3] / "tests"))
 import torch
 
 import data
 import dist
 import families
-from checkpoint import export_adapter, export_model
+from checkpoint import export_model
+from model import ModelArgs, OptimizerArgs, build
 from parts.lora import lora
-from rollout import Request, hash_seed
+from rollout import Engine, Request, hash_seed
 
 
 def main(folder: str, out: str, tp: str) -> None:
     world, args = dist.join(120), lora.LoraArgs(lora_rank=4)
-    policy = families.trainer_of(folder, world, None, True, args, 7)
+    weights, (kind, _, adapted) = ModelArgs(), lora.kinds(args, folder, folder)
+    policy = adapted(build(kind, folder, world, weights, seed=7), world, weights, OptimizerArgs())
     base = families.trainer_of(folder, world)
-    lm, config = policy.module.lm, lora.peft_config(policy.module.lm, args, folder)
-    engine = families.engine_of(folder, world, policy, int(tp), adapter=config)
+    engine = families.engine_of(
+        folder, world, policy, int(tp), kind=lora.taking(Engine, policy.config))
     # 200 tokens are more than a cache block (128 on CPU): a stale prefix would be used.
     rows = [data.Row(i, "", [(7 * i + j) % 317 + 3 for j in range(200)], None, {}, "")
             for i in range(5)]
@@ -46,7 +49,7 @@ def main(folder: str, out: str, tp: str) -> None:
         world.barrier()
 
     def adapt() -> None:
-        engine.load(policy.weights(engine.dtype, merge=False), lora.tensors(lm, world.device))
+        engine.bring(policy)
 
     def learn() -> None:
         batch = sampled()
@@ -91,7 +94,7 @@ def main(folder: str, out: str, tp: str) -> None:
     adapt()
     found["untouched"] = all(torch.equal(p, last[n]) for n, p in everything().items())
     found["batch"], found["logprobs"] = batch, scored(batch)
-    export_adapter(policy, config, f"{out}.adapter")
+    policy.export(Path(out).parent)
     export_model(policy, folder, f"{out}.model")
     if world.rank == 0:
         Path(out).write_bytes(pickle.dumps(found))

@@ -33,19 +33,18 @@ from checkpoint import export_model
 from errors import SettingsError
 from examples import squares, tiny
 from learning import begin_with, difference
+from model_files import family_of, shape_from
 from parts.lora import lora
 from parts.pictures import rows as pictured
 from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
 from parts.sft import targets
-from plan import shape_from
 from ranks import results, script
 from rewards import Score
 from shapes import shape_of
 from tools import float64, report
 
-ROOT = Path(__file__).parent.parent
 GROUP, COMPLETION = 3, 10
 
 
@@ -103,8 +102,8 @@ def read(folder: Path, *rows: dict, most: int = 0) -> list[data.Row]:
     """Rows by the shipped way, from a file beside the pictures. most: --max_image_tokens."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = str(folder / "split")
-    make = partial(pictured.make_row, make=data.make_row, folder=inputs.folder_of(
-        f"{folder}/rows.jsonl"), eyes=inputs.load_eyes(
+    make = partial(pictured.make_row, make=data.make_row, folder=pictured.folder_of(
+        f"{folder}/rows.jsonl"), eyes=seeing.load_eyes(
             "x", source, model.config_of(source), 0, most))
     tokenizer = inputs.load_tokenizer("x", source)
     return data.load(f"{folder}/rows.jsonl", tokenizer, data.DataArgs(), make=make)[0]
@@ -149,7 +148,7 @@ def test_ids_pixels_and_positions_are_those_of_transformers(family, row):
 def test_a_picture_of_any_size_has_a_place_for_each_feature(family, size, least, most):
     tiles, source = config_of(family).model_type == "idefics3", str(family / "split")
     least = 0 if tiles else least  # all are scaled to one longest edge
-    eyes = inputs.load_eyes("x", source, config_of(family), least, most)
+    eyes = seeing.load_eyes("x", source, config_of(family), least, most)
     try:
         ids = eyes.ids_of(size)
     except SettingsError as error:  # long and thin
@@ -255,7 +254,7 @@ def test_a_template_that_asks_for_parts_gets_them(folder):
     tokenizer.chat_template = PARTS
     make = partial(pictured.make_row, 0, name="x", tokenizer=tokenizer,
                    marks=data.marks_of(tokenizer),
-                   eyes=inputs.load_eyes("x", source, model.config_of(source)), folder=folder)
+                   eyes=seeing.load_eyes("x", source, model.config_of(source)), folder=folder)
     columns = {"prompt": "1 <image> 2", "image": "a.png"}
     row = make(columns, args=data.DataArgs(), make=data.make_row)
     assert row.prompt == "[1 ]<image>[ 2]"
@@ -272,7 +271,7 @@ def test_the_tower_is_measured_on_its_layers(kind):
     config = AutoConfig.for_model(kind)
     config.get_text_config().pad_token_id = None  # Idefics3's is beyond its vocabulary
     with torch.device("meta"):
-        tower = seeing.tower_sizes(AutoModelForImageTextToText.from_config(config))
+        tower = shape_from(AutoModelForImageTextToText.from_config(config)).tower
     c = config.vision_config
     hidden = c.embed_dim if kind == "qwen2_vl" else c.hidden_size
     inner = {"qwen2_vl": 4 * hidden, "qwen2_5_vl": 2 * getattr(c, "intermediate_size", 0)}.get(
@@ -296,7 +295,7 @@ def test_a_processor_that_is_not_the_models_is_refused(folder, tmp_path, part, n
         setattr(config.vision_config if part else config, name, value)
     with pytest.raises(SettingsError, match="its tiles or their tokens are not the model's, or its "
                        "do_pad or do_resize is off"):
-        inputs.load_eyes("x", source, config)
+        seeing.load_eyes("x", source, config)
 
 
 @pytest.mark.parametrize("teacher, words", [
@@ -306,11 +305,11 @@ def test_a_teacher_must_see_as_the_model_does(folder, teacher, words):
     """It gets the same ids and the same pixels."""
     source = str(folder / "split")
     lm, args = model.skeleton(source), plan.changed(distill.Args(), teacher=teacher)
-    inputs.find_eyes(args, lm, source, str(folder / "teacher"))
+    seeing.find_eyes(args, lm.config, source, str(folder / "teacher"))
     Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "text")
     AutoConfig.from_pretrained(source).save_pretrained(folder / "blind")
     with pytest.raises(SettingsError, match=f"--teacher {teacher} {words}"):
-        inputs.find_eyes(args, lm, source, str(folder / teacher))
+        seeing.find_eyes(args, lm.config, source, str(folder / teacher))
 
 
 @pytest.mark.parametrize("flags", [dict(train_vision=True), dict(max_image_tokens=64)])
@@ -324,7 +323,7 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
         part.save_pretrained(folder / "plain")
     args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
-    with pytest.raises(SettingsError, match="has pictures, and --model .*/plain sees none"):
+    with pytest.raises(SettingsError, match="row 0 .*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
 
 
@@ -332,7 +331,7 @@ def test_the_plan_counts_the_tower_once_and_its_moments_if_it_is_trained(family)
     lm = model.skeleton(str(family / "split"))
     shape, moments, kind = shape_from(lm), [], lm.config.model_type
     assert shape.params == sum(p.numel() for p in lm.parameters())
-    tower = sum(p.numel() for part in seeing.tower_of(lm) for p in part.parameters())
+    tower = sum(p.numel() for part in family_of(lm.config).parts(lm)[1:] for p in part.parameters())
     layer = lm.model.get_submodule(f"{LAYERS[kind][0]}.0")
     assert (shape.tower.params, shape.tower.layer) == (
         tower, sum(p.numel() for p in layer.parameters()))
@@ -372,7 +371,7 @@ def naive(lm, sample: Sample):
     row, ids = sample.prompt.row, torch.tensor(sample.completion.ids).long()
     tokens, given = torch.tensor([row.prompt_ids + ids.tolist()]), {}
     x, spots = lm.get_input_embeddings()(tokens), torch.zeros(tokens.shape, dtype=torch.bool)
-    if row.pictures:
+    if pictured.pictures_in(row):
         pixels, *grids = row.pictures.eyes.pixels(row.pictures.sources)
         pixels = pixels.to(x.dtype) if grids else pixels.to(x.dtype).unsqueeze(0)
         found = lm.model.get_image_features(pixels, *grids)
@@ -385,7 +384,8 @@ def naive(lm, sample: Sample):
         if hasattr(found, "deepstack_features"):
             given |= {"visual_pos_masks": spots, "deepstack_visual_embeds": [
                 torch.cat([*part]) for part in found.deepstack_features]}
-    hidden = seeing.text_of(lm)(inputs_embeds=x, **given).last_hidden_state[0, -len(ids) - 1:-1]
+    text = family_of(lm.config).parts(lm)[0]
+    hidden = text(inputs_embeds=x, **given).last_hidden_state[0, -len(ids) - 1:-1]
     logits = lm.lm_head(hidden)
     logits[:, lm.config.image_token_id] -= 100  # never sampled
     return logits.log_softmax(-1)
@@ -394,7 +394,7 @@ def naive(lm, sample: Sample):
 def in_float64(source: Path):
     from transformers import AutoModelForImageTextToText
     lm = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float64)
-    for part in (seeing.text_of(lm), *seeing.tower_of(lm)):
+    for part in family_of(lm.config).parts(lm):
         float64.widen(part)
     return lm
 
@@ -431,7 +431,7 @@ def updates(world, folder: Path) -> list:
                             update_tokens=budget, checkpointing=again, max_grad_norm=0.0,
                             train_vision=trains)
         module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
-        policy = Spy(module, world, args.model_args, args.optimizer_args)
+        policy = Spy(module, world, args.model_args, args.optimizer_args, args)
         grpo.learn(args, world, policy, samples, lr=1e-3)
         first = policy.gradient
         grpo.learn(args, world, policy, samples, lr=1e-3)
@@ -466,10 +466,11 @@ def tried(world, folder: Path) -> tuple[list[int], int, int]:
     module = float64.build(model.LogprobModel, str(folder / "split"), world, args.model_args)
     policy = model.Policy(module, world, args.model_args, args.optimizer_args)
     rows, saw = read(folder, {"prompt": "q"}, {"prompt": "q", "image": "a.png"}), []
-    seeing.tower_of(module.lm)[0].register_forward_pre_hook(
+    family_of(module.lm.config).parts(module.lm)[1].register_forward_pre_hook(
         lambda tower, given, named: saw.append(len(named.get("pixel_values", *given))),
         with_kwargs=True)
-    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy, rows=rows)
+    run.measure_phases(plan.Plan(args, 1, 8, 0), world, 9, policy,
+                       row_of=policy.family.trial(rows, run.text_row))
     seen = rows[1].pictures
     return saw, len(seen.eyes.pixels(seen.sources)[0]), len(rows[1].prompt_ids)
 
@@ -530,7 +531,7 @@ def test_the_report_has_the_pictures_of_each_prompt(folder):
 def look(folder: Path, name: str, tp: int, lora_rank: int) -> dict:
     """What vision_worker.py found on two ranks."""
     out = Path(f"{folder}/out {name} {tp} {lora_rank}")
-    script("tests/vision_worker.py", folder, out, name, tp, lora_rank, ranks=2)
+    script(Path(__file__).with_name("vision_worker.py"), folder, out, name, tp, lora_rank, ranks=2)
     return pickle.loads(out.read_bytes())
 
 

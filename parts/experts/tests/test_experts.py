@@ -2,7 +2,6 @@
 import copy
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,12 +16,11 @@ import model
 import plan
 import reference
 import rollout
-import run
 from batch import Batch
 from checkpoint import export_model
 from dist import World
+from model_files import shape_from
 from parts.experts import experts
-from plan import shape_from
 from ranks import results
 from shapes import shape_of
 from tools import float64
@@ -41,9 +39,10 @@ def folder(tmp_path_factory) -> str:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_mixture_is_its_equation(folder, name):
     lm = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float64,
-                                              experts_implementation=model.experts_in(torch.float64))
+                                              experts_implementation="eager")
     block, x = experts.blocks(lm)[1], torch.randn(1, 40, 64, dtype=torch.float64)
-    routing, (E, k) = experts.Routing(lm), (block.gate.num_experts, block.gate.top_k)
+    routing, (E, k) = experts.Mixture(lm.config), (block.gate.num_experts, block.gate.top_k)
+    routing.follow(lm, None)
     chosen = (x[0] @ block.gate.weight.T).topk(k).indices  # (40, k)
     other = (chosen + 1) % E
     for routes in (None, chosen, other):
@@ -64,7 +63,7 @@ def built(world, folder: str, **options):
     args = learning.arguments(**options)
     adapters = args.lora_args if args.lora_args.lora_rank else None
     module = float64.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
-    return model.Policy(module, world, args.model_args, args.optimizer_args, args.expert_args)
+    return model.Policy(module, world, args.model_args, args.optimizer_args, args)
 
 
 def exported(world, folder: str) -> list[str]:
@@ -90,7 +89,7 @@ def replayed(world, folder: str) -> tuple:
     """Log-probs with the policy's own routes; with them replayed; with others."""
     batch, policy = Batch(learning.fabricate("plain", 3)), built(world, folder, replay_routing=True)
     own, seen = scores(policy, batch), {}
-    for layer, router in enumerate(policy.routing.routers):
+    for layer, router in enumerate(policy.family.routers):
         router.register_forward_hook(
             lambda _, given, out, layer=layer: seen.update({layer: out[2]}))
     for sample in batch.samples:  # each row alone
@@ -148,24 +147,23 @@ def test_the_engine_is_asked_for_its_experts(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", stub)
     monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
     for routes in (True, False):
-        rollout.Engine(
-            "folder", World(0, 1, 0, 1, torch.device("cpu"), None, 1.0), rollout.EngineArgs(),
+        engine = experts.mixing(rollout.Engine, routes)(
+            "folder", World(0, 1, 0, 1, torch.device("cpu"), None), rollout.EngineArgs(),
             tokenizer=None, eos_ids=[], dtype=torch.float32, max_len=64, max_tokens=32, seed=0,
-            kv_cache=0, log=None, trained=[], routes=routes)
+            kv_cache=0, log=None, trained=[])
         assert given["enable_return_routed_experts"] == routes
     routes = np.zeros((5, 2, 2))
-    found = rollout.completion_of(SimpleNamespace(
+    found = engine.completion(SimpleNamespace(
         token_ids=[1], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop",
         routed_experts=routes))
     assert found.routes is routes
 
 
 def test_a_run_asks_its_engine_for_them(monkeypatch):
-    given, it = {}, MagicMock()
-    it.inputs.eyes = None
-    monkeypatch.setattr(run, "Engine", lambda *_, **options: given.update(options) or MagicMock())
-    run.build_engine(it)
-    assert given["routes"] is it.args.expert_args.replay_routing
+    monkeypatch.setattr(experts, "mixing", lambda *given: given)
+    for replays in True, False:
+        args = plan.changed(grpo.Args(), replay_routing=replays)
+        assert experts.Mixture.engine(None, "kind", args, None) == ("kind", replays)
 
 
 def test_the_load_of_a_layer():
@@ -177,7 +175,7 @@ def test_the_load_of_a_layer():
 
 @pytest.mark.parametrize("flags, words", [
     (dict(lora_rank=4, lora_targets=("gate_proj",)), "must be all-linear or some of q_proj k_proj "
-     "v_proj o_proj (got gate_proj; experts take no adapters)."),
+     "v_proj o_proj (got gate_proj)."),
     (dict(lora_rank=4, freeze_router=True), "--freeze_router is for routers that are trained"),
     (dict(replay_routing=True, reply="x.py:Y"), "--replay_routing is for one turn"),
     (dict(replay_routing=True, carry=1.0, engine_correction="truncate"), "--replay_routing is for "
@@ -200,4 +198,4 @@ def test_the_plan_counts_all_parameters_and_those_of_a_token():
     """As its card says: 30.5B in total and 3.3B activated."""
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     assert shape.params == 30_532_122_624
-    assert shape.params - shape.layers * shape.mixture.idle == 3_353_032_704
+    assert shape.params - shape.layers * shape.idle == 3_353_032_704

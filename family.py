@@ -1,0 +1,180 @@
+"""family.py: what a family of models brings beside its weights. Here: a dense text model.
+
+model_files.family_of chooses. A part whose models need more extends Family, and Shape.
+"""
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from batch import EVEN
+from data import Row
+
+# ---- its sizes, for the plan ----
+#
+# c: bytes of a number in the computation (--dtype).
+
+
+@dataclass
+class Shape:
+    """The sizes of a model. Its parameters are counted on the model itself."""
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer: int  # parameters of a layer
+    root: int  # of the rest: embedding, head, last norm
+    params: int  # all
+    fused: bool  # attention; else its memory grows with length²
+    linears: dict  # {name: in + out} of the linear layers of a layer
+    reference: "Shape | None" = None  # if it is another model
+    kind: ClassVar[str] = "text"
+
+    def layer_bytes(self, c: int, keys: int) -> float:
+        """What a layer keeps for backward, per token. keys: copies of a token's keys and values
+        (plan.Phase)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
+        attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
+        return norms + attention + 4 * c * self.wide
+
+    @property
+    def wide(self) -> int:
+        """Columns of the MLP that a token uses."""
+        return self.intermediate
+
+    def cuts(self, ranks: int) -> float:
+        """A rank has at most 1 / cuts of the weights."""
+        return ranks
+
+    def frozen(self, args) -> int:
+        """Parameters that training leaves as they are."""
+        return 0
+
+    def beside(self, c: int, args, update: bool) -> tuple[float, float]:
+        """Of a micro-batch, beside the layers: bytes that FSDP gathers, and bytes per token."""
+        return 0.0, 0.0
+
+    def in_engine(self, c: int, tokens: int) -> float:
+        """Bytes of the engine's work on so many tokens, beside a text model's."""
+        return 0.0
+
+
+# ---- what it computes, and what its files say ----
+
+NEVER = -100.0  # is added to the logit of an id that no policy samples: vLLM's lowest
+
+
+class Family:
+    """Of one model, whose config.json this is."""
+    types: tuple[str, ...] = ()  # its model_type is one of them; here: none of a part's
+    auto = "AutoModelForCausalLM"  # of transformers
+    never: tuple[int, ...] = ()  # these ids
+
+    def __init__(self, config):
+        self.config = config
+
+    @property
+    def architecture(self) -> str:
+        """The name of transformers' class. "": it has no causal language model of this type."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALL
+        name = ALL.get(self.config.model_type, "")
+        return name if name.endswith(("CausalLM", "HeadModel")) else ""
+
+    def skeleton(self, dtype, **options):
+        """The model without weights."""
+        import transformers
+        with torch.device("meta"):
+            return getattr(transformers, self.auto).from_config(
+                self.config, dtype=dtype, attn_implementation="sdpa", **options)
+
+    def parts(self, lm) -> list:
+        """Modules with layers of their own, which FSDP shards. The first one reads tokens."""
+        return [lm]
+
+    def cpu_limits(self, args):
+        """Yields sentences for what its engine cannot do without a GPU."""
+        return ()
+
+    def maker(self, make, args, files, spec: str):
+        """data.load's `make` for the rows of `spec`. files: inputs.ModelFiles."""
+        return make
+
+    # ---- in files ----
+
+    def pieces(self, name: str, tensor, first: int = 0):
+        """Yields what files have of a parameter: (name, tensor, its first row there). tensor: the
+        parameter, or some of its rows, from `first` on."""
+        yield name, tensor, first
+
+    # ---- in a forward ----
+
+    def inputs(self, micro) -> dict:
+        """What the model gets of a micro-batch beside its packed input."""
+        return {}
+
+    def hidden(self, lm, inputs):
+        """The last hidden states (1, S, H)."""
+        return self.parts(lm)[0].base_model(**inputs, use_cache=False).last_hidden_state
+
+    def plain_logits(self, lm, head, keep, inputs):
+        """transformers' own forward of one row → (1, keep, V). head: LogprobModel.head."""
+        return lm(**inputs, use_cache=False, logits_to_keep=keep).logits
+
+    # ---- in training ----
+
+    def freeze(self, lm, args):
+        """Decides which weights are trained. args: of the script; None: all flags as they are."""
+
+    def follow(self, lm, args):
+        """Before the training of a policy; a critic has no such call."""
+
+    def around(self, micro):
+        """A context for a forward of that policy."""
+        return nullcontext()
+
+    def metrics(self, world) -> dict[str, float]:
+        """Of a policy's forwards since the last optimizer step. A collective."""
+        return {}
+
+    # ---- before the first step ----
+
+    def engine(self, kind: type, args, inputs) -> type:
+        """rollout.Engine, or a class that extends it. inputs: inputs.Inputs."""
+        return kind
+
+    def first(self, rows: list[Row]) -> list[Row]:
+        """In the order in which engine, trainer and transformers are compared."""
+        return rows
+
+    def trial(self, rows: list[Row], text_row):
+        """run.text_row, or what is larger, by the rows of the data."""
+        return text_row
+
+    def shape(self, lm) -> Shape:
+        """A model's sizes, with or without its weights."""
+        c, text = lm.config.get_text_config(), self.parts(lm)[0]
+        layers, params = Counter(), sum(p.numel() for p in lm.parameters())
+        for name, p in text.named_parameters():
+            layers[next((part for part in name.split(".") if part.isdigit()), "")] += p.numel()
+        del layers[""]  # of no layer
+        linear = {name: m for name, m in text.named_modules() if hasattr(m, "in_features")}
+        linears = {name.rpartition(".")[2]: m.in_features + m.out_features
+                   for name, m in linear.items() if ".0." in name}
+        inner = max((m.in_features for name, m in linear.items()  # layers may differ: Gemma 4
+                     if "mlp" in name and m.in_features != c.hidden_size),
+                    default=getattr(c, "intermediate_size", None))
+        heads = c.num_attention_heads
+        return Shape(
+            hidden=c.hidden_size, layers=c.num_hidden_layers, heads=heads, vocab=c.vocab_size,
+            intermediate=inner or 4 * c.hidden_size,
+            kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+            head_dim=max((m.head_dim for m in text.modules() if hasattr(m, "head_dim")),
+                         default=c.hidden_size // heads),
+            layer=max(layers.values()), root=params - layers.total(), params=params,
+            fused=not getattr(c, "attn_logit_softcapping", None), linears=linears)

@@ -1,0 +1,70 @@
+"""engine.py: an engine for a model that sees: it gets the pictures of a prompt beside its ids."""
+from family import NEVER
+from parts.pictures.eyes import opened
+from parts.pictures.rows import pictures_in
+
+HELD = 2  # GiB of pictures' pixels that an engine holds at once
+
+
+def looking(kind: type, eyes, rows: list) -> type:
+    """rollout.Engine → one that sees. rows: of all data. None has more pictures in a prompt."""
+    most = max((len(it.sources) for it in map(pictures_in, rows) if it), default=0)
+
+    class Looking(kind):
+        def options(self, max_len):
+            # vLLM's own normalization would have noise for a mean, by load_format="dummy".
+            return super().options(max_len) | {
+                "limit_mm_per_prompt": {"image": max(1, most), "video": 0},
+                "mm_processor_cache_gb": HELD, "mm_device_do_normalize": False,
+                "mm_processor_kwargs": {"size": eyes.size}}
+
+        def forget(self):
+            super().forget()  # the worker forgot the features of pictures: so must the scheduler
+            self.llm.llm_engine.reset_encoder_cache()
+
+        def sampling(self, request, temperature):
+            return super().sampling(request, temperature) | {"logit_bias": {eyes.token: NEVER}}
+
+        def prompts(self, requests):
+            """One token for each picture, of which vLLM makes more itself. Of ids that are those of
+            a tile already it would make still more, and say nothing."""
+            found, seen = super().prompts(requests), [pictures_in(r.row) for r in requests]
+            images = {it: [*map(opened, it)] for it in {p.sources for p in seen if p}}  # once
+            for prompt, pictures in zip(found, seen, strict=True):
+                if pictures:
+                    prompt |= {"prompt_token_ids": pictures.short_ids,
+                               "multi_modal_data": {"image": images[pictures.sources]}}
+            return found
+
+        def outputs(self, requests, temperature, **options):
+            found = []
+            for part in parts_of(requests):
+                found += super().outputs(part, temperature, **options)
+            self.llm.llm_engine.reset_mm_cache()
+            compare_ids(requests, found)
+            return found
+
+    return Looking
+
+
+def parts_of(requests: list) -> list[list]:
+    """Parts whose pixels fit. Those of a group count once."""
+    parts, room, seen = [[]], HELD * 2**30, set()
+    for request in requests:
+        pictures = pictures_in(request.row)
+        if pictures and pictures.sources not in seen:
+            if parts[-1] and pictures.bytes > room:
+                parts, room, seen = [*parts, []], HELD * 2**30, set()
+            room -= pictures.bytes
+            seen.add(pictures.sources)
+        parts[-1].append(request)
+    return parts
+
+
+def compare_ids(requests: list, outputs: list) -> None:
+    """RuntimeError unless engine and trainer have the same ids."""
+    for request, output in zip(requests, outputs, strict=True):
+        if output.prompt_token_ids != request.prompt_ids:
+            raise RuntimeError(
+                f"engine and trainer differ in the ids of a prompt with pictures: "
+                f"{len(output.prompt_token_ids)} and {len(request.prompt_ids)} tokens")

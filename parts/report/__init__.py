@@ -1,0 +1,1 @@
+"""A page of a run, with its curves, its completions and their tokens (--report)."""

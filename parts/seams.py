@@ -1,0 +1,121 @@
+"""What stands outside the folder of each part: the table that `./run.sh strip` carries out.
+
+PARTS: files that are of a part alone. SEAMS: where the rest names it, in the order in which a run
+meets it: (file, what stands there, what stands there without the part). Jobs of run.sh that use a
+file that is gone, and what pages say of names that are gone, are found by strip itself.
+"""
+ROADS = ("results/roads.py", "results/roads.json", "results/roads.md", "docs/pictures/roads.svg")
+PARTS = {
+    "turns": {"files": [
+        "examples/again.py", "examples/doors.py", "examples/frozen_lake.py",
+        "examples/gem_games.py", "examples/tools.py",
+        "variants/turn_credit.py", "results/environments.py", "results/environments.json",
+        "results/environments.md", "results/doors.json", "results/doors-coin.json",
+        "results/doors-grpo.json", "results/doors-sharpen.json", "results/game.json",
+        "results/game-coin.json", "results/game-coin-slow.json", "results/game-sharpen.json",
+        "results/game-sharpen-slow.json", "docs/pictures/game.svg", "docs/pictures/turns.svg"]},
+    "judges": {"files": ["examples/judge.py", "examples/reward_model.py"]},
+    "lora": {"files": ["results/instructions-lora.json"]},
+    "experts": {"files": ["results/sort-experts.json", "results/sort-experts-coin.json",
+                          "results/sort-experts-sharpen.json"]},
+    "states": {},
+    "pictures": {"files": ["examples/squares.py", "results/vision.json",
+                           "results/vision-qwen2_5_vl.json"]},
+    "carry": {"files": ["bench/carry.py"]},
+    "sft": {"files": ["sft.py", *ROADS]},
+    "distill": {"files": ["distill.py", *ROADS]},
+    "report": {"files": ["tools/report.py"]},
+    "variants": {"folder": "variants"},
+    "parts": {"folder": "parts", "files": ["tests/test_strip.py"]},  # the last to go
+}
+SEAMS = {
+    "turns": [
+        ("flags.py", "from parts.turns.turns import TurnArgs\n", ""),
+        ("flags.py", "    turn_args: TurnArgs = field(default_factory=TurnArgs)\n", ""),
+        ("verifiers.py", '    "environment": "parts.turns.replies:paid", "turns": '
+                         '"parts.turns.replies:paid",\n', ""),
+    ],
+    "judges": [
+        ("flags.py", "from parts.judges.pool import JudgeArgs, JudgePool\n", ""),
+        ("flags.py", "    judge_args: JudgeArgs = field(default_factory=JudgeArgs)\n", ""),
+        ("flags.py", "            return JudgePool(list(self.reward), self.reward_args, "
+                     "self.judge_args.reward_retries)\n",
+                     '            raise SettingsError(f"--reward {waits[0]} must be a plain `def`: '
+                     'nothing here awaits.")\n'),
+        ("batch.py", "from parts.judges.pool import retries_of\n", ""),
+        ("batch.py", ',\n        "rollout/reward_retries": retries_of(scores)}', "}"),
+    ],
+    "lora": [
+        ("flags.py", "from parts.lora.lora import LoraArgs\n", ""),
+        ("flags.py", "    lora_args: LoraArgs = field(default_factory=LoraArgs)\n", ""),
+        ("run.py", "from parts.lora import lora\n", ""),
+        ("run.py", "    if args.lora_args.lora_rank:\n        logprobs, values, kind = "
+                   "lora.kinds(args.lora_args, args.model, source)\n", ""),
+        ("ppo.py", "; LoRA: ten times as much.", "."),
+        ("tools/float64.py", "from parts.lora import lora\n", ""),
+        ("tools/float64.py", "    kind = lora.adapted(kind, adapters) if adapters else kind\n", ""),
+        ("tools/prove.py", "from parts.lora import lora\n", ""),
+        ("tools/prove.py", "    adapters = args.lora_args if args.lora_args.lora_rank else None\n",
+                           "    adapters = None\n"),
+        ("tools/prove.py", 'made.pop("reference", None) or lora.Base(made["policy"])',
+                           'made.pop("reference")'),
+        ("tools/export.py", "from parts.lora import lora\n", ""),
+        ("tools/export.py", '''\
+    if settings["lora_rank"]:
+        flags = lora.LoraArgs(*(settings[name] for name in vars(lora.LoraArgs())))
+        kind, _, policy = lora.kinds(flags, settings["model"], source)
+''', ""),
+    ],
+    "experts": [
+        ("flags.py", "from parts.experts.experts import ExpertArgs\n", ""),
+        ("flags.py", "    expert_args: ExpertArgs = field(default_factory=ExpertArgs)\n", ""),
+        ("model_files.py", "from parts.experts.experts import Mixture\n", ""),
+        ("model_files.py", "    Mixture,\n", ""),
+    ],
+    "pictures": [
+        ("flags.py", "from parts.pictures.flags import PictureArgs\n", ""),
+        ("flags.py", "    picture_args: PictureArgs = field(default_factory=PictureArgs)\n", ""),
+        ("model_files.py", "from parts.pictures.seeing import Seeing\n", ""),
+        ("model_files.py", "    Seeing,\n", ""),
+    ],
+    "states": [
+        ("model_files.py", "from parts.states.states import Stateful\n", ""),
+        ("model_files.py", "    Stateful,\n", ""),
+    ],
+    "carry": [
+        ("grpo.py", "from dataclasses import dataclass, field\n",
+                    "from dataclasses import dataclass\n"),
+        ("grpo.py", "from parts.carry.carry import CarryArgs\n", ""),
+        ("grpo.py", "    carry_args: CarryArgs = field(default_factory=CarryArgs)\n", ""),
+        ("ppo.py", "from parts.carry.carry import CarryArgs\n", ""),
+        ("ppo.py", "\n    carry_args: CarryArgs = field(default_factory=CarryArgs)\n", ""),
+    ],
+    "sft": [
+        ("data.py", 'ends before it, or sft.py, which learns it.")', 'ends before it.")'),
+    ],
+    "report": [
+        ("flags.py", "from parts.report.args import ReportArgs\n", ""),
+        ("flags.py", "    report_args: ReportArgs = field(default_factory=ReportArgs)\n", ""),
+        ("log.py", "from parts.report.tokens import token_row\n", ""),
+        ("log.py", "    return row | token_row(s, decode)\n", "    return row\n"),
+        ("tools/__init__.py", "report.py: a page (parts/report/).\n", ""),
+        ("results/speedrun.py", " --no-report", ""),
+        ("requirements.txt", "# The tests of report.html, with the browser of the system; without "
+                             "one they are skipped.\nplaywright==1.65.2\n", ""),
+    ],
+    "variants": [
+        ("grpo.py", ", as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too.", "."),
+        ("grpo.py", ", as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric.", "."),
+        ("grpo.py", "which variants/__init__.py describes: (M,).", "for each token: (M,)."),
+    ],
+    "parts": [
+        ("plan.py", "from parts import pairs\n", ""),
+        ("plan.py", "    return found + pairs.problems(values, shape)\n", "    return found\n"),
+        ("run.sh", """\
+# ./run.sh strip NAME …   deletes parts: a folder of parts/ and its seams. --all, --list, --yes
+""", ""),
+        ("run.sh", '  strip) shift; exec python3 parts/strip.py "$@" ;;\n', ""),
+        ("pyproject.toml", 'testpaths = ["tests", "parts"]', 'testpaths = ["tests"]'),
+        ("pyproject.toml", 'src = [".", "tests", "parts/*/tests"]', 'src = [".", "tests"]'),
+    ],
+}

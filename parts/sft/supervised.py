@@ -1,0 +1,52 @@
+"""supervised.py: rows that have their completions, and how well sft.py's policy predicts them."""
+from dataclasses import dataclass
+from math import exp
+
+import numpy as np
+import torch
+
+from batch import Batch, Completion, Meter, Sample
+from data import Prompt
+from rewards import Score
+from run import Run
+
+
+def given(prompt: Prompt) -> Sample:
+    """A sample that nobody sampled: its row has the completion (targets.py)."""
+    ids, learned = prompt.row.target
+    completion = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False,
+                            np.array(learned))
+    return Sample(prompt, completion, "", Score(0.0, {}, None))
+
+
+@dataclass
+class Supervised(Run):
+    """The run of sft.py: it predicts --eval_data, and samples it where --reward is given."""
+
+    def __post_init__(self):
+        self.log.compared = {"eval/perplexity": None} | self.log.compared
+
+    def held_out(self, step: int) -> dict[str, float]:
+        """See run.Run."""
+        with self.log.time("eval"):
+            found = held_out_metrics(self)
+        return found | (super().held_out(step) if self.engine else {})
+
+
+def held_out_metrics(run) -> dict[str, float]:
+    """Means over all tokens to learn of --eval_data. A collective.
+
+    eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
+    """
+    args, world = run.args, run.world
+    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.inputs.eval_rows)])
+    rows, meter = list(range(len(batch.samples))), Meter(world)
+    weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
+    with torch.no_grad():
+        for micro in batch.micros(world, rows, args.score_tokens, "held out"):
+            logprobs, entropy = run.policy.logprobs(micro, args.temperature, "value")
+            meter.add(micro.of_rows(weights), {"eval/loss": -logprobs, "eval/entropy": entropy})
+    found = meter.metrics()
+    return {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
+            "eval/perplexity": exp(min(found["eval/loss"], 700.0)),
+            "eval/entropy": found["eval/entropy"]}

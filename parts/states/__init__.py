@@ -1,0 +1,1 @@
+"""Layers with a state (Qwen3.5)."""

@@ -1,0 +1,80 @@
+"""What this checkout has: `./run.sh strip` deletes parts, and their cases go with them.
+
+A test that uses a part has the mark `needs("lora")`; a case whose parameters name one is skipped by
+conftest.py; `kept` leaves such cases out of a table; `module` is None for a module that is gone.
+"""
+import importlib
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tracked import ROOT
+
+WORDS = {  # in a case: what says that it is of a part
+    "carry": "carr(y|ied)",
+    "distill": "distill|teacher",
+    "experts": "experts|mixtral|olmoe|moe|mellum|A3B|replay_routing|freeze_router",
+    "judges": "async def|reward_retries",
+    "lora": "lora|'rank'",
+    "pictures": r"pictures?\b|vision|squares|idefics|_vl\b|image|sees",
+    "report": "report",
+    "sft": r"\bsft\b",
+    "states": r"qwen3[._]5|linear_attention",
+    "turns": r"reply|turns|turn_credit|environment|examples/(again|doors|guess)|\b(game|doors)\b",
+    "variants": "variants"}
+
+
+def has(*names: str) -> bool:
+    """Whether each of these parts is here."""
+    return all((ROOT / ("" if name == "variants" else "parts") / name / "__init__.py").exists()
+               for name in names)
+
+
+GONE = [name for name in WORDS if not has(name)]
+
+
+def needs(*names: str):
+    """The mark of a test that uses them."""
+    return pytest.mark.skipif(not has(*names), reason=f"without {', '.join(names)}")
+
+
+def of_a_part(case) -> str | None:
+    """The part that is gone and that a case names."""
+    said = str(case)
+    return next((name for name in GONE if re.search(WORDS[name], said, re.I)), None)
+
+
+def kept(cases):
+    """A list, or a dictionary, of cases, without those of parts that are gone."""
+    if isinstance(cases, dict):
+        return {name: case for name, case in cases.items() if not of_a_part((name, case))}
+    return [case for case in cases if not of_a_part(case)]
+
+
+def module(name: str) -> ModuleType | None:
+    """module("parts.lora.lora"), module("sft"): None where the part was deleted."""
+    there = (ROOT / f"{name.replace('.', '/')}.py").exists()
+    return importlib.import_module(name) if there else None
+
+
+def adapters(args):
+    """The LoraArgs of a script's Args. None: all weights are trained."""
+    flags = getattr(args, "lora_args", None)
+    return flags if flags and flags.lora_rank else None
+
+
+QUIET = ("--no-report",) if has("report") else ()
+SCRIPTS = {name: module(name) for name in ("grpo", "ppo", "sft", "distill") if module(name)}
+
+
+def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **args) -> Path:
+    """A run's folder: args.json, metrics.jsonl, samples/NAME.jsonl."""
+    (folder / "samples").mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"seed": 0, "name": folder.name} | args))
+    files = {"metrics": metrics} | {f"samples/{name}": rows for name, rows in samples.items()}
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
