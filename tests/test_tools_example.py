@@ -19,7 +19,7 @@ from parts.turns import turns
 from parts.turns.replies import Move, messages
 from parts.turns.turns import said
 from rewards import Pool, RewardArgs
-from test_sft import tokenizer_of
+from templates import tokenizer_of
 from worker import load_file
 
 FILE = Path(__file__).parent.parent / "examples/tools.py"

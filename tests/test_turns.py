@@ -23,7 +23,7 @@ from learning import begin_with
 from parts.turns import turns
 from parts.turns.replies import messages
 from rewards import Answer, RewardArgs, score_samples
-from test_sft import with_traits
+from templates import with_traits
 from worker import Part
 
 ROOT = Path(__file__).parent.parent
