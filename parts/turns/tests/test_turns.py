@@ -23,7 +23,7 @@ from learning import begin_with
 from parts.turns import turns
 from parts.turns.replies import messages
 from rewards import Answer, RewardArgs, score_samples
-from test_sft import with_traits
+from templates import with_traits
 from tracked import ROOT
 from worker import Part
 
