@@ -1,4 +1,4 @@
-"""data.py: formats and errors, one template, one BOS, an order to resume anywhere."""
+"""data.py: formats and errors, one template, an order to resume anywhere."""
 import json
 import os
 import random
@@ -11,7 +11,6 @@ from zlib import crc32
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.processors import TemplateProcessing
 
 import data
 from data import DataArgs, Row, Stream, read
@@ -23,14 +22,9 @@ from parts.distill.teacher import add_teacher_prompts
 QA = {"question": "q", "answer": "a"}
 
 
-def make_tokenizer(chat_template=CHATML, bos=None):
-    """tiny's; with `bos`, a post-processor puts it in front, as Llama's does."""
+def make_tokenizer(chat_template=CHATML):
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = chat_template
-    if bos:
-        tokenizer.add_special_tokens({"bos_token": bos})
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
     return tokenizer
 
 
@@ -91,7 +85,6 @@ VERL = {"prompt": [SYSTEM, user("1+1?")], "data_source": "openai/gsm8k", "answer
 
 
 @pytest.mark.parametrize("row, asked, answer", [
-    ({"question": "1+1?", "answer": "1+1=2\n#### 2"}, chat("1+1?"), "1+1=2\n#### 2"),
     ({"prompt": [user("1+1?"), {"role": "assistant", "content": "Let me see: <think>"}]},
      chat("1+1?") + "Let me see: <think>", None),  # the model goes on
     (VERL, "<|im_start|>system\nBe brief.<|im_end|>\n" + chat("1+1?"), "2"),
@@ -169,18 +162,6 @@ def test_a_template_that_names_no_column_is_refused_by_its_flag():
         made = data.make_row(0, QA, "", TOKENIZER, data.marks_of(TOKENIZER), DataArgs())
         assert "--teacher_prompt" + words in sentence(
             add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
-
-
-def test_no_second_bos():
-    """The template writes <s> itself and the tokenizer would add another."""
-    tokenizer = make_tokenizer("{{ bos_token }}" + CHATML, bos="<s>")
-    bos = tokenizer.bos_token_id
-    assert tokenizer("x")["input_ids"][0] == bos   # it does add one by itself
-    plain = make_tokenizer(None, bos="<s>")   # without a template, the tokenizer has to add it
-    assert load_row(QA, tokenizer=plain).prompt_ids == [bos, *TOKENIZER("q")["input_ids"]]
-    for each in (tokenizer, plain):
-        rows, _ = load_rows(QA, {"prompt": "<s>already here"}, tokenizer=each)
-        assert [row.prompt_ids.count(bos) for row in rows] == [1, 1]
 
 
 def test_system_replaces_the_rows_own_message_and_a_template_may_refuse_it():
@@ -270,46 +251,24 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
     assert "has no rows" in sentence(read, path)
 
 
-@pytest.mark.parametrize("row, what", [
-    ({"text": "q", "label": "a"},
-     "no prompt column in (text, label); it needs prompt, question, problem, or --prompt"),
-    ({"prompt": [user([{"type": "image"}])]}, "message 0 of prompt: its content cannot be used"),
-    ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
-    ({"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
-])
-def test_rows_with_mistakes(row, what):
-    message = sentence(load_rows, {"prompt": "q"}, row)
-    assert what in message and "rows.jsonl, row 1 (counted from 0)" in message
+def test_a_mistake_names_its_row_and_a_finished_chat_takes_no_system():
+    message = sentence(load_rows, {"prompt": "q"}, {"text": "q"})
+    assert "rows.jsonl, row 1 (counted from 0): no prompt column" in message
     finished = {"prompt": chat("q")}
     assert "finished chat text takes no --system" in sentence(load_row, finished, system="S")
 
 
 # ---- Hugging Face data sets
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder of files, a saved DatasetDict and a saved Dataset."""
+def test_a_saved_dict_has_its_splits(tmp_path):
     import datasets
-    place = tmp_path_factory.mktemp("sets")
-    rows = {split: datasets.Dataset.from_list([
-        {"question": f"{split}{i}", "answer": str(i)} for i in range(3)])
-        for split in ("train", "test")}
-    (place / "set").mkdir()
-    for split, data_set in rows.items():
-        data_set.to_parquet(place / "set" / f"{split}.parquet")
-    datasets.DatasetDict(rows).save_to_disk(place / "saved")
-    rows["train"].save_to_disk(place / "one")
-    return place
-
-
-@pytest.mark.parametrize("spec, asked", [
-    ("set@train[1:]", "train1 train2"), ("saved@test", "test0 test1 test2"),
-    ("saved", "train0 train1 train2"), ("one@train[1:]+train[:1]", "train1 train2 train0")])
-def test_folders_and_saved_data_sets(folder, spec, asked):
-    assert questions(f"{folder}/{spec}") == asked.split()
-    name = spec.split("@")[0]
-    assert read(f"{folder}/{spec}")[1] == f"{folder.name}/{name}"
-    message = sentence(read, f"{folder}/{name}@dev")
+    datasets.DatasetDict({split: datasets.Dataset.from_list([
+        {"question": f"{split}{i}"} for i in range(3)]) for split in ("train", "test")}
+    ).save_to_disk(tmp_path / "saved")
+    for end, asked in (("", "train0 train1 train2"), ("@test", "test0 test1 test2"),
+                       ("@train[1:]+test[:1]", "train1 train2 test0")):
+        assert questions(f"{tmp_path}/saved{end}") == asked.split()
+    message = sentence(read, f"{tmp_path}/saved@dev")
     assert "cannot be loaded: ValueError: " in message and "dev" in message
 
 
@@ -352,7 +311,6 @@ def test_importing_does_nothing_and_offline_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("name", ["math[1]", "run?", "m*", "[!a]", "a::b", "x/[ab]/y"])
 def test_a_path_is_no_pattern(tmp_path, name):
-    """`datasets` reads a folder's name as one: the decoys' rows came in silence."""
     import datasets
     for folder in (name, "math1", "run1", "mine", "b", "a", "x/a/y"):
         for form in "plain", "saved":
@@ -370,7 +328,6 @@ def test_a_path_is_no_pattern(tmp_path, name):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_are_the_same_by_every_door(tmp_path, seed):
-    """007 of a .csv was 7.0 in a folder, and "2026-01-31" of a .jsonl a date."""
     rng = random.Random(seed)
     values = ["007", "7", "1e5", "2026-01-31", "NA", "true", "é\n", "[1]", "x", ""]
     rows = [{"question": rng.choice(values), "b": rng.choice(values)} for _ in range(rng.randint(

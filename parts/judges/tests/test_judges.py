@@ -41,7 +41,7 @@ def tagged(said):
 @pytest.mark.parametrize("function, cases", [
     (gsm8k.gsm8k, [
         ("first 18, then 20", "18", 0), ("#### 17\n\nNext question: 18", "#### 18", 0),
-        ("#### none, but 18", "18", 1), ("10-5", "5", 1), ("", "18", 0)]),
+        ("#### none, but 18", "18", 1), ("", "18", 0)]),
     (verifiers.math_reward, [
         ("It is $14/3$.", r"\frac{14}{3}", 1), (r"\boxed{72}", "48+24=72\n#### 72", 1),
         ("?", "72", 0)]),
