@@ -52,15 +52,15 @@ def mistakes(*flags: str) -> str:
 @pytest.mark.parametrize("flags, words", [
     ("--lora_alpha 3 --max_turns 3 --reward own.py",
      ["--lora_alpha needs --lora_rank.", "--max_turns needs --reply.",
-      "--reward own.py: no such reward.", "--reward takes NAME or FILE.py:FUNCTION"]),
+      "--reward own.py: no such reward.", "A reward is NAME or FILE.py:FUNCTION"]),
     ("--reply own.py:ok:0.5 --reward own.py:missing", ["own.py has no missing."]),
     ("--reply own.py:ok:0.5", ["--reply own.py:ok:0.5: it must be FILE.py:FUNCTION; it has no "
                                "weight."]),
     ("--reply nowhere.py:ok", ["--reply nowhere.py:ok: no such file, here or in "]),
-    ("--data a.csv", ["a.csv cannot be loaded ('utf-8' codec"]),
+    ("--data a.csv", ["a.csv cannot be loaded: UnicodeDecodeError: "]),
     ("--data bare.jsonl --eval_data held.jsonl --batch 1",
      ["--reward exact needs 'answer': row 0 of "]),
-    ("--eval_data junk", ["junk cannot be loaded ("])])
+    ("--eval_data junk", ["junk, row 0 (counted from 0): no prompt column in (text)"])])
 def test_a_mistake_is_one_sentence(place, flags, words):
     text = mistakes(*flags.split())
     assert [one for one in words if one not in text] == []
@@ -76,7 +76,7 @@ def test_rows_that_are_not_scored_need_no_answer(place):
      "cannot read its config.json"),
     ("config.json", lambda old: "[1, 2]", "config.json must be a JSON object (it is [1, 2])"),
     ("chat_template.jinja", lambda old: "{{ messages and raise_exception('no') }}",
-     "the chat template cannot write it (no")])
+     "the chat template: no")])
 def test_a_models_broken_file_is_named(place, file, change, words):
     path = shutil.copytree(TINY, place / "changed") / file
     path.write_text(change(path.read_text() if path.exists() else ""))

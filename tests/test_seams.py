@@ -173,7 +173,7 @@ def scorer_of(world, groups: bool = False):
         return [Answer([1.0], None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
-                             parts=[Part("exact", 1.0, None)])
+                             parts=[Part("exact", 1.0, None)], progress={})
     return asked, SimpleNamespace(
         world=world, scorer=scorer, engine=SimpleNamespace(text=lambda ids: "text"),
         log=SimpleNamespace(time=Log0().time, say=lambda text: None))
@@ -311,7 +311,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
 def test_a_resumed_run_is_restored_when_it_is_built(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
     monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(
-        wait=int))
+        wait=int, progress={}))
     monkeypatch.setattr(run, "try_worst_case", lambda it: None)
     monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
     monkeypatch.setattr(run, "build_models", lambda *given: ("policy", None, None))

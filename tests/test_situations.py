@@ -130,7 +130,7 @@ def an_epoch(world, folder: str) -> dict:
     policy = learning.Spy(module, world, args.model_args, args.optimizer_args)
     policy.gradients, metrics, drawn = [], [], []
     stream = Stream([Row(i, "", [1], None, {}, "") for i in range(23)], seed=0)
-    while stream.position < len(stream.rows):
+    while stream.epoch == 0:
         prompts = stream.next(args.batch)
         samples = fabricate("mixed", len(prompts), seed=len(drawn))
         drawn.append([p.row.index for p in prompts])
