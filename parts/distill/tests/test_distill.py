@@ -13,16 +13,18 @@ import losses
 import model
 import plan
 import ranks
-import sft
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
+from house import module
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
-from parts.trial import trial
 from shapes import shape_of
 from tools import float64
+
+sft = module("sft")
+trial = module("parts.trial.trial")
 
 V, KINDS = 3, ("reverse_kl", "forward_kl", "jsd")
 

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config
 
 import data
-import distill
 import families
 import grpo
 import inputs
@@ -34,17 +33,19 @@ from examples import squares, tiny
 from house import module, needs
 from learning import begin_with, difference
 from model_files import family_of, shape_from
-from parts.lora import lora
 from parts.pictures import rows as pictured
 from parts.pictures import seeing
 from parts.pictures.eyes import opened
 from parts.pictures.idefics3 import Eyes
-from parts.sft import targets
-from parts.trial import trial
 from ranks import results, script
 from rewards import Score
 from shapes import shape_of
 from tools import float64
+
+distill = module("distill")
+lora = module("parts.lora.lora")
+targets = module("parts.sft.targets")
+trial = module("parts.trial.trial")
 
 GROUP, COMPLETION = 3, 10
 

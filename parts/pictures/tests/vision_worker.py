@@ -20,11 +20,13 @@ import model
 import plan
 import run
 from checkpoint import export_model
-from parts.lora import lora
+from house import module
 from parts.pictures import engine as pictured
 from parts.pictures import seeing
 from rollout import Engine, EngineArgs, Request
 from test_vision import fabricate, in_float64, naive
+
+lora = module("parts.lora.lora")
 
 HEAT = 0.9  # the temperature
 
