@@ -140,19 +140,20 @@ def size(files: Files) -> str:
 
 
 def listed(house: House) -> str:
-    """A line for each part: its code, all that is deleted with it, its seams in the core."""
-    out = [f"{'':9} {'code':>36}   {'with tests, page, examples':>36}   seams in the core"]
+    """A line for each part: its code, all that is deleted with it, its seams in the core's Python;
+    then the core."""
+    core = house.without(*house.here()).core()
+    out = [f"{'':13} {'code':>36}   {'with tests, pages, examples':>36}   seams in the core"]
     for name in house.here():
         own = {file: house.files[file] for file in house.of(name)}
         code = {file: text for file, text in own.items() if file.endswith(".py")
                 and not {"tests", "examples", "bench", "results"} & {*file.split("/")}}
         seams = [(file, text) for file, text, _ in house.seams.get(name, ())
-                 if file in house.core() and file.endswith(".py")]
+                 if file in core and file.endswith(".py")]
         lines = sum(len(text.splitlines()) for _, text in seams)
-        out.append(f"{name:9} {size(code)}   {size(own)}   {lines} lines in "
+        out.append(f"{name:13} {size(code)}   {size(own)}   {lines} lines in "
                    f"{len({file for file, _ in seams})} files")
-    core = house.without(*house.here()).core()
-    return "\n".join([*out, f"{'core':9} {size(core)}   in front, but nano.py and the pages"])
+    return "\n".join([*out, f"{'core':13} {size(core)}   in front, but nano.py and the pages"])
 
 
 def chosen(house: House, words: list[str]) -> list[str]:
