@@ -7,9 +7,10 @@
 One step: the engine samples G completions of each of P prompts. Each completion gets a reward. Its
 advantage is its reward minus the mean reward of its prompt's completions. The policy takes a
 gradient step that makes better completions more likely. There is no critic: the group is the
-baseline. (ppo.py is the same loop with a critic.) By default this is left out of the paper's GRPO:
---advantage grpo (divides by the group's std) --aggregation sequence (and a loss by the completion's
-length) --kl_loss_coef 0.04; and always: process rewards, and a reference model that is renewed.
+baseline. (ppo.py is the same loop with a critic.) The paper's GRPO also divides an advantage by the
+group's std and a loss by the completion's length, and has a KL term: --advantage grpo
+--aggregation sequence --kl_loss_coef 0.04. Its process rewards are not here, and its reference
+model is renewed, which ours is not.
 
 Read `train`, then `learn`. The formulas are in losses.py and variants/. Shapes: P prompts, G
 completions of each, N = P·G completions in request order, M sampled tokens of all of them, one
@@ -205,7 +206,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                     loss = loss - args.entropy_coef * entropy
                 policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
                 meter.add(w, details)
-            meter.norms.append(policy.step(lr))  # of a gradient 0 too: momentum goes on
+            meter.norms.append(policy.step(lr))  # also if the gradient is 0: momentum goes on
     # policy.metrics: of the model's family.
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
@@ -229,13 +230,13 @@ def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, in
 
 
 def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_logprobs):
-    """One number a token, (M,). The default is R - mean of the group for all of a completion's."""
+    """One number a token, (M,). By default R - mean of the group for all tokens of a completion."""
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)  # with an environment's tokens
+            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: of all tokens
     in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
-    if args.advantage == "reinforce++":  # A_t = sum over i >= t of ([i is last] R - beta k1_i)
+    if args.advantage == "reinforce++":  # A_t = sum over u >= t of ([u is last] R - beta k1_u)
         rewards = losses.token_rewards(
             rewards, old_logprobs, ref_logprobs if args.kl_reward_coef else None, batch.tokens,
             kl_coef=args.kl_reward_coef)  # (M,)

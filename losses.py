@@ -1,4 +1,4 @@
-"""losses.py: the formulas that most use, as pure functions of tensors. Others are in variants/.
+"""losses.py: the formulas that most runs use: pure functions of tensors. Others are in variants/.
 
 The global batch has P prompts with G completions each (`group`), N = P·G completions in request
 order, and M sampled tokens. Numbers of a completion are (N,). Numbers of a token are (M,) in the
@@ -53,13 +53,14 @@ def overlong_penalty(lengths, max_tokens, buffer):
 
 def equal(x, y):
     """Are rewards equal but for rounding? Numbers or tensors. .1 + .2 is not .3: a sum is wrong by
-    about 1e-16 of its largest part, which may be far larger than the sum; so 1e-9."""
+    about 1e-16 of its largest part. That part may be far larger than the sum, so the limit is 1e-9.
+    """
     return abs(x - y) <= 1e-9 * (1 + abs(x) + abs(y))
 
 
 def _groups(rewards, group, scored):
-    """R (P, G), 0 where unscored; scored (P, G); are a prompt's rewards equal? (P, 1), True where
-    none is scored."""
+    """Returns R (P, G), 0 where unscored; scored (P, G); and whether a prompt's rewards are equal,
+    (P, 1), True where none is scored."""
     R, S = rewards.double().view(-1, group), scored.view(-1, group)
     highest = torch.where(S, R, -torch.inf).amax(1, keepdim=True)
     lowest = torch.where(S, R, torch.inf).amin(1, keepdim=True)
@@ -91,7 +92,7 @@ def group_advantages(rewards, group, *, kind, eps, scored):
 
 
 def batch_std(rewards, scored):
-    """Of the global batch's scored rewards, ddof 1."""
+    """The standard deviation of the global batch's scored rewards, ddof 1."""
     x = rewards[scored]
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
 
@@ -180,7 +181,8 @@ def ratio_metrics(log_ratio, ratio, cut):
 def _clipped(log_ratio, log_r, A, *, clip_low, clip_high, dual_clip, **others):
     """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 (dual_clip c).
 
-    log_ratio: the token's, for approx_kl. log_r: of r, which is the token's ratio, or a sequence's.
+    log_ratio: log of the token's ratio, for approx_kl. log_r: log of r, which is the token's ratio
+    too, or a sequence's.
     """
     # exp(89) is inf in float32, and the gradient of a clipped token would be 0 * inf = nan. So r is
     # a product: its value, at most exp(80), times exp(0) = 1, which has the gradient.
@@ -206,7 +208,7 @@ def gspo_loss(logp, old, A, row, *, n_rows, **bounds):
         -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
     The paper clips at 3e-4 and 4e-4, with --aggregation sequence. With --aggregation token, a
-    completion counts as often as it has tokens.
+    completion counts in proportion to its length.
     """
     log_s = row_mean(logp - old, row, n_rows).detach()
     return _clipped(logp - old, log_s + (logp - logp.detach()), A, **bounds)

@@ -30,7 +30,7 @@ from worker import Item, Part, names_twice
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # the run ends after so many, in batches without one answer
+FAILED_CALLS = 8  # the run ends after so many failed calls, if no batch of them has an answer
 
 
 @dataclass
@@ -57,8 +57,9 @@ class Answer:
     error: str | None  # None: nothing failed
 
     def score(self, parts: list[Part]) -> Score:
-        """The weighted sum of the values. NaN: this reward does not apply to the row (in TRL's
-        lists: None), and the others count. None: it failed, and the completion has no score."""
+        """The weighted sum of the values. A value of NaN, which is None in a list of TRL's form:
+        this reward does not apply to the row, and the others count. A value of None: the reward
+        failed, and the completion has no score."""
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
         found = {part.name: known.get(part) for part in parts}
@@ -73,7 +74,7 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
+    """Gives samples texts and scores. `group` neighbours share a prompt. A collective."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
@@ -99,15 +100,16 @@ def item_of(sample, text) -> Item:
 
 
 def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
-    """The scores of the items, of which `size` in a row are one call. Without --reward they are 0,
-    of no parts."""
+    """The scores of the items, of which `size` neighbours are one call. Without --reward they are
+    0, of no parts."""
     if not pool.parts:
         return [Score(0.0, {}, None) for _ in items]
     return [answer.score(pool.parts) for answer in pool.ask(items, size)]
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
-    """Prints the first failure of a run. SettingsError if FAILED_CALLS in a row have no answer.
+    """Prints the first failure of a run. SettingsError after batches without one answer, if they
+    made FAILED_CALLS calls.
 
     errors: of each completion, on all ranks; None: it has an answer. calls: how many were made.
     """
@@ -183,8 +185,8 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
 # ---- the processes ----
 
 class Worker:
-    """A process that leads a session: all that its rewards fork is killed with it. module: whose
-    `work` it runs. what: for its `load`."""
+    """A process that leads a session: all that its rewards fork is killed with it. It runs the
+    `work` of a module: worker.py, or that of a part. what: the arguments of `load` there."""
 
     def __init__(self, module: str, what: tuple, seconds: float):
         self.received, self.code = b"", None
@@ -260,7 +262,7 @@ class Pool:
         return parse(specs)
 
     def make_inboxes(self, count: int) -> list[queue.Queue]:
-        """Of so many workers: they share one."""
+        """An inbox for each of so many workers: here they share one."""
         return [queue.Queue()] * count
 
     def what(self) -> tuple:
@@ -280,7 +282,7 @@ class Pool:
             raise SettingsError(self.refused)
 
     def ask(self, items: list[Item], size: int = 1) -> list[Answer]:
-        """An answer for each item. `size` items in a row are one call."""
+        """An answer for each item. `size` neighbours are one call."""
         self.items, self.answers, self.refused = items, [None] * len(items), ""
         self.put([slice(start, start + size) for start in range(0, len(items), size)])
         for inbox in self.inboxes:
@@ -288,7 +290,7 @@ class Pool:
         return self.answers
 
     def put(self, calls: list[slice]) -> None:
-        """Into the inboxes, as lists of those that a worker gets at once."""
+        """Puts calls into the inboxes, in lists: a worker gets all of a list at once."""
         for call in calls:
             self.inboxes[0].put([call])
 
@@ -300,7 +302,7 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. Its workers are its own: Linux kills them when it ends (PDEATHSIG)."""
+        """A thread. Its workers end with it: they ask Linux for that (PDEATHSIG, worker.py)."""
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()
@@ -319,7 +321,7 @@ class Pool:
             worker.kill()
 
     def _start(self) -> Worker:
-        """A worker that has loaded the rewards. OSError if it cannot, until the next batch."""
+        """A worker that has loaded the rewards. OSError: it cannot; the next batch tries again."""
         if self.refused:
             raise OSError(self.refused)
         worker = None
