@@ -55,11 +55,9 @@ class Packed:
 
     @cached_property
     def blocks(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor, int]], torch.Tensor]:
-        """Segments of one prefix length and similar lengths as matrices of token numbers:
-
-        [(queries (n, L), keys (n, prefix + L), prefix)], and (S,): where each token is among all
-        queries. Padding is to the right, so the causal mask hides it.
-        """
+        """Segments of one prefix and similar lengths: [(queries (n, L), keys (n, prefix + L),
+        prefix)] of token numbers, and (S,): where each token is among all queries. Padding is to
+        the right, so the causal mask hides it."""
         groups: list[list[Segment]] = []
         for s in sorted(self.segments, key=lambda s: (s.prefix, -s.length)):
             longest = groups[-1][0] if groups else s
@@ -80,7 +78,7 @@ class Packed:
 
     @cached_property
     def varlen(self) -> tuple:
-        """varlen_attn's arguments, and the token numbers of all keys, one segment after another."""
+        """The token numbers of all keys, and varlen_attn's arguments."""
         keys = []
         for s in self.segments:
             keys += [torch.arange(s.prefix_start, s.prefix_start + s.prefix),
@@ -102,11 +100,9 @@ def to_device(x, device: torch.device):
 
 def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Tensor],
          device: torch.device):
-    """Rows → one input. Rows of one owner share their prompt.
-
-    → ids (1, S), positions (1, S), Packed, and for each row (c,): where in S the token stands that
-    predicts each token of the completion. The prompt's last token predicts the first one.
-    """
+    """Rows, of which those of one owner share their prompt → ids (1, S), positions (1, S), Packed,
+    and for each row (c,): where in S the token stands that predicts each token of the completion.
+    The prompt's last token predicts the first one."""
     ids, segments, sources, starts, size = [], [], [], {}, 0
     for owner, prompt in zip(owners, prompts, strict=True):
         if owner not in starts:
@@ -127,11 +123,8 @@ def pack(owners: list[int], prompts: list[list[int]], completions: list[torch.Te
 
 def attention(module, query, key, value, attention_mask, *, packed, scaling=None,
               sliding_window=None, softcap=None, **options):
-    """The models' attention: (1, heads, S, d) → (1, S, heads, d). transformers calls it.
-
-    sliding_window: keys that a query sees, itself included (Mistral, Gemma 3). softcap: a bound on
-    the scores (Gemma 2). None: none.
-    """
+    """The models' attention, as transformers calls it: (1, heads, S, d) → (1, S, heads, d).
+    sliding_window: keys that a query sees, itself included. softcap: a bound on the scores."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, heads, d)
     half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
     if query.is_cuda and half and softcap is None:  # the kernel has no larger heads
@@ -141,7 +134,7 @@ def attention(module, query, key, value, attention_mask, *, packed, scaling=None
 
 def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
     """torch's kernel for bfloat16 on a GPU, (S, heads, d) → the same. It aligns the ends of queries
-    and keys: a completion's keys are its prompt and itself."""
+    and keys."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
     left = -1 if window is None else window - 1
@@ -151,7 +144,7 @@ def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
 
 def blocks(q, k, v, packed: Packed, scale: float, window: int | None = None,
            cap: float | None = None):
-    """The same with plain attention over rows of gathered keys."""
+    """The same with plain attention."""
     parts, place = packed.blocks
     done = []
     for queries, keys, prefix in parts:
@@ -178,10 +171,8 @@ def visible(length: int, prefix: int, window: int | None, device) -> torch.Tenso
 
 
 def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options):
-    """Attention whose scores are cap * tanh(score / cap): no kernel of torch has it.
-
-    (n, heads, L, d) → the same. https://arxiv.org/abs/2408.00118, section 2
-    """
+    """Attention with scores cap * tanh(score / cap), which no kernel of torch has: (n, heads, L, d)
+    → the same. https://arxiv.org/abs/2408.00118, section 2"""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = cap * torch.tanh(q @ k.transpose(-1, -2) * scale / cap)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -192,7 +183,7 @@ def capped_attention(q, k, v, *, attn_mask, scale: float, cap: float, **options)
 
 @dataclass
 class Completion:
-    """What came after a prompt."""
+    """What came after a prompt: T tokens."""
     ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, 0 where not sampled
     truncated: bool  # it reached --max_tokens and has no end-of-sequence token
@@ -232,7 +223,7 @@ class Batch:
         self.samples, done = samples, [s.completion for s in samples]
         self.lengths = torch.tensor([len(c.ids) for c in done], dtype=torch.long)  # (N,)
         self.tokens = torch.tensor([c.tokens for c in done], dtype=torch.long)  # (N,) sampled ones
-        self.starts = (self.tokens.cumsum(0) - self.tokens).tolist()  # N places among the M tokens
+        self.places = self.split(torch.arange(int(self.tokens.sum())))  # N parts of 0, …, M - 1
         self.truncated = torch.tensor([c.truncated for c in done], dtype=torch.bool)  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
         self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
@@ -245,7 +236,7 @@ class Batch:
             self.sizes.append((owner, len(row.prompt_ids), len(sample.completion.ids)))
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(N,) → (M,): each token gets its completion's number."""
+        """(N,) → (M,): a completion's number for each of its tokens."""
         return x.repeat_interleave(self.tokens)
 
     def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -258,8 +249,7 @@ class Batch:
         return x.split(self.tokens.tolist())
 
     def part(self, name: str) -> torch.Tensor:
-        """(N,) float64: one of the rewards that --reward adds up, without its weight. NaN: it has
-        no number, or does not apply."""
+        """(N,) float64: one of the rewards of --reward, without its weight. NaN: it has none."""
         parts = [s.score.parts[name] for s in self.samples]
         return torch.tensor([math.nan if x is None else x for x in parts], dtype=torch.float64)
 
@@ -282,10 +272,8 @@ class Batch:
 
     def micros(self, world: World, rows: list[int], budget: int, phase: str,
                learns=None) -> list["Micro"]:
-        """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks.
-
-        learns (N,) bool: the rows with a gradient. The others come last, in other micro-batches.
-        """
+        """My micro-batches of `rows`, each at most `budget` tokens, as many on all ranks. Rows
+        without a gradient come last, in others. learns (N,) bool: those with one; None: all."""
         micros = []
         for has_grad in True, False:
             part = [row for row in rows if has_grad == (learns is None or bool(learns[row]))]
@@ -307,7 +295,7 @@ class Batch:
         return world.sum(scores)  # one rank computed each row, the others add zero
 
     def note_advantages(self, advantages, loss_tokens) -> None:
-        """(M,), for samples/: each sample gets its own, and their mean if it is in the loss."""
+        """(M,): each sample gets its own, and their mean if it is in the loss."""
         for sample, own, bears in zip(self.samples, self.split(advantages), loss_tokens > 0,
                                       strict=True):
             sample.advantages, sample.advantage = own, float(own.mean()) if bears else None
@@ -321,8 +309,7 @@ class Micro:
     """Rows of the batch as one packed input, and their n sampled tokens. Without rows the model
     computes one dummy token, and n is 0: a sum over its tokens has the gradient 0.
 
-    Only sampled tokens are predicted. The output at token `source` predicts the id `target`: this
-    shift by one is made in `pack`, and nowhere else.
+    The output at token `source` predicts the id `target`. `pack` alone makes this shift by one.
     """
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device, learns: bool = True):
@@ -340,15 +327,14 @@ class Micro:
         self.targets = to_device(torch.cat(completions)[sampled], device)  # (n,)
         engine_logprobs = torch.cat([torch.from_numpy(c.logprobs) for c in done])[sampled]
         self.engine_logprobs = to_device(engine_logprobs, device)  # (n,)
-        counts = [c.tokens for c in done]
-        row = torch.arange(len(done)).repeat_interleave(torch.tensor(counts))
+        counts = torch.tensor([c.tokens for c in done])
+        row = torch.arange(len(done)).repeat_interleave(counts)
         self.row = to_device(row, device)  # (n,): whose each token is, counted in `rows`
-        starts = [batch.starts[row] for row in rows] or [0]
-        self.places = torch.cat([torch.arange(start, start + count) for start, count in zip(
-            starts, counts, strict=True)])  # (n,): where each token is among the batch's M
+        places = [batch.places[row] for row in rows] or [torch.arange(0)]
+        self.places = torch.cat(places)  # (n,): where each token is among the batch's M
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """(N,) of the batch → (n,): each token gets its completion's number."""
+        """(N,) of the batch → (n,)."""
         return to_device(x[self.rows], self.device)[self.row]
 
     def draws(self) -> torch.Tensor:
@@ -359,7 +345,7 @@ class Micro:
         return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """(M,) of the batch → (n,): what it has for the tokens that are here."""
+        """(M,) of the batch → (n,)."""
         return to_device(x[self.places], self.device)
 
 
@@ -399,7 +385,7 @@ class Meter:
 
 
 def sample_metrics(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """A step's metrics of all its completions, which took `seconds` to sample."""
+    """Of all completions of a step, which took `seconds` to sample."""
     done, scores = [s.completion for s in samples], [s.score for s in samples]
     tokens, scored = sum(c.tokens for c in done), [s.total for s in scores if s.total is not None]
     turns = sum(1 + (c.sampled[1:] > c.sampled[:-1]).sum() for c in done)  # runs of sampled tokens

@@ -7,11 +7,8 @@ INF = float("inf")
 
 
 class SettingsError(Exception):
-    """A mistake in the settings or in a file that they name. The text is what the user reads.
-
-    status: the exit status of the run.
-    """
-    status = 2
+    """A mistake in the settings or in a file that they name. The text is what the user reads."""
+    status = 2  # the exit status of the run
 
 
 @contextmanager
@@ -35,10 +32,9 @@ class Mistakes(list):
             return function(*args, **options)
         except SettingsError as error:
             self.append(str(error))
-            return None
 
     def stop(self) -> None:
-        """SettingsError with all texts, numbered. Nothing if there is none."""
+        """SettingsError with all texts, if there is one."""
         if len(self) == 1:
             raise SettingsError(self[0])
         if self:
@@ -86,8 +82,7 @@ def ranges(flags) -> dict[str, Range]:
 
 
 def outside(flags) -> dict[str, str]:
-    """{flag: a sentence} of those whose value is not in its range, or empty. None is always in it.
-    """
+    """{flag: a sentence} of those whose value is empty or not in its range. None always is."""
     found = {}
     for name, allowed in ranges(flags).items():
         value = getattr(flags, name)
@@ -100,8 +95,8 @@ def outside(flags) -> dict[str, str]:
 
 
 def needed(flags, values: dict[str, object]) -> list[str]:
-    """A sentence for each flag of a dataclass that does nothing, because the flag that its class
-    names as `switch` is off. values: of all flags."""
+    """A sentence for each flag that does nothing, because the one that its dataclass names as
+    `switch` is off. values: of all flags."""
     switch = getattr(flags, "switch", None)
     if switch is None or values[switch]:
         return []

@@ -47,7 +47,7 @@ def writing(path: str | Path):
 
 
 def write_whole(path: Path, content: str | bytes):
-    """A kill, or a crash of the machine, leaves no half of this file."""
+    """A kill, or a crash of the machine, leaves no half."""
     unfinished = path.with_suffix(".partial")
     with writing(path):
         with open(unfinished, "wb") as file:
@@ -59,7 +59,7 @@ def write_whole(path: Path, content: str | bytes):
 
 @contextmanager
 def whole_folder(folder: str | Path):
-    """Gives an empty folder to fill, which then replaces this one. No half of it is left either."""
+    """Gives an empty folder to fill, which then replaces this one: no half of it is left."""
     unfinished = Path(f"{folder}.partial")
     with writing(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -76,7 +76,7 @@ def as_lines(rows: list[dict]) -> str:
 
 
 def read(path: Path):
-    """What a .json has; of a .jsonl the list of its lines, without a last one that a kill cut off.
+    """What a .json has; of a .jsonl the list of its lines, but for a last one that a kill cut off.
     SettingsError: it is not there, or damaged."""
     place = path
     try:
@@ -91,8 +91,8 @@ def read(path: Path):
     except OSError as error:
         raise SettingsError(f"{path} cannot be read ({error.strerror}).") from None
     except ValueError as error:  # no JSON, or no UTF-8
-        raise SettingsError(f"{path} is damaged, as after a crash of the machine ({error}). Would "
-                            f"work: without {place}.") from None
+        raise SettingsError(f"{path} is damaged, as after a crash of the machine ({error}). "
+                            f"Would work: without {place}.") from None
 
 
 LINE = {  # what is printed of a step
@@ -113,7 +113,7 @@ def choose_folder(args, now: datetime) -> Path:
     done = finished_steps(folder)
     if done and args.steps <= done:
         raise SettingsError(f"--name {args.name}: {folder} is finished, with {done} steps; choose "
-                            f"another --name or more --steps.")
+                            f"another, or more --steps.")
     return folder
 
 
@@ -131,7 +131,7 @@ def finished_steps(folder: Path) -> int:
 
 
 def versions() -> dict[str, str]:
-    """What the numbers depend on. The commit has a * if files are not as in it."""
+    """The commit has a * if files are not as in it."""
     commit = ""
     with suppress(OSError):  # git is not installed
         commit = subprocess.run("git describe --always --exclude=* --dirty=*".split(), text=True,
@@ -183,8 +183,8 @@ class Log:
     # ---- start and end ----
 
     def open(self, args: dict, plan_text: str, start: int):
-        """Makes the folder and keeps other runs out. What a killed run wrote after `start` steps
-        goes: it comes again."""
+        """Makes the folder and keeps other runs out. What was written after `start` steps goes: it
+        comes again."""
         if not self.writing:
             return
         with writing(self.folder):
@@ -215,7 +215,7 @@ class Log:
                 path.unlink()
 
     def finish(self, steps: int):
-        """done.json: everything is written, and the same command has nothing left to do."""
+        """done.json: the same command has nothing left to do."""
         if self.writing:
             write_whole(self.folder / "done.json", json.dumps({"steps": steps}))
 
@@ -235,9 +235,9 @@ class Log:
     def write_wandb(self, row: dict):
         """Of an evaluation only eval/: its times would replace the step's."""
         prefix = "eval/" if is_evaluation(row) else ""
+        shown = {key: value for key, value in row.items() if key.startswith(prefix)}
         with self.wandb_may_fail():
-            self.wandb.log({key: value for key, value in row.items() if key.startswith(prefix)},
-                           step=row["step"])
+            self.wandb.log(shown, step=row["step"])
 
     def close(self):
         """Ends W&B."""
@@ -264,19 +264,17 @@ class Log:
         self.times[f"time/{name}"] += time.monotonic() - began
 
     def step(self, step: int, metrics: dict):
-        """Writes metrics after `step` steps: 10 digits, null if not finite. A collective."""
-        peak = torch.tensor(peak_memory(self.world.device), dtype=torch.float64)
-        peak = float(self.world.max(peak)) / 2**30  # of the rank that needed most
-        row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak}
+        """Metrics after `step` steps to metrics.jsonl, W&B and the screen: 10 digits, null if not
+        finite. A collective."""
+        peak = torch.tensor(peak_memory(self.world.device) / 2**30, dtype=torch.float64)
+        peak_gb = float(self.world.max(peak))  # of the rank that needed most
+        row = {"step": step} | metrics | self.times | {"memory/peak_gb": peak_gb}
         self.times.clear()
         for key, value in row.items():
             if not isinstance(value, int):
                 row[key] = float(f"{value:.10g}") if math.isfinite(value) else None
-        if self.writing:
-            self.write(row)
-
-    def write(self, row: dict):
-        """A row to metrics.jsonl, W&B and the screen."""
+        if not self.writing:
+            return
         self.rows.append(row)
         path = self.folder / "metrics.jsonl"
         with writing(path), open(path, "a") as file:
@@ -286,7 +284,7 @@ class Log:
         self.say(self.evaluation_line(row) if is_evaluation(row) else self.step_line(row))
 
     def evaluation_line(self, row: dict) -> str:
-        """What the screen shows of an evaluation: figures, those of samples with an interval."""
+        """Its figures; those of samples have an interval."""
         shown = []
         for key, value in row.items():
             name = key.removeprefix("eval/")
@@ -300,7 +298,7 @@ class Log:
         return f"evaluation after {row['step']} steps: {'  '.join(shown)}"
 
     def step_line(self, row: dict) -> str:
-        """What the screen shows of a step."""
+        """LINE, and the time left."""
         shown = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
         if row.get("grad/norm", 1) < 1e-9 and row["update/steps"] + row["update/skipped"] > 0:
             shown.append("nothing to learn from")
@@ -313,16 +311,15 @@ class Log:
         return "  ".join([f"step {at}", *shown])
 
     def watch(self, metrics: dict):
-        """Counts the steps in a row that had a gradient that is not finite. RuntimeError after
-        BAD_STEPS of them."""
+        """RuntimeError after BAD_STEPS steps in a row with a gradient that is not finite."""
         bad = sum(value for key, value in metrics.items() if key.endswith("_not_finite"))
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if bad:
             self.say(f"{bad} updates had a gradient that is not finite and were not applied; such "
                      f"steps in a row: {self.bad_steps}")
         if self.bad_steps >= BAD_STEPS:
-            raise RuntimeError(f"{self.bad_steps} steps in a row had a gradient that is not finite;"
-                               f" a smaller --lr or --max_grad_norm may help")
+            raise RuntimeError(f"{self.bad_steps} steps in a row had no finite gradient; a smaller "
+                               f"--lr or --max_grad_norm may help")
 
 
 # ---- samples: texts, numbers and tokens of completions ----
@@ -353,7 +350,7 @@ def short(row: dict) -> str:
 
 
 def write_samples(log: Log, name: str, samples: list[Sample], show: int = 0, decode=None):
-    """Writes samples/NAME.jsonl. Prints `show` of them in short. Only rank 0 does."""
+    """Writes samples/NAME.jsonl, and prints `show` of them, on rank 0."""
     if not log.writing:
         return
     rows = [sample_row(s, decode) for s in samples]
@@ -369,9 +366,8 @@ def grade(run_log: Log, flags) -> bool:
     steps = [row for row in run_log.rows if not is_evaluation(row)]
     evaluations = [row for row in run_log.rows if is_evaluation(row)]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
-    n, first, last = len(rewards), 1, 1
-    if n >= 13:
-        first, last = 3, 10
+    n = len(rewards)
+    first, last = (3, 10) if n >= 13 else (1, 1)
     ends = [("target_reward", f"reward, first {first} and last {last} of {n} steps",
              rewards[:first], rewards[-last:])]
     for key, flag in run_log.compared.items():

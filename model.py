@@ -40,8 +40,8 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
 
 
 def in_chunks(part, chunk: int, *tensors):
-    """What `part` makes of tensors (n, …): several (n,). Backward computes the logits again: a few
-    times chunk × V of memory."""
+    """What `part` makes of tensors (n, …): several (n,). Backward computes the logits again, so
+    memory is a few times chunk × V."""
     if len(tensors[0]) <= chunk:
         return part(*tensors)
     if torch.is_grad_enabled():
@@ -142,8 +142,8 @@ def compute_dtype(args: ModelArgs, device: torch.device):
 
 
 def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True, seed: int = 0):
-    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. Master weights are at
-    least float32; what is not trained has none. seed: of what no file has."""
+    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. What is not trained
+    has no master weights. seed: of what no file has."""
     compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
@@ -278,7 +278,7 @@ class Trained:
                                            weight_decay=args.weight_decay, fused=True)
 
     def run(self, micro: Micro, *inputs):
-        """The module's forward on a micro-batch. It has a gradient if the micro-batch learns."""
+        """The module's forward. It has a gradient if the micro-batch learns."""
         seen = micro.inputs | self.module.family.inputs(micro)
         with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
             out = self.module(seen, micro.source, *inputs)
@@ -287,7 +287,7 @@ class Trained:
         return out
 
     def backward(self, loss):
-        """Adds the gradient of a micro-batch that has one. FSDP sums it over ranks."""
+        """Adds the gradient, if there is one. FSDP sums it over ranks."""
         if loss.requires_grad:
             loss.backward()
 
@@ -333,8 +333,7 @@ class Policy(Trained):
         self.metrics = self.family.metrics(self.world)
         return super().step(lr)
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none",
-                 formula=None):
+    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
         """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
@@ -356,7 +355,7 @@ class Policy(Trained):
         return None
 
     def engine(self, kind: type, args, inputs) -> type:
-        """rollout.Engine, or a class that extends it for this policy. inputs: inputs.Inputs."""
+        """`kind`, or a class that extends it for this policy. inputs: inputs.Inputs."""
         return self.family.engine(kind, args, inputs)
 
     def export(self, folder: Path):

@@ -71,8 +71,8 @@ def shape_from(lm) -> Shape:
 
 
 def config_of(folder: str, flag: str = "model"):
-    """SettingsError where it is no language model that transformers loads from files. What else it
-    asks for is compared when it runs (run.py)."""
+    """SettingsError: no language model that transformers loads from files. What else it asks for is
+    compared when it runs (run.py)."""
     from transformers import AutoConfig
     check_small_files(folder, flag)
     with as_sentence(f"--{flag} {folder}: cannot read its config.json"):
@@ -112,8 +112,8 @@ def check_small_files(folder: str, flag: str):
 
 def weight_files(folder: str, listed: list[str] | None = None) -> list[Path]:
     """The files that are the model, as in transformers: an index names them, or it is
-    model.safetensors; else shards without an index. SettingsError: none, or two models. listed:
-    the names in a repository, if not all are here."""
+    model.safetensors; else shards without an index. listed: names in a repository, if not all are
+    here."""
     names = {*(listed or (path.name for path in Path(folder).iterdir() if path.is_file()))}
     index, single = "model.safetensors.index.json", "model.safetensors"
     counts = sorted({match[1] for name in names if (match := SHARD.fullmatch(name))})

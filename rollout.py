@@ -70,7 +70,7 @@ def hash_seed(*parts: int | str) -> int:
 
 
 class Engine:
-    """vLLM in this process: it reads texts, and gets all weights. Building one is a collective.
+    """vLLM in this process. Building one is a collective.
 
     max_len: tokens of the longest sequence. kv_cache: bytes; 0: --gpu_memory_utilization decides.
     trained: the models that share the GPU with it.
@@ -176,13 +176,13 @@ class Engine:
 
     def sample(self, prompts: list[Prompt], group: int, temperature: float,
                purpose: str = "train") -> list[Sample]:
-        """`group` completions of each prompt: P·group samples in request order, on every rank.
-        Their texts come with their scores."""
+        """`group` completions of each prompt, in request order, on every rank. Their texts come
+        with their scores."""
         owners = [prompt for prompt in prompts for _ in range(group)]
-        seeds = [hash_seed(self.seed, purpose, p.position, i % group)
-                 for i, p in enumerate(owners)]
-        requests = [Request(p.row.prompt_ids, seed, row=p.row)
-                    for p, seed in zip(owners, seeds, strict=True)]
+        requests = []
+        for i, p in enumerate(owners):
+            seed = hash_seed(self.seed, purpose, p.position, i % group)
+            requests.append(Request(p.row.prompt_ids, seed, row=p.row))
         self.world.same_phase("rollout", len(requests))
         with self.log.time("rollout"):
             completions = self.complete(requests, temperature)
@@ -229,11 +229,11 @@ class Engine:
         return Completion(ids, logprobs, output.finish_reason == "length")
 
     def state(self) -> dict:
-        """What it has to go on with in the next step, for a checkpoint: nothing."""
+        """What it goes on with in the next step, for a checkpoint."""
         return {}
 
     def restore(self, state: dict, rows: list[Row]) -> None:
-        """Goes on from a checkpoint that has `state`. rows: of the data."""
+        """Goes on from `state`. rows: of the data."""
 
     def close(self) -> None:
         """The last call of a run: it ends the process group too."""
@@ -244,8 +244,8 @@ class Engine:
 
 
 def engine_limits(args, card) -> tuple[int, int]:
-    """(prompt tokens in one pass of the engine, completions at once): by default vLLM's own choice
-    for a card (get_batch_defaults in its arg_utils.py)."""
+    """(prompt tokens in one pass, completions at once), by default as vLLM's get_batch_defaults
+    has them for a card."""
     tokens, seqs = 8192, 256
     if card and card >= 70 * 2**30:  # of an A100 it is less
         tokens, seqs = 16384, 1024
