@@ -270,7 +270,7 @@ class Memory:
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
-        self.added = self.taken = 0  # parameters that alone are trained; their bytes in the engine
+        self.added = self.taken = 0  # parameters that alone are trained; bytes that the engine gets
         for group in groups(self.args):
             if hasattr(group, "added"):
                 self.added, self.taken = group.added(shape), group.engine_bytes(shape, self.c)
@@ -342,7 +342,7 @@ class Memory:
         layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
         if critic:
             logits = 0
-        # A score pass never holds a layer's work and logits.
+        # A score pass never holds a layer's work and logits, and the sum adds both.
         if not update:
             layers, logits = max(layers - logits, tokens * 8 * c * shape.hidden), logits
         return gathered + layers, logits
