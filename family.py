@@ -36,8 +36,7 @@ class Shape:
     kind: ClassVar[str] = "text"
 
     def layer_bytes(self, c: int, keys: int) -> float:
-        """What a layer keeps for backward, per token. keys: copies of a token's keys and values
-        (plan.Phase)."""
+        """What a layer keeps for backward, per token. keys: see plan.Phase."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norms = (8 + 4 * c) * self.hidden + (4 + c) * (q + kv)
         attention = c * (q + 2 * q / EVEN + 2 * kv * keys)  # EVEN: with padding
@@ -57,22 +56,22 @@ class Shape:
         return 0
 
     def beside(self, c: int, args, update: bool) -> tuple[float, float]:
-        """Of a micro-batch, beside the layers: bytes that FSDP gathers, and bytes per token."""
+        """Of a micro-batch beside the layers: bytes that FSDP gathers, and bytes per token."""
         return 0.0, 0.0
 
     def in_engine(self, c: int, tokens: int) -> float:
-        """Bytes of the engine's work on so many tokens, beside a text model's."""
+        """Bytes of the engine's work beside a text model's."""
         return 0.0
 
 
 # ---- what it computes, and what its files say ----
 
-NEVER = -100.0  # is added to the logit of an id that no policy samples: vLLM's lowest
+NEVER = -100.0  # added to the logit of an id that no policy samples: vLLM's lowest
 
 
 class Family:
-    """What one model brings. config: transformers' own, of its config.json."""
-    types: tuple[str, ...] = ()  # model_type of its models; a text model may have any other
+    """What one model brings. config: transformers' own."""
+    types: tuple[str, ...] = ()  # their model_type; a text model may have any other
     auto = "AutoModelForCausalLM"  # of transformers
     never: tuple[int, ...] = ()  # ids that no policy samples
 
@@ -94,11 +93,11 @@ class Family:
                 self.config, dtype=dtype, attn_implementation="sdpa", **options)
 
     def parts(self, lm) -> list:
-        """Modules with layers of their own, which FSDP shards. The first one reads tokens."""
+        """Modules with layers, which FSDP shards. The first reads tokens."""
         return [lm]
 
     def cpu_limits(self, args):
-        """Yields sentences for what its engine cannot do without a GPU."""
+        """Sentences for what its engine cannot do without a GPU."""
         return ()
 
     def maker(self, make, args, files, spec: str):
@@ -108,14 +107,14 @@ class Family:
     # ---- in files ----
 
     def pieces(self, name: str, tensor, first: int = 0):
-        """Yields what files have of a parameter: (name, tensor, its first row there). tensor: the
-        parameter, or some of its rows, from `first` on."""
+        """Yields what files have of a parameter: (name, tensor, its first row there). tensor: its
+        rows from `first` on."""
         yield name, tensor, first
 
     # ---- in a forward ----
 
     def inputs(self, micro) -> dict:
-        """What the model gets of a micro-batch beside its packed input."""
+        """What the model gets beside a micro-batch's packed input."""
         return {}
 
     def hidden(self, lm, inputs):
@@ -129,10 +128,10 @@ class Family:
     # ---- in training ----
 
     def freeze(self, lm, args):
-        """Decides which weights are trained. args: of the script; None: all flags as they are."""
+        """Decides which weights are trained. args: of the script; None: the defaults."""
 
     def follow(self, lm, args):
-        """Once, before a policy is trained. A critic has no such call."""
+        """Once, before a policy is trained; not of a critic."""
 
     def around(self, micro):
         """A context for a forward of that policy."""
@@ -149,16 +148,16 @@ class Family:
         return kind
 
     def first(self, rows: list[Row]) -> list[Row]:
-        """In the order in which engine, trainer and transformers are compared."""
+        """In the order in which they are compared (run.compare_policies)."""
         return rows
 
     def largest(self, rows: list[Row], text_row):
-        """text_row, a function (tokens of its prompt, of its micro-batch) → Row, or one whose rows
-        need more, by the rows of the data."""
+        """text_row: a function (tokens of its prompt, of its micro-batch) → Row; or one whose rows
+        need more."""
         return text_row
 
     def shape(self, lm) -> Shape:
-        """A model's sizes, with or without its weights."""
+        """The sizes of lm, which needs no weights."""
         c, text = lm.config.get_text_config(), self.parts(lm)[0]
         layers, params = Counter(), sum(p.numel() for p in lm.parameters())
         for name, p in text.named_parameters():

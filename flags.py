@@ -52,14 +52,14 @@ class ClipArgs:
     dual_clip: Annotated[float, Range(1, above=True)] | None = None
     """c > 1: loss at most -c·A where A < 0 (https://arxiv.org/abs/1912.09729)."""
     aggregation: Literal["token", "sequence", "constant", "prompt"] = "token"
-    """token: mean over the global minibatch's tokens (DAPO). sequence: mean of each completion's
-    mean (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of
-    the mean over each prompt's tokens (ScaleRL)."""
+    """token: mean over the minibatch's tokens (DAPO). sequence: mean of each completion's mean
+    (GRPO). constant: mean of each completion's sum / --max_tokens (Dr. GRPO). prompt: mean of the
+    mean over each prompt's tokens (ScaleRL)."""
     engine_correction: Literal["none", "truncate", "mask", "sequence_truncate",
                                "sequence_mask", "sequence_mean"] = "none"
     """Weight losses by π_trainer/π_engine. truncate: at most high (TIS). mask: 0 outside [low,
-    high] (IcePop). sequence_: by the ratio of the whole completion. sequence_mean: by the geometric
-    mean of its tokens' ratios, truncated."""
+    high] (IcePop). sequence_: by the completion's ratio. sequence_mean: by the geometric mean of
+    its tokens' ratios, truncated."""
     correction_low: float = 0.5
     """Lower bound; truncate has none."""
     correction_high: float = 2.0
@@ -76,8 +76,7 @@ class ClipArgs:
     @property
     def bounds(self) -> dict[str, float | None]:
         """What every loss takes."""
-        return {"clip_low": self.clip_low, "clip_high": self.clip_high,
-                "dual_clip": self.dual_clip}
+        return {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
 
     @property
     def correction(self) -> dict[str, object]:
@@ -106,9 +105,8 @@ class LossArgs(ClipArgs):
 
 # ---- functions of a file
 
-BUILT_IN = {"loss": losses.LOSSES, "advantage": dict.fromkeys(
+NAMES = {"loss": losses.LOSSES, "advantage": dict.fromkeys(  # of built-in functions
     ["dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline"], losses.group_advantages)}
-NAMES = {flag: tuple(functions) for flag, functions in BUILT_IN.items()}
 TAKES = {  # positional arguments, and those by name
     "loss": ("logp old A row", "n_rows engine_logprobs draws clip_low clip_high dual_clip"),
     "advantage": ("rewards group", "scored eps parts trained row lengths turn turn_rewards "
@@ -118,29 +116,29 @@ TAKES = {  # positional arguments, and those by name
 class Own(NamedTuple):
     """A function of a file, or a built-in one."""
     function: Callable
-    refuses: Callable | None = None  # args -> why these settings do not fit it, or None
-    per: str = "completion"  # or token: what has one number of an advantage
-    uses_old: bool = False  # has it a parameter old_logprobs?
+    refuses: Callable | None = None  # args -> why they do not fit it, or None
+    per: str = "completion"  # or token: what an advantage has a number of
+    uses_old: bool = False  # it takes old_logprobs
 
 
 @cache
 def own(flag: str, spec: str) -> Own:
     """What --loss or --advantage names. SettingsError if it cannot be loaded."""
     if spec in NAMES[flag]:
-        return Own(BUILT_IN[flag][spec])
+        return Own(NAMES[flag][spec])
     path, name = find(flag, spec)
     try:
         module = load_file(path)
-    except Exception as error:
+    except Exception as error:  # it is a user's
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
-                            f"{error}. Would work: a file that `python {path}` runs.") from error
+                            f"{error}.") from error
     function = getattr(module, name, None)
     by_order, by_name = (words.split() for words in TAKES[flag])
     try:
         signature = inspect.signature(function)
         signature.bind(*by_order, **dict.fromkeys(by_name))
-    except (TypeError, ValueError) as error:  # there is none, or it takes something else
-        why = error if function else "it has nothing of this name"
+    except (TypeError, ValueError) as error:
+        why = error if function else "there is none"
         raise SettingsError(
             f"--{flag} {spec}: {path} needs a function {name}({', '.join(by_order)}, *, "
             f"{', '.join(by_name)}); **others may stand for some of the last ({why}).") from error
@@ -151,7 +149,7 @@ def own(flag: str, spec: str) -> Own:
 
 
 def try_loss(spec: str, function: Callable):
-    """SettingsError unless a loss returns what it must, for three tokens of two completions."""
+    """SettingsError unless a loss returns what it must, for three tokens of two rows."""
     logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     old, row = logp.detach() - 0.1, torch.tensor([0, 0, 1])
     try:
@@ -160,7 +158,7 @@ def try_loss(spec: str, function: Callable):
             dual_clip=None, draws=lambda: torch.full((3,), 0.5))
         shapes = [tuple(x.shape) for x in (loss, *metrics.values())]
         why = "" if set(shapes) == {(3,)} else f"of three tokens it returns shapes {shapes}"
-    except Exception as error:  # it is a user's
+    except Exception as error:
         why = f"of three tokens it raises {type(error).__name__}: {error}"
     if why:
         raise SettingsError(f"--loss {spec} must return token_loss (n,) and a dict of metrics "
@@ -181,8 +179,7 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
 
 
 def rules(args):
-    """Yields a sentence for what does not fit --loss or --advantage, and for a file that has no
-    such function."""
+    """Yields a sentence for what does not fit --loss or --advantage."""
     if args.group == 1 and args.advantage != "reinforce++":
         yield (f"--advantage {args.advantage} compares the completions of a prompt, so --group "
                f"must be at least 2 (got 1). With one completion: --advantage reinforce++.")
@@ -202,7 +199,7 @@ def rules(args):
             yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
         if refused := one.refuses and one.refuses(args):
-            yield f"--{flag} {spec} {refused} Would work: --{flag} {names[0]}."
+            yield f"--{flag} {spec} {refused} Would work: --{flag} {next(iter(names))}."
 
 
 # ---- the flags of a run ----
@@ -220,16 +217,16 @@ class RunArgs:
     samples_every: Count = 10
     """Steps between printing a few completions and keeping all in samples/."""
     wandb: str | None = None
-    """A Weights & Biases project. Without a key the run is recorded offline."""
+    """A Weights & Biases project. Without a key: offline."""
     target_reward: tuple[Number, Number] | None = None
     """Exit status 1 unless the mean reward of the first 3 steps is at most the first number, and
     that of the last 10 at least the second."""
     target_eval: tuple[Number, Number] | None = None
-    """The same of pass@1 on --eval_data, before the first step and after the last."""
+    """The same of pass@1 before the first step and after the last."""
     export: bool = True
     """Write the trained model to runs/NAME/model. tools/export.py: that of a checkpoint."""
     timeout: Annotated[float, Range(1, 1e6)] = 600.0
-    """Seconds that one rank waits for another before the run ends."""
+    """Seconds that one rank waits for another."""
     max_gap: Positive | None = None
     """Nats a token by which log-probs of transformers, trainer and engine may differ. Not given:
     1e-3; in bfloat16 2 times what rounding does to this model, 0.005 to 0.15."""
@@ -255,20 +252,20 @@ class CommonArgs:
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: Count = 64
-    """P: prompts per step, all ranks together. Any number works on any number of ranks."""
+    """P: prompts per step, of all ranks."""
     group: Count = 8
     """G: completions per prompt."""
     max_tokens: Count = 256
-    """Longest completion, in tokens. One that reaches it is cut, and counted as truncated."""
+    """Tokens of the longest completion. One that reaches it is cut, and counted as truncated."""
     temperature: Annotated[float, Range(0.01, 2)] = 1.0  # vLLM's own limits
     """Of sampling, and of the trainer's logprobs."""
     steps: Count = 60
-    """Rollouts, each followed by its update."""
+    """Rollouts, each with its update."""
     lr: Positive | None = None
     """Peak learning rate. Not given: 3e-4 for a model below ten million parameters, else 1e-6. The
     plan prints it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Of the data's order and of every completion's own random stream."""
+    """Of the data's order, and of each completion's random stream."""
     name: str | None = None
     """The run is runs/NAME; an unfinished one is resumed. Not given: a name from the time."""
     eval_data: str | None = None
@@ -281,7 +278,7 @@ class CommonArgs:
     """Tokens of one forward and backward, per rank: prompts once. It sets the memory, and never
     changes the maths."""
     score_tokens: int = 32768
-    """The same for one forward without gradient: old and reference logprobs."""
+    """The same without gradient: old and reference logprobs."""
 
     data_args: DataArgs = field(default_factory=DataArgs)
     engine_args: EngineArgs = field(default_factory=EngineArgs)
@@ -309,7 +306,7 @@ class CommonArgs:
     usual_lr: ClassVar[float] = 1e-6  # of a model that is not small
 
     def choose_rates(self, parameters: int) -> None:
-        """Sets --lr and --critic_lr where they are not given. parameters: of the model."""
+        """Sets --lr and --critic_lr where they are not given."""
         lr, critic_lr = (3e-4, 1e-3) if parameters < 10_000_000 else (self.usual_lr, 1e-5)
         factor = prod(getattr(group, "rate", 1) for group in groups(self))
         self.lr = self.lr or factor * lr
@@ -317,20 +314,20 @@ class CommonArgs:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
     def pool(self, waits: list[str]) -> Pool:
-        """The workers of --reward. waits: the rewards that are `async def`."""
+        """The workers of --reward. waits: those that are `async def`."""
         if waits:
             return JudgePool(list(self.reward), self.reward_args, self.judge_args.reward_retries)
         return Pool(list(self.reward), self.reward_args)
 
     def find_reference(self, files, sketches: str | None):
-        """files, an inputs.ModelFiles, with what the plan and the rows need of the reference model.
-        sketches: see inputs.find_model."""
+        """files, an inputs.ModelFiles, with what is needed of a reference model. sketches: see
+        inputs.find_model."""
         return files
 
     def load_rows(self, flag: str, seed: int, files, notes: list[str],
                   make=make_row) -> list[Row]:
-        """Of --data or --eval_data: `flag`. [] without the flag. files: inputs.ModelFiles. notes
-        gets a sentence with their counts. make: make_row, or what a script has in its place."""
+        """Of --data or --eval_data: `flag`. [] without it. files: inputs.ModelFiles. notes gets a
+        sentence. make: what a script has in the place of make_row."""
         spec = getattr(self, flag)
         if not spec:
             return []
@@ -346,7 +343,7 @@ class CommonArgs:
     def rules(self, plan):
         """See plan.problems."""
         name = "my-run" if self.name is None else self.name
-        # It becomes a folder. The folders runs/tiny-… hold the tiny models.
+        # runs/tiny-… hold the tiny models.
         if not re.fullmatch(r"(?!tiny-)\w[\w .,=+@-]*", name) or len(name.encode()) > 200:
             yield (f"--name must be at most 200 bytes of letters, digits, spaces and _.,=+@-, "
                    f"begin with a letter or digit, and not with tiny- (got {name[:60]!r}). Would "
@@ -356,8 +353,6 @@ class CommonArgs:
             yield (f"--minibatches must be at most {smallest * self.group:,} (got "
                    f"{self.minibatches:,}): the smallest batch has {smallest:,} prompts x --group "
                    f"{self.group:,}.")
-        for name in ("update_tokens", "score_tokens"):
-            yield from plan.too_small(name, getattr(self, name))
 
 
 TEN = """\
@@ -374,7 +369,7 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
 def parse(kind: type, description: str):
     """The command line → Args."""
     said, mistakes = io.StringIO(), Mistakes()
-    # A file gets each line at once. A terminal may have no é.
+    # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         with redirect_stderr(said):

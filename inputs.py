@@ -2,7 +2,7 @@
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,14 +27,14 @@ class Inputs:
     source: str  # the model's folder
     tokenizer: object
     shape: Shape
-    reference: str | None  # see ModelFiles
+    reference: str | None  # the folder of the reference model; None: it is the same
     rows: list[data.Row]
     eval_rows: list[data.Row]
     notes: list[str]  # lines to print
     plan: Plan
     waits: list[str]  # rewards that are `async def`
+    ends: list[int]  # ids that end a completion
     kv_cache: float = 0.0  # bytes; 0: the engine chooses
-    ends: list[int] = field(default_factory=list)  # ids that end a completion
 
 
 def show_plan(args) -> int:
@@ -48,29 +48,54 @@ def show_plan(args) -> int:
 
 
 def read_inputs(args, ranks: int, local_size: int, began: str | None = None) -> Inputs:
-    """All that a run needs, but no weights. A model that is not here is made or fetched."""
-    found = read_files(args, ranks, local_size, began)
-    check_memory(found, gpu_bytes(), local_size)
+    """All that a run needs, but no weights. A model that is not here is made or fetched.
+    SettingsError: see read_files; or it is certain that the run does not fit."""
+    found, card, free = read_files(args, ranks, local_size, began), None, 0.0
+    if torch.cuda.is_available():  # this makes no CUDA context
+        card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory
+    else:
+        free = free_bytes() / local_size
+    planned = args.memory(found.plan, found.shape, card, free)
+    found.plan.memory = planned
+    if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
+        found.kv_cache = planned.cache
+    # On a GPU the plan is an estimate, and without fused attention there is none.
+    if found.shape.fused and not card and not planned.fits:
+        raise SettingsError(f"this run {planned.sentence()}.")
     return found
+
+
+def free_bytes() -> int:
+    """What this machine has free, or the limit of its container."""
+    words = Path("/proc/meminfo").read_text().split()
+    found = [1024 * int(words[words.index("MemAvailable:") + 1])]
+    for path in "memory.max", "memory/memory.limit_in_bytes":
+        with suppress(OSError, ValueError):  # another kind of container, or no limit
+            found.append(int(Path("/sys/fs/cgroup", path).read_text()))
+    return min(found)
 
 
 def read_files(args, ranks: int, local_size: int | None = None, began: str | None = None,
                sketches: str | None = None) -> Inputs:
-    """Checks the flags, reads the model and the rows, and checks them together. SettingsError: all
-    mistakes of the flags; or the first file that is broken; or all that does not fit together.
+    """SettingsError: all mistakes of the flags; or the first file that is broken; or all that does
+    not fit together.
 
-    local_size: ranks of this machine; None: not known. began: the time for chat templates that ask
-    for it; None: now. sketches: see find_model.
+    local_size: see Plan. began: the time for chat templates that ask for it; None: now. sketches:
+    see find_model.
     """
     (needs, waits), notes = check_flags(args, ranks, local_size), []
-    files = load_model(args, notes, began, sketches)
+    folder, lm, tokenizer = open_model(args.model, "model", sketches)
+    tokenizer.chat_template = dated(tokenizer.chat_template, began)
+    shape = shape_from(lm)
+    ends = check_ends(args, eos_ids(folder, tokenizer), shape.vocab, notes)
+    files = ModelFiles(shape, tokenizer, folder, lm, ends)
     args.choose_rates(files.shape.params)
     files = args.find_reference(files, sketches)
     rows = args.load_rows("data", args.seed, files, notes)
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
-    rewards.check_rows(
-        needs, everything if args.needs_rollouts and not args.eval_args.eval_only else eval_rows)
+    trains = args.needs_rollouts and not args.eval_args.eval_only
+    rewards.check_rows(needs, everything if trains else eval_rows)
     for group in groups(args):
         if hasattr(group, "inspect"):  # what its flags ask of files and rows
             group.inspect(args, files, everything)
@@ -79,12 +104,11 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     mistakes += model_limits(args, files.lm.config, everything)
     mistakes.stop()
     return Inputs(files.folder, files.tokenizer, files.shape, files.reference, rows, eval_rows,
-                  notes, Plan(args, *counts), waits, ends=files.ends)
+                  notes, Plan(args, *counts), waits, files.ends)
 
 
 def check_flags(args, ranks: int, local_size: int | None) -> tuple[list, list[str]]:
-    """What the rewards need, and which wait (rewards.Pool). SettingsError with all mistakes of the
-    flags."""
+    """What the rewards need, and which wait. SettingsError with all mistakes of the flags."""
     mistakes = Mistakes(dist.gpu_mistakes(local_size) if local_size else [])
     mistakes += problems(args, ranks, local_size=local_size)
     found = [], []
@@ -105,21 +129,6 @@ class ModelFiles(NamedTuple):
     ends: list[int] = []  # ids that end a completion
     reference: str | None = None  # the folder of the reference model; None: it is the same
 
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding."""
-        return self.lm.config.get_text_config().vocab_size
-
-
-def load_model(args, notes: list[str], began: str | None = None,
-               sketches: str | None = None) -> ModelFiles:
-    """--model. It may add a sentence to `notes`. began, sketches: see read_files."""
-    folder, lm, tokenizer = open_model(args.model, "model", sketches)
-    tokenizer.chat_template = dated(tokenizer.chat_template, began)
-    found = ModelFiles(shape_from(lm), tokenizer, folder, lm)
-    ends = check_ends(args, eos_ids(folder, tokenizer), found.vocab, notes)
-    return found._replace(ends=ends)
-
 
 def open_model(name: str, flag: str, sketches: str | None = None):
     """A model's name → (its folder, the model without weights, tokenizer)."""
@@ -136,8 +145,8 @@ def is_tiny(name: str) -> bool:
 
 
 def find_model(name: str, flag: str = "model", sketches: str | None = None) -> str:
-    """A model's name → its folder. Where it is not here, it is made or fetched.
-    sketches: with --plan, where models of tiny.py are made; then all of it comes but weights."""
+    """A model's name → its folder. One that is not here is made or fetched; with `sketches`, where
+    --plan makes models of tiny.py, without weights."""
     if not is_tiny(name):
         return model_files.find(name, flag, weights=not sketches)
     from examples import tiny
@@ -171,7 +180,7 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
 
 
 def dated(template, began: str | None):
-    """A chat template that writes when the run began: on all ranks, and after a resume."""
+    """A chat template that writes when the run began, also after a resume."""
     if not began or not isinstance(template, str):
         return template
 
@@ -182,7 +191,7 @@ def dated(template, began: str | None):
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:
-    """Those of `ends` that the model can write. It says if there are none."""
+    """Those that the model can write. notes: says that there are none."""
     found = [i for i in ends if 0 <= i < vocab]
     said = (f"--model {args.model} has no token that ends a completion: its files name {ends} of "
             f"{vocab:,} ids.")
@@ -196,7 +205,6 @@ def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]
 def model_limits(args, config, rows: list[data.Row]) -> list[str]:
     """Sentences for what the model or its engine cannot take."""
     found, text = [], config.get_text_config()
-    vocab = text.vocab_size
     prompt, longest = args.data_args.max_prompt_tokens, args.max_tokens
     room = getattr(text, "max_position_embeddings", None)
     if room and prompt + longest > room:
@@ -207,42 +215,9 @@ def model_limits(args, config, rows: list[data.Row]) -> list[str]:
         found += family_of(config).cpu_limits(args)
     for row in rows:
         largest = max(row.ids, default=None)
-        if largest is None or largest >= vocab:  # inside vLLM it would break the engine
+        if largest is None or largest >= text.vocab_size:  # it would break the engine
             found.append(f"--model {args.model}: row {row.index} of {row.source} must have tokens "
-                         f"with ids below {vocab} (the largest is {largest}).")
+                         f"with ids below {text.vocab_size} (the largest is {largest}).")
             break
     return found
 
-
-# ---- memory ----
-
-def check_memory(found: Inputs, card: float | None, local_size: int) -> None:
-    """Adds memory to the plan. SettingsError if it is certain that the run does not fit.
-
-    card: bytes of this rank's GPU; None: it has none.
-    """
-    args, free = found.plan.args, 0.0 if card else free_bytes() / local_size
-    planned = args.memory(found.plan, found.shape, card, free)
-    found.plan.memory = planned
-    if args.needs_engine and (args.engine_args.kv_cache_gb or not card):
-        found.kv_cache = planned.cache
-    # On a GPU the plan is an estimate, and without fused attention there is none.
-    if found.shape.fused and not card and not planned.fits:
-        raise SettingsError(f"this run {planned.sentence()}.")
-
-
-def gpu_bytes() -> float | None:
-    """The size of this rank's GPU, if it has one. It makes no CUDA context."""
-    if torch.cuda.is_available():
-        rank = int(os.environ.get("LOCAL_RANK", 0))
-        return torch.cuda.get_device_properties(rank).total_memory
-
-
-def free_bytes() -> int:
-    """What this machine has free, or the limit of its container."""
-    words = Path("/proc/meminfo").read_text().split()
-    found = [1024 * int(words[words.index("MemAvailable:") + 1])]
-    for path in "memory.max", "memory/memory.limit_in_bytes":
-        with suppress(OSError, ValueError):  # another kind of container, or no limit
-            found.append(int(Path("/sys/fs/cgroup", path).read_text()))
-    return min(found)

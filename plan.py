@@ -1,7 +1,6 @@
-"""plan.py: the sizes and the memory of every part of a step, from the settings alone, and what is
-wrong there.
+"""plan.py: the sizes and the memory of a step, from the settings alone, and what is wrong there.
 
-docs/use/memory_and_machines.md has the formulas of the memory in words. Each is an upper bound.
+docs/use/memory_and_machines.md has the formulas in words. Each is an upper bound.
 """
 from dataclasses import dataclass, is_dataclass, replace
 
@@ -29,12 +28,9 @@ class PlanArgs:
         """See plan.problems."""
         if not self.plan and (self.ranks, self.gpu_gb) != (1, 80.0):
             yield "--ranks and --gpu_gb need --plan."
-        if not self.strict:
-            return
-        if getattr(plan.args, "dynamic_sampling", False):
-            yield ("--strict cannot hold with --dynamic_sampling, where any number of groups may "
-                   "stay: give one of them.")
-        for prompts in plan.batches:
+        if self.strict and getattr(plan.args, "dynamic_sampling", False):
+            yield "--strict cannot hold with --dynamic_sampling: give one of them."
+        for prompts in plan.batches if self.strict else ():
             batch = "--batch" if prompts == plan.args.batch else "a batch of these rows"
             try:
                 assert_divisible(prompts * plan.args.group, plan.ranks * plan.args.minibatches,
@@ -44,7 +40,7 @@ class PlanArgs:
 
 
 def flags(args) -> dict[str, object]:
-    """Every flag by its name, those in groups too."""
+    """{name: value} of all groups."""
     found = {}
     for name, value in vars(args).items():
         found |= vars(value) if is_dataclass(value) else {name: value}
@@ -66,6 +62,12 @@ def changed(args, **values):
     return replace(args, **values)
 
 
+def budgets(args) -> dict[str, int]:
+    """{flag: tokens of a micro-batch}."""
+    return {name: value for name, value in flags(args).items()
+            if name.endswith(("update_tokens", "score_tokens"))}
+
+
 def save_every(args) -> int:
     """Steps between two checkpoints. 0: there are none."""
     given = args.run_args.save_every
@@ -85,7 +87,7 @@ def count(n: int, word: str) -> str:
 
 
 def spread(n: int, parts: int) -> str:
-    """The size of each part: '64', or '85 or 86'."""
+    """The size of each part: 64, or 85 or 86."""
     small, extra = divmod(n, parts)
     return f"{small:,} or {small + 1:,}" if extra else f"{small:,}"
 
@@ -100,13 +102,13 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # copies of keys that batch.py makes for each token of a micro-batch, at most
+    keys: int  # copies that batch.py makes of a token's keys, at most
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        # Micro-batches without a row: dist.balance first splits larger ones, down to single rows.
+        # Micro-batches without a row: dist.balance splits others before it makes one.
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
@@ -118,14 +120,14 @@ class Phase:
 
 @dataclass
 class Plan:
-    """The sizes of every part of a step."""
+    """The sizes of a step. None: not known."""
     args: object
     ranks: int
-    n_rows: int | None  # prompts in --data; None: not known
+    n_rows: int | None  # prompts in --data
     n_eval: int
-    shape: object = None  # the model's sizes (Shape), if known
-    local_size: int | None = None  # ranks of a machine, if known
-    memory: object = None  # Memory, if known
+    shape: Shape | None = None  # the model's sizes
+    local_size: int | None = None  # ranks of a machine
+    memory: "Memory | None" = None
 
     def __post_init__(self):
         a, rows = self.args, self.n_rows or self.args.batch
@@ -136,19 +138,12 @@ class Plan:
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
         for group in groups(a):
-            if hasattr(group, "sizes"):  # its flags make other ones
+            if hasattr(group, "sizes"):  # its flags change them
                 group.sizes(self)
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
             most = max(most, self.in_flight * a.group)
         self.requests = ceil_div(most * a.engine_args.tp, self.ranks)  # to an engine in one call
-
-    def too_small(self, name: str, budget: int):
-        """Yields a sentence if a token budget does not hold the longest sequence."""
-        if budget < self.longest:
-            prompt = self.args.data_args.max_prompt_tokens
-            yield (f"--{name} must be at least {self.longest:,} (got {budget:,}): "
-                   f"--max_prompt_tokens {prompt} + --max_tokens {self.args.max_tokens}.")
 
     def phases(self, prompts: int) -> list[Phase]:
         """The passes over a batch. The largest of several sizes comes first."""
@@ -162,15 +157,15 @@ class Plan:
                 passes.append(("score", rows, a.score_tokens))
             if critic:
                 passes.append(("critic score", rows, critic.critic_score_tokens))
-        if self.n_eval and not a.needs_rollouts:  # they have their completions
+        if self.n_eval and not a.needs_rollouts:  # rows have their completions
             passes.append(("score", self.n_eval, a.score_tokens))
-        # Completions that share a prompt have one copy of its tokens, but each copies its keys:
-        # less than group + 1 keys a token. batch.py allows no more than KEYS.
+        # Completions share their prompt's tokens, and each copies its keys: less than group + 1 a
+        # token. batch.py allows no more than KEYS.
         keys = min(KEYS, a.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
     def text(self, short: bool = False) -> str:
-        """What --plan prints. short: without details, which are indented by four."""
+        """What --plan prints. short: without the lines that are indented by four."""
         a, samples = self.args, self.args.eval_args.eval_samples
         lines = [f"plan for {a.script} on {count(self.ranks, 'rank')}: {self.step()}"]
         if not a.eval_args.eval_only:
@@ -198,7 +193,7 @@ class Plan:
         return text
 
     def training(self):
-        """Yields lines: what is trained, on which rows, and what the engines are asked for."""
+        """Yields lines: what is trained, and what the engines are asked for."""
         a, prompts = self.args, self.batches[0]
         yield f"  trains     {a.model}, --lr {a.lr}, reward: {' '.join(a.reward) or 'none'}"
         if self.n_rows:
@@ -227,15 +222,12 @@ class Plan:
 
 def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape=None,
              local_size: int | None = None) -> list[str]:
-    """A sentence for each rule that the settings break. The rules stand beside the flags: see
-    errors.py for the range of one, and `rules` of each dataclass for those of several.
-
-    n_rows, n_eval: rows to train and to evaluate on. shape, local_size: see Plan.
-    """
+    """A sentence for each rule that the settings break: the range of a flag (errors.py), and those
+    of several, which `rules` of their dataclass yields. The other arguments: see Plan."""
     wrong, default = {}, flags(type(args)())
     for group in groups(args):
         wrong |= outside(group)
-    # Those of several flags see the default in the place of a wrong value.
+    # The others see the default in the place of a wrong value.
     usable = changed(args, **{name: default[name] for name in wrong})
     plan, found = Plan(usable, max(1, ranks), n_rows, n_eval, shape, local_size), [*wrong.values()]
     values = flags(usable)
@@ -243,6 +235,9 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
         found += needed(group, values)
         if hasattr(group, "rules"):
             found += group.rules(plan)
+    longest = "--max_prompt_tokens {max_prompt_tokens} + --max_tokens {max_tokens}".format(**values)
+    found += [f"--{name} must be at least {plan.longest:,} (got {tokens:,}): {longest}."
+              for name, tokens in budgets(usable).items() if tokens < plan.longest]
     return found + pairs.problems(values, shape)
 
 
@@ -258,11 +253,11 @@ SCORE_HEAD, UPDATE_HEAD = 3, 5  # float32 matrices (chunk, vocabulary), without 
 
 
 class Memory:
-    """The memory of one GPU. Without a GPU: that of one rank of this machine.
+    """The memory of a rank.
 
-    card: bytes of the GPU; None: there is none. free: bytes that a rank may use without one.
+    card: bytes of its GPU; None: it has none, and may use `free` bytes of the machine.
     parts: {part: (bytes while the engine samples, bytes while the trainer learns)}. sums: of both.
-    cache: bytes of the engine's cache, which holds so many of the longest sequences: `holds`.
+    cache: bytes of the engine's cache, which `holds` so many of the longest sequences.
     """
 
     def __init__(self, plan: Plan, shape: Shape, card: float | None, free: float = 0.0):
@@ -271,7 +266,7 @@ class Memory:
         model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        # A rank keeps 1 / ranks of the weights. It need not be a whole number below.
+        # A rank keeps 1 / ranks of the weights.
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
@@ -296,7 +291,7 @@ class Memory:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes of one checkpoint: weights and moments."""
+        """Its bytes: weights and moments."""
         return 3 * self.m * self.trained * (2 if self.args.critic_args else 1)
 
     def models(self) -> dict[str, tuple[float, float]]:
@@ -318,13 +313,13 @@ class Memory:
                 "critic": (critic, critic), "reference": (reference, reference)}
 
     def passes(self) -> dict[str, tuple[float, float]]:
-        """The largest micro-batch of a step, and the largest chunk of logits."""
+        """The largest micro-batch, and the largest chunk of logits."""
         found = [self.micro_batch(phase) for phase in self.plan.phases(max(self.plan.batches))]
         micro, logits = (max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
         return {"micro-batch": (0.0, micro), "logits": (0.0, logits)}
 
     def micro_batch(self, phase: Phase) -> tuple[float, float]:
-        """Bytes of its largest one: (layers and what FSDP gathers for them, logits)."""
+        """Bytes of its largest: (layers and what FSDP gathers for them, logits)."""
         c, tokens, args, critic = self.c, phase.tokens, self.args, phase.name.startswith("critic")
         update, shape, other = phase.name.endswith("update"), self.shape, self.shape.reference
         if phase.name == "score" and other and other.params > shape.params:
@@ -347,13 +342,13 @@ class Memory:
         layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
         if critic:
             logits = 0
-        # The sum adds `logits` again, but a score pass never holds a layer's work and logits.
+        # A score pass never holds a layer's work and logits, and the sum adds both.
         if not update:
             layers, logits = max(layers - logits, tokens * 8 * c * shape.hidden), logits
         return gathered + layers, logits
 
     def engine(self) -> tuple[float, float]:
-        """Bytes while it samples, and while it sleeps. It sets `cache` and `holds`."""
+        """Bytes while it samples, and asleep. Sets `cache` and `holds`."""
         e, shape, c, card = self.args.engine_args, self.shape, self.c, self.card
         weights = c * shape.params / e.tp + self.taken
         tokens, seqs = engine_limits(e, card)
@@ -393,9 +388,8 @@ class Memory:
                 f"{self.parts[part][column] / GIB:.1f} GiB. {self.works()}")
 
     def works(self) -> str:
-        """The first flags with which it fits, of those that change nothing but memory and time."""
-        least = {name: self.plan.longest for name in flags(self.args)
-                 if name.endswith(("update_tokens", "score_tokens"))}
+        """Flags with which it fits, of those that change memory and time alone."""
+        least = dict.fromkeys(budgets(self.args), self.plan.longest)
         for change in {"checkpointing": True}, least, {"checkpointing": True} | least:
             plan = replace(self.plan, args=changed(self.args, **change))
             if type(self)(plan, self.shape, self.card, self.room).fits:
@@ -404,7 +398,7 @@ class Memory:
         return "What makes it smaller: docs/use/memory_and_machines.md"
 
     def text(self) -> str:
-        """What the plan prints: a sentence, and the table."""
+        """A sentence, and the table."""
         if not self.shape.fused:
             return "  memory     no plan: attention is not fused in this model"
         rows = {"GiB": ("rollout", "training")} | {

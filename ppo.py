@@ -45,8 +45,6 @@ class CriticArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        for name in ("critic_update_tokens", "critic_score_tokens"):
-            yield from plan.too_small(name, getattr(self, name))
         if 0 < plan.args.steps <= self.critic_warmup_steps:
             yield (f"--critic_warmup_steps must be below --steps {plan.args.steps} (got "
                    f"{self.critic_warmup_steps}): else the policy never learns.")

@@ -333,9 +333,8 @@ class Run:
         if self.engine:
             self.engine.restore(state, self.inputs.rows)
         self.log.bad_steps = state["bad_steps"]
-        before = state["settings"].get("kl_reward_coef")  # another one begins anew
-        if self.args.critic_args and self.args.kl_target is not None and (
-                self.settings.get("kl_reward_coef") == before):
+        coef, before = (it.get("kl_reward_coef") for it in (self.settings, state["settings"]))
+        if getattr(self.args, "kl_target", None) and coef == before:  # another one begins anew
             self.kl_coef = state["kl_coef"]
 
     # ---- between the steps ----
@@ -375,17 +374,16 @@ class Run:
 
     def finish(self) -> int:
         """The last evaluation, the exported model, the curve, the grade → exit status."""
-        missed, training = False, not self.args.eval_args.eval_only
+        missed, flags = False, self.args.run_args
         if self.inputs.eval_rows:
             self.evaluate(self.end)
-        if training and self.stop.agreed():
-            self.save(self.end)
-            return self.stopped(self.end)
-        if training:
-            if self.args.run_args.export:
+        if not self.args.eval_args.eval_only:
+            if self.stop.agreed():
+                self.save(self.end)
+                return self.stopped(self.end)
+            if flags.export:
                 self.export()
-            if self.world.rank == 0:
-                missed = log.grade(self.log, self.args.run_args)
+            missed = self.world.rank == 0 and log.grade(self.log, flags)
             self.log.finish(self.args.steps)
         self.args.report_args.write(self.log)
         missed = self.world.any_rank(missed)

@@ -56,7 +56,6 @@ def test_a_driver_that_is_too_old(monkeypatch):
 
 def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):
     gpus(monkeypatch, 1)
-    monkeypatch.setattr(inputs, "check_memory", None)  # it asks the GPU of each rank for its size
     args = plan.changed(grpo.Args(), batch=0)
     with pytest.raises(SettingsError) as caught:
         inputs.read_inputs(args, 2, 2)

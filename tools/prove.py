@@ -114,8 +114,7 @@ def shrunk(args):
 
 def budget(args, tokens: int):
     """With this token budget of each pass."""
-    return plan.changed(args, **{name: tokens for name in plan.flags(args)
-                                 if name.endswith(("update_tokens", "score_tokens"))})
+    return plan.changed(args, **dict.fromkeys(plan.budgets(args), tokens))
 
 
 def trials(args, binary: bool) -> dict[str, Trial]:

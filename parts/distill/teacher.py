@@ -17,12 +17,12 @@ def find_teacher(args, files: ModelFiles, sketches: str | None = None) -> ModelF
     if tokenizer.get_vocab() != files.tokenizer.get_vocab():
         raise SettingsError(f"--teacher {args.teacher} must share the vocabulary of --model "
                             f"{args.model}: their tokenizers differ.")
-    rows = lm.config.get_text_config().vocab_size
-    if args.divergence != "none" and rows != files.vocab:
+    shape, rows = shape_from(lm), files.shape.vocab
+    if args.divergence != "none" and shape.vocab != rows:
         raise SettingsError(f"--divergence {args.divergence} needs heads of equal size: "
-                            f"--teacher has {rows:,} rows and --model {files.vocab:,}. "
+                            f"--teacher has {shape.vocab:,} rows and --model {rows:,}. "
                             "Would work: --divergence none.")
-    return files._replace(reference=folder, shape=replace(files.shape, reference=shape_from(lm)))
+    return files._replace(reference=folder, shape=replace(files.shape, reference=shape))
 
 
 class TeacherMemory(Memory):

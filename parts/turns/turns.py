@@ -53,7 +53,7 @@ class TurnArgs:
         if self.reply and any(row.columns.get("chat_template_kwargs") for row in rows):
             raise SettingsError("rows with chat_template_kwargs take no --reply.")
         if self.reply:
-            check(args, files.tokenizer, files.ends, files.vocab, rows)
+            check(args, files.tokenizer, files.ends, files.shape.vocab, rows)
 
     def engine(self, kind: type, run) -> type:
         """rollout.Engine, or with --reply what extends it."""
