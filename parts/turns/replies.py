@@ -1,7 +1,4 @@
-"""replies.py: a --reply in a worker: its messages, and the environments of a FILE.py:CLASS.
-
-turns.py asks with a Move.
-"""
+"""replies.py: a --reply in a worker: its messages, and the environments of a FILE.py:CLASS."""
 import asyncio
 import inspect
 import sys
@@ -84,7 +81,8 @@ class Environments:
             it = self.played_again(move)
         if move.over:
             reward = it.reward() if "reward" in self.methods else None
-            self.close(it)
+            if "close" in self.methods:
+                it.close()
             return reward
         said = messages(it.reply([dict(turn) for turn in move.turns]))
         self.live[move.seed] = it
@@ -102,11 +100,6 @@ class Environments:
         for end in move.seen:
             it.reply([dict(turn) for turn in move.turns[:end]])
         return it
-
-    def close(self, it) -> None:
-        """Its own close(), if it has one."""
-        if "close" in self.methods:
-            it.close()
 
 
 def paid(turns: list[dict]) -> float | None:
