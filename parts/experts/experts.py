@@ -95,7 +95,7 @@ class Mixture(Family):
         self.routes = None  # (S, layers, k). None: the routers choose
 
     def skeleton(self, dtype, **options):
-        """See Family, as all of these. The best kernel has no float64."""
+        """The best kernel has no float64."""
         return super().skeleton(dtype, experts_implementation=(
             "eager" if dtype == torch.float64 else None), **options)
 

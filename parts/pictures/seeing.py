@@ -53,7 +53,7 @@ class Seeing(Family):
 
     @property
     def architecture(self) -> str:
-        """See Family, as all of these."""
+        """See Family."""
         return f"{NAMES[self.config.model_type]}ForConditionalGeneration"
 
     def parts(self, lm) -> list:
