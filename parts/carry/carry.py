@@ -51,7 +51,7 @@ class CarryArgs:
             plan.in_flight = plan.args.batch * (1 + self.carry)
 
     def engine(self, kind: type, run) -> type:
-        """rollout.Engine, or with --carry what extends it."""
+        """See run.build_engine."""
         return carrying(kind, Carry(run.args, run.stream)) if self.carry else kind
 
 

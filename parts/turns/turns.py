@@ -55,7 +55,7 @@ class TurnArgs:
             check(args, files.tokenizer, files.ends, files.vocab, rows)
 
     def engine(self, kind: type, run) -> type:
-        """rollout.Engine, or with --reply what extends it."""
+        """See run.build_engine."""
         if not self.reply:
             return kind
         inputs, system = run.inputs, run.args.data_args.system
