@@ -7,6 +7,7 @@
 parts/seams.py has what a part has outside its folder. Nothing is written before all is checked.
 """
 import ast
+import fnmatch
 import re
 import runpy
 import shutil
@@ -60,8 +61,8 @@ class House:
     def of(self, name: str) -> list[str]:
         """The files that are of this part alone."""
         part = self.parts[name]
-        return [file for file in self.files if file in part.get("files", ())
-                or file.startswith(part.get("folder", f"parts/{name}") + "/")]
+        own = [*part.get("files", ()), part.get("folder", f"parts/{name}") + "/*"]
+        return [file for file in self.files if any(fnmatch.fnmatchcase(file, it) for it in own)]
 
     def here(self) -> list[str]:
         """The parts that are not deleted yet."""

@@ -1,1 +1,0 @@
-"""Completions that go on in the next step (--carry)."""

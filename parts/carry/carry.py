@@ -8,9 +8,7 @@ unfinished completion --carry_tokens more tokens, round after round, until the o
 ended, and trains on these. The others go on with the next weights.
 
 What a step trains on depends on positions in the data alone. The first P prompts that are *ready*
-would be the short ones, and their mean is not the mean of all. Each token keeps the log-prob and
-the step of the policy that sampled it. To go on, the engine gets the prompt and the tokens so far
-as one prompt.
+would be the short ones, and their mean is not the mean of all.
 Partial rollouts: https://arxiv.org/abs/2501.12599, https://arxiv.org/abs/2509.18521
 """
 import math
@@ -53,7 +51,7 @@ class CarryArgs:
             plan.in_flight = plan.args.batch * (1 + self.carry)
 
     def engine(self, kind: type, run) -> type:
-        """rollout.Engine, or with --carry what extends it."""
+        """See run.build_engine."""
         return carrying(kind, Carry(run.args, run.stream)) if self.carry else kind
 
 

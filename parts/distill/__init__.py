@@ -1,1 +1,0 @@
-"""A teacher beside the policy, for distill.py."""

@@ -53,7 +53,6 @@ class ExpertArgs:
 
 @dataclass(kw_only=True)
 class MixtureShape(Shape):
-    """See Shape."""
     experts: int  # E of a layer
     used: int  # k of a token
     idle: int  # parameters of a layer that a token does not use
@@ -96,12 +95,12 @@ class Mixture(Family):
         self.routes = None  # (S, layers, k). None: the routers choose
 
     def skeleton(self, dtype, **options):
-        """See Family, as all of these. The best kernel has no float64."""
+        """The best kernel has no float64."""
         return super().skeleton(dtype, experts_implementation=(
             "eager" if dtype == torch.float64 else None), **options)
 
     def shape(self, lm) -> Shape:
-        """With the sizes of its mixtures."""
+        """See Family."""
         block = blocks(lm)[0]
         experts, hidden, inner = block.experts.down_proj.shape
         used = block.gate.top_k
@@ -181,7 +180,7 @@ class Mixture(Family):
         return logits, weights, chosen
 
     def engine(self, kind, args, inputs):
-        """With replay it tells the experts of each token."""
+        """See Family."""
         return mixing(kind, args.expert_args.replay_routing)
 
     def metrics(self, world) -> dict[str, float]:

@@ -1,1 +1,0 @@
-"""`async def` rewards, which wait: many calls of one worker run together."""

@@ -19,14 +19,12 @@ class JudgeArgs:
 
 @dataclass
 class TriedScore(Score):
-    """With how often rewards were tried again."""
-    retries: int = 0
+    retries: int = 0  # of its rewards
 
 
 @dataclass
 class TriedAnswer(Answer):
-    """With how often its call was tried again: with the first item."""
-    retries: int = 0
+    retries: int = 0  # of its call: with the first item
 
     def score(self, parts: list[Part]) -> TriedScore:
         """See Answer."""
@@ -34,7 +32,6 @@ class TriedAnswer(Answer):
 
 
 class JudgePool(Pool):
-    """A worker gets many calls at once."""
     module: ClassVar = "parts.judges.waiting"
     answer: ClassVar = TriedAnswer
 

@@ -1,1 +1,0 @@
-"""Adapters (--lora_rank)."""

@@ -148,15 +148,15 @@ class Adapted(Policy):
             "inference_mode": True}
 
     def in_use(self, name: str, value):
-        """As Policy.in_use, with what the adapters add."""
+        """See Policy."""
         return self.layers[name].merged(self.world.device) if name in self.layers else value
 
     def beginning(self) -> "Base":
-        """As Policy.beginning: the same weights without the adapters."""
+        """See Policy."""
         return Base(self)
 
     def engine(self, kind, args, inputs):
-        """As Policy.engine. It may get the adapter itself."""
+        """See Policy."""
         kind, dtype = super().engine(kind, args, inputs), compute_dtype(
             args.model_args, self.world.device)
         return taking(kind, self.config) if self.lora.in_engine(dtype == torch.bfloat16) else kind
@@ -186,12 +186,12 @@ class Base:
         self.layers = [m for m in policy.module.modules() if isinstance(m, Lora)]
 
     def logprobs(self, *args):
-        """As Policy.logprobs."""
+        """See Policy."""
         with self.without():
             return self.policy.logprobs(*args)
 
     def weights(self, dtype):
-        """As Policy.weights."""
+        """See Policy."""
         with self.without():
             yield from self.policy.weights(dtype)
 

@@ -1,1 +1,0 @@
-"""What flags of other systems are called here."""

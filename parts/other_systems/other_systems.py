@@ -1,6 +1,6 @@
 """other_systems.py: flags of other systems, and what they are called here."""
 
-OTHERS = {  # flags of other systems: the table of docs/use/recipes.md
+OTHERS = {  # the table of docs/use/recipes.md
     "--group": "TRL num_generations, verl rollout.n, OpenRLHF n_samples_per_prompt, EasyR1 "
                "rollout.n",
     "--batch": "verl train_batch_size, OpenRLHF rollout_batch_size rollout.batch_size, EasyR1 "

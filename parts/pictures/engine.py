@@ -1,4 +1,4 @@
-"""engine.py: an engine for a model that sees: it gets the pictures of a prompt beside its ids."""
+"""engine.py: the engine gets the pictures of a prompt beside its ids."""
 from family import NEVER
 from parts.pictures.eyes import opened
 from parts.pictures.rows import pictures_in

@@ -1,4 +1,4 @@
-"""flags.py: the flags of models that see."""
+"""The flags of models that see."""
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ class PictureArgs:
     """Least tokens of one picture: smaller ones are scaled up. 0: the model's own."""
     train_vision: bool = False
     """Train a model's vision tower and projector too. Else they stay as they are."""
-    fixed: ClassVar[tuple[str, ...]] = ("train_vision",)  # see checkpoint.py
+    fixed: ClassVar[tuple[str, ...]] = ("train_vision",)
 
     @property
     def limits(self) -> tuple[int, int]:

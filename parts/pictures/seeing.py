@@ -53,7 +53,7 @@ class Seeing(Family):
 
     @property
     def architecture(self) -> str:
-        """See Family, as all of these."""
+        """See Family."""
         return f"{NAMES[self.config.model_type]}ForConditionalGeneration"
 
     def parts(self, lm) -> list:
@@ -84,7 +84,7 @@ class Seeing(Family):
         return super().hidden(lm, self.embedded(lm, **inputs))
 
     def maker(self, make, args, files, spec):
-        """Of rows with pictures."""
+        """See Family."""
         eyes = find_eyes(args, self.config, files.folder, files.reference)
         return partial(make_row, make=make, eyes=eyes, folder=folder_of(spec))
 
@@ -98,7 +98,7 @@ class Seeing(Family):
             part.requires_grad_(args is not None and args.picture_args.train_vision)
 
     def engine(self, kind, args, inputs):
-        """With the pictures of a prompt beside its ids."""
+        """See Family."""
         eyes = load_eyes(args.model, inputs.source, self.config, *args.picture_args.limits)
         return looking(kind, eyes, inputs.rows + inputs.eval_rows)
 
@@ -124,7 +124,7 @@ class Seeing(Family):
         return pictured
 
     def shape(self, lm) -> Shape:
-        """With the tower's sizes."""
+        """See Family."""
         shape, tower = super().shape(lm), tower_sizes(self.config, self.parts(lm)[1:])
         return SeeingShape(**vars(shape) | {"root": shape.root - tower.sharded}, tower=tower)
 
@@ -147,7 +147,7 @@ class Seeing(Family):
 
 @dataclass
 class Tower:
-    """The sizes of what makes features of pictures, for the plan (plan.py)."""
+    """The sizes of what makes features of pictures."""
     params: int  # with the projector
     sharded: int  # parameters of all its layers
     layer: int  # of one
@@ -170,7 +170,6 @@ class Tower:
 
 @dataclass(kw_only=True)
 class SeeingShape(Shape):
-    """See Shape."""
     tower: Tower
     kind: ClassVar[str] = "pictures"
 
@@ -224,4 +223,3 @@ def positions_of(micro) -> torch.Tensor:
 def in_line(tokens: int):
     """Of a text: (3, tokens)."""
     return np.tile(np.arange(tokens, dtype=np.int32), (3, 1))
-

@@ -1,1 +1,0 @@
-"""A page of a run, with its curves, its completions and their tokens (--report)."""

@@ -43,17 +43,12 @@ def packed(data) -> str:
 
 # ---- from the documents
 
-def cells(page: str, count: int) -> list[list[str]]:
-    """The rows of `count` cells in the tables of a page."""
-    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
-    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [row for row in rows if len(row) == count]
-
-
 def healthy() -> dict[str, dict]:
     """By metric: its healthy range, and what it means and what to try if it is outside."""
     found = {}
-    for names, words, means, advice in cells(SICK, 4):
+    lines = [line for line in (ROOT / SICK).read_text().splitlines() if line.startswith("| `")]
+    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    for names, words, means, advice in (row for row in rows if len(row) == 4):
         kind, first, second = RANGE.match(words).groups()
         low, high = {"above": (first, None), "below": (None, first)}.get(kind, (first, second))
         for name in re.findall("`([^`]+)`", names):

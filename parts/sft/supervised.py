@@ -27,26 +27,20 @@ class Supervised(Run):
         self.log.compared = {"eval/perplexity": None} | self.log.compared
 
     def held_out(self, step: int) -> dict[str, float]:
-        """See run.Run."""
-        with self.log.time("eval"):
-            found = held_out_metrics(self)
+        """Means over all tokens to learn of --eval_data, and what run.Run has. A collective.
+
+        eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
+        """
+        batch = Batch([given(Prompt(i, row)) for i, row in enumerate(self.inputs.eval_rows)])
+        rows, meter = list(range(len(batch.samples))), Meter(self.world)
+        weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
+        with self.log.time("eval"), torch.no_grad():
+            for micro in batch.micros(self.world, rows, self.args.score_tokens, "held out"):
+                logprobs, entropy = self.policy.logprobs(micro, self.args.temperature, "value")
+                meter.add(micro.of_rows(weights), {
+                    "eval/loss": -logprobs, "eval/entropy": entropy})
+            found = meter.metrics()
+        found = {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
+                 "eval/perplexity": exp(min(found["eval/loss"], 700.0)),
+                 "eval/entropy": found["eval/entropy"]}
         return found | (super().held_out(step) if self.engine else {})
-
-
-def held_out_metrics(run) -> dict[str, float]:
-    """Means over all tokens to learn of --eval_data. A collective.
-
-    eval/loss: -log π in nats. eval/perplexity: exp of it. eval/entropy: of π.
-    """
-    args, world = run.args, run.world
-    batch = Batch([given(Prompt(i, row)) for i, row in enumerate(run.inputs.eval_rows)])
-    rows, meter = list(range(len(batch.samples))), Meter(world)
-    weights = torch.ones(len(rows), dtype=torch.float64)  # (N,): every token counts alike
-    with torch.no_grad():
-        for micro in batch.micros(world, rows, args.score_tokens, "held out"):
-            logprobs, entropy = run.policy.logprobs(micro, args.temperature, "value")
-            meter.add(micro.of_rows(weights), {"eval/loss": -logprobs, "eval/entropy": entropy})
-    found = meter.metrics()
-    return {"eval/rows": len(rows), "eval/loss": found["eval/loss"],
-            "eval/perplexity": exp(min(found["eval/loss"], 700.0)),
-            "eval/entropy": found["eval/entropy"]}

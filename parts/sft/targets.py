@@ -3,10 +3,9 @@
     <user> x <end> <assistant> | y1 <end> | \\n <user> z <end> \\n <assistant> | y2 <end>
     the prompt                   learned    given                               learned
 
-A row has `messages`, or a prompt with its completion. The chat template renders the chat up to the
-begin and up to the end of each turn that is learned. A turn ends where the engine would stop: what
-a template writes after that is left out (Phi-3's puts `<|endoftext|>` after the last turn). So the
-texts are prefixes of each other, and so are their ids. Nothing is decoded.
+The chat template renders the chat up to the begin and up to the end of each turn that is learned.
+A turn ends where the engine would stop: what a template writes after that is left out (Phi-3's puts
+`<|endoftext|>` after the last turn). So the texts are prefixes of each other, and so are their ids.
 """
 import json
 import re

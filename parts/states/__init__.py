@@ -1,1 +1,0 @@
-"""Layers with a state (Qwen3.5)."""

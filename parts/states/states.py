@@ -10,7 +10,6 @@ from family import Family, Shape
 
 @dataclass(kw_only=True)
 class StateShape(Shape):
-    """See Shape."""
     state: int  # columns of the values of a layer with a state
 
     def layer_bytes(self, c: int, keys: int) -> float:
@@ -20,7 +19,6 @@ class StateShape(Shape):
 
 
 class Stateful(Family):
-    """Of a text model with such layers."""
     types = ("qwen3_5_text",)
 
     def skeleton(self, dtype, **options):
@@ -36,7 +34,7 @@ class Stateful(Family):
                    "bfloat16 alone, and not with its prefix cache. Would work: a GPU, or sft.py.")
 
     def shape(self, lm) -> Shape:
-        """With the state's columns."""
+        """See Family."""
         state = max(m.value_dim for m in lm.modules() if hasattr(m, "value_dim"))
         return StateShape(**vars(super().shape(lm)), state=state)
 

@@ -1,1 +1,0 @@
-"""The largest micro-batches are tried before the first rollout (--try_worst_case)."""

@@ -1,6 +1,4 @@
-"""trial.py: the largest micro-batch of each phase is tried before the first rollout, so that a run
-which needs too much memory ends before it has done any work.
-"""
+"""trial.py: a run that needs too much memory ends before it has done any work."""
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -76,7 +74,7 @@ def measure_phases(plan: Plan, world, vocab: int, policy, reference=None, critic
     return dict(zip(peaks, most, strict=True))
 
 
-def measure(phase: Phase, world, vocab: int, forward, row_of=text_row) -> float:
+def measure(phase: Phase, world, vocab: int, forward, row_of) -> float:
     """The peak of a phase in bytes. Half of the tokens come first: they may fit."""
     for tokens in phase.tokens // 2, phase.tokens:
         peak_memory(world.device)  # starts again

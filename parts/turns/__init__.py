@@ -1,1 +1,0 @@
-"""Environments and tools: several turns, and their rewards (--reply)."""

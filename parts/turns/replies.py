@@ -1,7 +1,4 @@
-"""replies.py: a --reply in a worker: its messages, and the environments of a FILE.py:CLASS.
-
-turns.py asks with a Move.
-"""
+"""replies.py: a --reply in a worker: its messages, and the environments of a FILE.py:CLASS."""
 import asyncio
 import inspect
 import sys
@@ -84,7 +81,8 @@ class Environments:
             it = self.played_again(move)
         if move.over:
             reward = it.reward() if "reward" in self.methods else None
-            self.close(it)
+            if "close" in self.methods:
+                it.close()
             return reward
         said = messages(it.reply([dict(turn) for turn in move.turns]))
         self.live[move.seed] = it
@@ -103,11 +101,6 @@ class Environments:
             it.reply([dict(turn) for turn in move.turns[:end]])
         return it
 
-    def close(self, it) -> None:
-        """Its own close(), if it has one."""
-        if "close" in self.methods:
-            it.close()
-
 
 def paid(turns: list[dict]) -> float | None:
     """--reward environment or turns: what reward() of a CLASS returned at the end."""
@@ -116,39 +109,35 @@ def paid(turns: list[dict]) -> float | None:
 
 # ---- the process ----
 
-class Loaded(NamedTuple):
-    """What a worker calls."""
-    reply: Reply | Environments
-    timeout: float  # seconds for an answer
-
-
-def load(part: Part, timeout: float) -> tuple[Loaded, list]:
-    """The function or class of --reply. Of it: its methods; is it `async def`; what it needs."""
+def load(part: Part, timeout: float) -> tuple[tuple, list]:
+    """(The function or class of --reply, seconds for an answer). Of it: its methods; is it `async
+    def`; what it needs."""
     found = worker.find(part)
     if inspect.isclass(found):
         it = Environments(found)
-        return Loaded(it, timeout), [it.methods, False, []]
+        return (it, timeout), [it.methods, False, []]
     reply, needs = worker.read_signature(part, found, Reply)
-    return Loaded(reply, timeout), [[], reply.waits, needs]
+    return (reply, timeout), [[], reply.waits, needs]
 
 
-def score(loaded: Loaded, calls: list[list[Move]]) -> list[list]:
+def score(loaded: tuple, calls: list[list[Move]]) -> list[list]:
     """As worker.score. Calls of an `async def` run together."""
-    if not loaded.reply.waits:
-        return worker.score([loaded.reply], calls)
-    return LOOP.run(score_all(loaded, calls))
+    reply, timeout = loaded
+    if not reply.waits:
+        return worker.score([reply], calls)
+    return LOOP.run(score_all(reply, timeout, calls))
 
 
-async def score_all(loaded: Loaded, calls: list[list[Move]]) -> list[list]:
+async def score_all(reply: Reply, timeout: float, calls: list[list[Move]]) -> list[list]:
     """Calls the coroutine."""
-    return await asyncio.gather(*(score_one(loaded, moves) for moves in calls))
+    return await asyncio.gather(*(score_one(reply, timeout, moves) for moves in calls))
 
 
-async def score_one(loaded: Loaded, moves: list[Move]) -> list:
+async def score_one(reply: Reply, timeout: float, moves: list[Move]) -> list:
     """The answers of one call."""
     try:
-        said = await asyncio.wait_for(loaded.reply.start(moves), loaded.timeout)
-        found = loaded.reply.values(said, moves)
+        said = await asyncio.wait_for(reply.start(moves), timeout)
+        found = reply.values(said, moves)
     except MemoryError:  # as in worker.found_by
         raise
     except Exception:

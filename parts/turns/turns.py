@@ -43,8 +43,7 @@ class TurnArgs:
 
     def rules(self, plan):
         """See plan.problems."""
-        paid = {"environment", "turns"} & {spec.partition(":")[0] for spec in plan.args.reward}
-        if paid and not self.reply:
+        if paid_by(plan.args) and not self.reply:
             yield "--reward environment or turns needs --reply FILE.py:NAME."
 
     def inspect(self, args, files, rows: list[Row]) -> None:
@@ -56,12 +55,17 @@ class TurnArgs:
             check(args, files.tokenizer, files.ends, files.shape.vocab, rows)
 
     def engine(self, kind: type, run) -> type:
-        """rollout.Engine, or with --reply what extends it."""
+        """See run.build_engine."""
         if not self.reply:
             return kind
         inputs, system = run.inputs, run.args.data_args.system
         bridge = Bridge(inputs.tokenizer, inputs.ends, inputs.shape.vocab, system)
         return playing(kind, Episodes(run.args, bridge, run.world, run.log))
+
+
+def paid_by(args) -> set[str]:
+    """Of --reward those that an environment pays."""
+    return {"environment", "turns"} & {spec.partition(":")[0] for spec in args.reward}
 
 
 class ReplyPool(Pool):
@@ -88,7 +92,7 @@ class ReplyPool(Pool):
         return self.parts[0], self.args.reward_timeout
 
     def take(self, told: list) -> None:
-        """The methods of a CLASS; is a function `async def`; what it needs."""
+        """See rewards.Pool."""
         self.methods, self.waits, self.needs = told
 
     def ask(self, moves: list[Move], homes: list[int]) -> list[Answer]:
@@ -183,11 +187,9 @@ def check(args, tokenizer, eos_ids: list[int], vocab: int, rows: list[Row]) -> B
     with closing(ReplyPool([spec], args.reward_args)) as pool:
         pool.wait()
         check_rows(pool.needs, rows, "reply")
-    rewards = [reward.partition(":")[0] for reward in args.reward]
-    needy = {"environment", "turns"} & {*rewards}
-    if needy and "reward" not in pool.methods:
-        raise SettingsError(
-            f"--reward {min(needy)} needs a class with reward() in --reply {spec}.")
+    paid = paid_by(args)
+    if paid and "reward" not in pool.methods:
+        raise SettingsError(f"--reward {min(paid)} needs a class with reward() in --reply {spec}.")
     if not tokenizer:
         return None
     bridge = Bridge(tokenizer, eos_ids, vocab, args.data_args.system)
@@ -235,8 +237,7 @@ class Episodes:
         self.workers = ReplyPool([args.turn_args.reply], args.reward_args)
         self.workers.wait()
         self.stateful = bool(self.workers.methods)  # of a class
-        # --reward turns: a turn is paid what reward() grows by.
-        self.pays = "turns" in [spec.partition(":")[0] for spec in args.reward]
+        self.pays = "turns" in paid_by(args)  # a turn is paid what reward() grows by
         self.told = False  # that no reply fits
 
     def play(self, prompts: list[Prompt], completions: list[Completion],
