@@ -352,7 +352,7 @@ def compared(gaps: dict, rounding: float = 0.0, max_gap: float | None = None) ->
     try:
         run.judge(SimpleNamespace(
             dtype=torch.bfloat16 if bfloat16 else torch.float32,
-            max_gap=max_gap or (0.15 if bfloat16 else 1e-3), log=SimpleNamespace(say=said.append),
+            log=SimpleNamespace(say=said.append),
             policy=SimpleNamespace(module=SimpleNamespace(lm=lm)),
             args=SimpleNamespace(run_args=SimpleNamespace(max_gap=max_gap))), gaps, rounding)
     except errors.SettingsError as error:
@@ -371,7 +371,7 @@ def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
                         compared(gaps, rounding=0.0075))
     assert "compared this kind" in compared({pair: 0.02}, rounding=0.0075, max_gap=0.03)
     assert "more than --max_gap 0.01" in compared({pair: 0.014}, rounding=0.0075, max_gap=0.01)
-    assert "more than --max_gap 0.15" in compared({pair: 0.2}, rounding=3.0)
+    assert "more than 0.15: 2 roundings" in compared({pair: 0.2}, rounding=3.0)
 
 
 # ---- plan, turns, model
