@@ -161,7 +161,7 @@ def whiten(values, among):
 #
 # All take logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs (n,),
 # clip_low, clip_high, dual_clip, and draws: a function that gives each token a random number, for
-# losses of variants/. They return token_loss (n,), metrics. A loss names what it uses, and **others
+# losses that draw. They return token_loss (n,), metrics. A loss names what it uses, and **others
 # takes the rest. row and n_rows are for a loss of a whole completion. With one update per rollout
 # r = 1, and the gradient is REINFORCE's.
 # Metrics, (n,), are averaged with the loss's weights:

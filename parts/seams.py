@@ -122,7 +122,6 @@ SEAMS = {
         works = f"--{flag} variants/{spec}.py:{spec}"
 """, ""),
         ("losses.py", " Others are in variants/.\n", "\n"),
-        ("losses.py", " for\n# losses of variants/. They", "\n# if it wants one. They"),
         ("grpo.py", "in losses.py and variants/. Shapes", "in losses.py. Shapes"),
         ("grpo.py", ", as variants/lite_ppo.py:lite_ppo; maxrl and gdpo are there too.", "."),
         ("grpo.py", ", as variants/sapo.py:sapo; also gmpo, dppo, ipo, opsm, geometric.", "."),

@@ -29,7 +29,7 @@ WORDS = {  # in a case: what says that it is of a part
     "turns": r"reply|turns|turn_credit|environment|examples/(again|doors|guess)|\b(game|doors)\b",
     "trial": "worst_case",
     "other_systems": "other_systems",
-    "variants": "variants"}
+    "variants": "variants|often"}
 
 
 def has(*names: str) -> bool:

@@ -13,6 +13,7 @@ import plan
 import ppo
 import probes
 import reference_losses
+from house import kept
 from reference_settings import SCRIPTS, hostile
 
 
@@ -125,7 +126,7 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
 
 
 # Every flag that `learn` of grpo.py reads, and of those with names each name.
-FLAGS = [
+FLAGS = kept([
     *(("advantage", name) for name in (
         "dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline",
         *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl", "turn_credit")))),
@@ -138,7 +139,7 @@ FLAGS = [
     *(("kl_estimator", name) for name in ("k1", "k2", "k3", "k3_ratio")),
     ("kl_loss_coef", 0.1), ("kl_reward_coef", 0.1), ("entropy_coef", 0.1), ("dual_clip", 2.0),
     ("overlong_filter", True), ("overlong_buffer", 8), ("minibatches", 2), ("epochs", 2),
-    ("group", 1), ("temperature", 0.7), ("reward", ("turns",))]
+    ("group", 1), ("temperature", 0.7), ("reward", ("turns",))])
 
 
 LARGE = "advantage", "loss", "aggregation", "engine_correction"

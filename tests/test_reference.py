@@ -27,7 +27,7 @@ import ranks
 import reference
 import reference_losses
 from batch import Sample
-from house import adapters, module
+from house import WORDS, adapters, module, needs
 from learning import difference
 from reference_settings import (
     SCRIPTS,
@@ -322,6 +322,7 @@ def test_every_pair_of_flags_on_any_ranks(script, size, folder, right):
             assert not wrong, "\n".join([settings[number].words, *wrong])
 
 
+@needs(*WORDS)
 def test_the_settings_reach_what_they_are_for(shipped):
     """Bounds act on a part of the tokens, ratios leave 1, rows are dropped for each reason."""
     def values(name: str) -> list[float]:

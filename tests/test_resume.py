@@ -145,8 +145,8 @@ def test_a_file_that_is_another_is_said(tmp_path, monkeypatch):
     saved = checkpoint.Saved(tmp_path, {"step": 4, "settings": found[0]})
     said = checkpoint.check(saved, found[1]).changed
     assert len(said) == 3 and said[0].startswith("resumed with code of --loss mine.py:good ")
-    variant = checkpoint.code_digests({"advantage": "variants/lite_ppo.py:lite_ppo"})
-    assert len(variant) == 1  # of the project's folder
+    ours = checkpoint.code_digests({"advantage": "examples/tiny.py:lesson"})
+    assert len(ours) == 1  # of the project's folder
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path):
