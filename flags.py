@@ -131,7 +131,7 @@ def own(flag: str, spec: str) -> Own:
         module = load_file(path)
     except Exception as error:  # it is a user's
         raise SettingsError(f"--{flag} {spec}: {path} cannot be loaded: {type(error).__name__}: "
-                            f"{error}.") from error
+                            f"{error}. Would work: a file that `python {path}` runs.") from error
     function = getattr(module, name, None)
     by_order, by_name = (words.split() for words in TAKES[flag])
     try:
@@ -252,7 +252,7 @@ class CommonArgs:
     reward: tuple[str, ...] = ("exact",)
     """Rewards to add up, each NAME[:WEIGHT], or your own function FILE.py:NAME[:WEIGHT]."""
     batch: Count = 64
-    """P: prompts per step, of all ranks."""
+    """P: prompts per step, all ranks together. Any number works on any number of ranks."""
     group: Count = 8
     """G: completions per prompt."""
     max_tokens: Count = 256
