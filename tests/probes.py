@@ -1,40 +1,10 @@
-"""One rank without a process group, and a small model that keeps its gradients."""
-from types import SimpleNamespace
-
+"""The gradient of one update, for docs/learn/choices_and_gap.md."""
 import torch
 
 import grpo
 import learning
-import model
-import test_packing
+from fakes import Spy, World
 from learning import fabricate
-
-
-class World(SimpleNamespace):
-    """One rank without a process group."""
-    rank, size, device = 0, 1, torch.device("cpu")
-
-    def __init__(self):
-        super().__init__(same_phase=lambda *_: None, gather=lambda x: x, sum=lambda x: x,
-                         max=lambda x: x)
-
-
-class Spy(model.Policy):
-    """A random Qwen2 of three layers in float64 that keeps its gradients."""
-
-    def __init__(self, noise: float = 0.0):
-        lm = test_packing.small("qwen2")
-        with torch.no_grad():
-            for p in lm.parameters():
-                p *= 1 + noise * torch.randn_like(p)
-        module, self.gradients = model.LogprobModel(lm, 0), []
-        lm.set_attn_implementation("packed")
-        module.reshard = lambda: None  # it is not sharded
-        super().__init__(module, World(), model.ModelArgs(), model.OptimizerArgs())
-
-    def step(self, lr):
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters()]))
-        return super().step(lr)
 
 
 def gradient(samples="mixed", **flags) -> torch.Tensor:

@@ -6,12 +6,12 @@ from unittest.mock import MagicMock, call
 import numpy as np
 import pytest
 
+import fakes
 import grpo
 import learning
 import model
 import plan
 import ppo
-import probes
 import reference_losses
 from reference_settings import SCRIPTS, hostile
 
@@ -147,7 +147,7 @@ LARGE = "advantage", "loss", "aggregation", "engine_correction"
 @pytest.mark.parametrize("flag", [*LARGE, "others"])
 def test_any_two_flags_of_an_update_work_or_are_refused(flag):
     """--advantage reinforce++ with --kl_loss_coef ended in an AttributeError."""
-    policy, reference, tried = probes.Spy(), probes.Spy(0.05), 0
+    policy, reference, tried = fakes.Spy(), fakes.Spy(0.05), 0
     for first, second in itertools.combinations(FLAGS, 2):
         if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
             continue
@@ -164,7 +164,7 @@ def test_any_two_flags_of_an_update_work_or_are_refused(flag):
         for sample in samples:
             sample.score.parts = dict.fromkeys(
                 [reward.partition(":")[0] for reward in args.reward], sample.score.total)
-        metrics = grpo.learn(args, probes.World(), policy, samples, lr=0.0, reference=reference)
+        metrics = grpo.learn(args, fakes.World(), policy, samples, lr=0.0, reference=reference)
         tried += 1
         assert all(math.isfinite(value) for value in metrics.values()), flags
     assert tried > 20

@@ -19,10 +19,10 @@ from batch import given
 from data import Prompt
 from errors import SettingsError
 from examples import tiny
+from fakes import World
 from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
-from probes import World
 from shapes import shape_of
 
 # Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
