@@ -85,13 +85,6 @@ def test_a_models_broken_file_is_named(place, file, change, words):
     assert words in text and "\n" not in text.split("2. ")[-1]
 
 
-def test_the_plan_counts_the_rows_that_are_there():
-    text = plan.Plan(args("--batch", "64"), 1, 1, 0).text()
-    assert "1 prompts x 8 completions = 8 completions" in text
-    assert "(--batch 64, but --data has only 1)" in text
-    assert "but --data" not in plan.Plan(args("--batch", "64"), 1, 64, 0).text()
-
-
 @pytest.mark.parametrize("flags, status", [("", 0), ("--gpu_gb 0.001", 1)])
 def test_the_exit_status_of_a_plan_tells_whether_it_fits(place, flags, status):
     assert inputs.show_plan(args("--plan", *flags.split())) == status
@@ -138,6 +131,18 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
 
 
+def copied(folder: Path, **programs: str) -> dict:
+    """A copy of run.sh, with these programs before all others, on a machine without a GPU → its
+    environment."""
+    for name in "run.sh", "requirements.txt":
+        shutil.copy(ROOT / name, folder)
+    (folder / "stub").mkdir()
+    for name, text in (programs | {"nvidia-smi": "#!/bin/sh\nexit 1\n"}).items():
+        (folder / "stub" / name).write_text(text)
+        (folder / "stub" / name).chmod(0o755)
+    return os.environ | {"PATH": f"{folder}/stub:{os.environ['PATH']}"}
+
+
 @pytest.mark.parametrize("line, ranks, words, graded", [
     ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
     ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
@@ -146,31 +151,28 @@ def test_run_sh_lists_its_jobs_and_refuses_others():
     ("vision:qwen2_5_vl", "", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
     ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
     *[(f"{job} --data{sep}mine.jsonl".strip(), "", f"--data{sep}mine.jsonl", False)
-      for job in ("", "sft", "kk", "vision") for sep in " ="],
+      for job, sep in (("", " "), ("sft", "="), ("kk", "="), ("vision", " "))],
     ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
-    """A copy of run.sh, whose torchrun prints its command, on a machine without a GPU."""
-    for name in "run.sh", "requirements.txt":
-        shutil.copy(ROOT / name, tmp_path)
+    """Its torchrun prints its command."""
+    env = copied(tmp_path) | {"PYTHONDONTWRITEBYTECODE": "1", "RANKS": ranks}
     both = (tmp_path / "requirements.txt").read_bytes() + (tmp_path / "run.sh").read_bytes()
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    for path, text in ((".venv/bin/torchrun", 'echo "$@" "kept ${PYTHONDONTWRITEBYTECODE-kept}"'),
-                       ("nvidia-smi", "exit 1")):
-        (tmp_path / path).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / path).chmod(0o755)
+    torchrun = tmp_path / ".venv/bin/torchrun"
+    torchrun.write_text('#!/bin/sh\necho "$@" "kept ${PYTHONDONTWRITEBYTECODE-kept}"\n')
+    torchrun.chmod(0o755)
     (tmp_path / f".venv/.ready-{hashlib.sha256(both).hexdigest()[:12]}-cpu").touch()
-    for name in "squares/model", "squares/qwen2_5_vl":
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "processor_config.json").touch()
-    for name in "squares-sft", "squares-sft-qwen2_5_vl":
-        (tmp_path / "runs" / name / "model").mkdir(parents=True)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
-    env = {**env, "RANKS": ranks} if ranks else {k: v for k, v in env.items() if k != "RANKS"}
+    for name in ("squares/model/processor_config.json", "squares/qwen2_5_vl/processor_config.json",
+                 "squares-sft/model/x", "squares-sft-qwen2_5_vl/model/x"):
+        (tmp_path / "runs" / name).parent.mkdir(parents=True)
+        (tmp_path / "runs" / name).touch()
+    if not ranks:
+        del env["RANKS"]
     done = subprocess.run(["./run.sh", *line.split()], cwd=tmp_path, env=env, text=True,
                           capture_output=True)
     words = f"--local_addr 127.0.0.1 --nproc_per_node {ranks or 2} {words}"
-    assert done.stdout.endswith(" kept kept\n")
+    assert done.stdout.endswith(" kept kept\n"), done.stderr
     held_out = "--eval_data" in line or " --data" not in f" {line}"  # of one's own data
     assert done.stdout.count("--eval_data") == held_out
     given = iter(done.stdout.split())
@@ -204,14 +206,8 @@ if words[0] == "-c" and "torchvision" in words[1]:
 @pytest.mark.parametrize("imports", [True, False])
 def test_the_set_up_keeps_a_torchvision_that_imports(tmp_path, index, imports):
     """A build for another torch would break every run. Without one the set-up goes on."""
-    for name in "run.sh", "requirements.txt":
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "stub").mkdir()
-    for name, text in ("nvidia-smi", "#!/bin/sh\nexit 1\n"), ("python3.12", STUB.format(
-            python=sys.executable, here=tmp_path, index=index, imports=imports)):
-        (tmp_path / "stub" / name).write_text(text)
-        (tmp_path / "stub" / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}/stub:{os.environ['PATH']}"}
+    env = copied(tmp_path, **{"python3.12": STUB.format(
+        python=sys.executable, here=tmp_path, index=index, imports=imports)})
     done = subprocess.run(["./run.sh", "setup"], cwd=tmp_path, env=env, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
