@@ -2,13 +2,11 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-import data
 import families
 import grpo
 import inputs
@@ -19,7 +17,6 @@ from batch import pack
 from errors import SettingsError
 from examples import tiny
 from ranks import results
-from tools import float64
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
 RISKY = ("Mistral", "Qwen3.5", "Gemma 2", "Gemma 3", "Gemma 4", "Granite", "Cohere", "Phi",
@@ -118,30 +115,6 @@ def test_the_table_in_the_docs_has_what_was_tried():
     assert [row[:3] for row in rows] == [
         (name, kind, special) for name, (kind, _, special) in families.CASES.items()]
     assert all(float(gap) < 1e-5 for row in rows for gap in row[3:] if gap != "-")
-
-
-def swapped(world, folder: str) -> list:
-    """The first row's log-probs, with one neighbour and with another."""
-    weights, draw, found = model.ModelArgs(dtype="float64"), np.random.default_rng(0), []
-    module = float64.build(model.LogprobModel, folder, world, weights)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs())
-    mine = data.Row(0, "", draw.integers(3, 320, 50).tolist(), None, {}, "")
-    done = [families.Completion(draw.integers(3, 320, 24).astype(np.int32),
-                                np.zeros(24, np.float32), False) for _ in range(4)]
-    for i in (1, 2):
-        other = data.Row(i, "", draw.integers(3, 320, 50).tolist(), None, {}, "")
-        prompts = [data.Prompt(row.index, row) for row in (mine, mine, other)]
-        batch = families.scored(prompts, [done[0], done[i], done[i + 1]])
-        micro, = batch.micros(world, [0, 1, 2], 1000, "update")
-        logprobs, _ = policy.logprobs(micro, 1.0)
-        found.append(logprobs.detach()[micro.row == micro.rows.index(0)])
-    return found
-
-
-def test_nothing_goes_from_a_row_to_its_neighbour_where_a_layer_has_a_state(found):
-    """Neither from another prompt's row nor from a completion of the same prompt."""
-    one, other = results(1, swapped, f"{found[0]}/Qwen3.5")[0]
-    assert len(one) == 24 and (one - other).abs().max() < 1e-12
 
 
 def refused(folder) -> list[str]:

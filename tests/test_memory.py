@@ -40,13 +40,12 @@ def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **f
 
 # ---- the plan ----
 
-@pytest.mark.parametrize("group", [32, 64])
-def test_situation_4_fits_with_the_flags_it_names(group):
-    flags = dict(batch=8, group=group, max_tokens=4096)
-    found = planned(grpo, 4, QWEN_7B, 80, **flags)
-    assert not found.fits and found.sentence().startswith(
-        "does not fit: 157.3 of 80 GiB per GPU, in training. The largest part is micro-batch, "
-        "123.4 GiB. Would work: --checkpointing")
+def test_situation_4_needs_as_much_with_twice_the_completions():
+    for group in 32, 64:
+        found = planned(grpo, 4, QWEN_7B, 80, batch=8, group=group, max_tokens=4096)
+        assert not found.fits and found.sentence().startswith(
+            "does not fit: 157.3 of 80 GiB per GPU, in training. The largest part is micro-batch, "
+            "123.4 GiB. Would work: --checkpointing")
 
 
 @pytest.mark.parametrize("gpu_gb", [40, 60, 80])
@@ -142,31 +141,7 @@ def test_a_critic_needs_what_the_policy_needs():
     assert found["critic"][1] == sum(found[name][1] for name in ("weights", "gradients", "moments"))
 
 
-# ---- never all logits ----
-
-def plain(hidden, head, targets, temperature):
-    logp = (head(hidden) / temperature).log_softmax(-1)
-    return logp.gather(-1, targets.view(-1, 1)).view(-1), -(logp.exp() * logp).sum(-1)
-
-
-@pytest.mark.parametrize("chunk", [7, 100])
-@pytest.mark.parametrize("entropy", ["none", "value", "grad"])
-def test_the_chunked_head_is_exact(chunk, entropy):
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, up = (torch.randn(*shape, generator=g, dtype=torch.float64)
-                          for shape in ((100, 16), (300, 16), (2, 100)))
-    targets = torch.randint(300, (100,), generator=g)
-    outcomes = []
-    for head in (lambda *a: model.token_logprobs(*a, chunk, entropy), plain):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logp, ent = head(h, lambda x, w=w: x @ w.T, targets, 0.7)
-        ((logp * up[0]).sum() + ((ent * up[1]).sum() if entropy == "grad" else 0)).backward()
-        ent = ent if entropy != "none" else torch.zeros(100)
-        outcomes.append((logp, ent, h.grad, w.grad))
-    for ours, theirs in zip(*outcomes, strict=True):
-        same = difference(ours.detach(), theirs.detach()) < 1e-14
-        assert same or not theirs.any() and not ours.any()
-
+# ---- never all logits
 
 def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
     vocab, hidden, chunk, peaks = 2000, 8, 16, {}
