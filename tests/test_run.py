@@ -225,15 +225,6 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
         assert traced != isinstance(ending, SettingsError)
 
 
-def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
-    handlers, asked = {}, []
-    monkeypatch.setattr(dist.signal, "signal", lambda number, act: handlers.update({number: act}))
-    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: asked.append(flag) or "agreed"))
-    assert stop.agreed() == "agreed"
-    handlers[dist.signal.SIGTERM](15, None)
-    assert stop.agreed() == "agreed" and asked == [False, True]
-
-
 def test_a_machine_without_git_has_versions_too(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert log.versions()["commit"] == ""
