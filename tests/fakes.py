@@ -9,11 +9,9 @@ import torch
 
 import dist
 import grpo
-import model
 import plan
 import rollout
 import run
-import test_packing
 from batch import Completion, Sample
 from data import Prompt, Row
 from rewards import Score
@@ -47,24 +45,6 @@ class Log:
 
     def time(self, name):
         return nullcontext()
-
-
-class Spy(model.Policy):
-    """A random Qwen2 of three layers in float64 that keeps its gradients."""
-
-    def __init__(self, noise: float = 0.0):
-        lm = test_packing.small("qwen2")
-        with torch.no_grad():
-            for p in lm.parameters():
-                p *= 1 + noise * torch.randn_like(p)
-        module, self.gradients = model.LogprobModel(lm, 0), []
-        lm.set_attn_implementation("packed")
-        module.reshard = lambda: None  # it is not sharded
-        super().__init__(module, World(), model.ModelArgs(), model.OptimizerArgs())
-
-    def step(self, lr):
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters()]))
-        return super().step(lr)
 
 
 def args(script=grpo, **flags):

@@ -3,12 +3,31 @@ import torch
 
 import grpo
 import learning
-from fakes import Spy, World
-from learning import fabricate
+import model
+import test_packing
+from fakes import World
+
+
+class Spy(model.Policy):
+    """A random Qwen2 of three layers in float64 that keeps its gradients."""
+
+    def __init__(self, noise: float = 0.0):
+        lm = test_packing.small("qwen2")
+        with torch.no_grad():
+            for p in lm.parameters():
+                p *= 1 + noise * torch.randn_like(p)
+        module, self.gradients = model.LogprobModel(lm, 0), []
+        lm.set_attn_implementation("packed")
+        module.reshard = lambda: None  # it is not sharded
+        super().__init__(module, World(), model.ModelArgs(), model.OptimizerArgs())
+
+    def step(self, lr):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters()]))
+        return super().step(lr)
 
 
 def gradient(samples="mixed", **flags) -> torch.Tensor:
     """Of one grpo.learn of 7 prompts x 4 completions, over all parameters."""
     args, policy, reference = learning.arguments(**flags), Spy(), Spy(0.05)
-    grpo.learn(args, World(), policy, fabricate(samples, 7), lr=1e-3, reference=reference)
+    grpo.learn(args, World(), policy, learning.fabricate(samples, 7), lr=1e-3, reference=reference)
     return policy.gradients[0]

@@ -38,7 +38,7 @@ def test_the_optimizer_uses_the_rate_it_is_given():
     trained = model.Trained(layer, fakes.World(), model.ModelArgs(), optimizer)
     before = layer.weight.detach().clone()
     trained.backward(layer(torch.ones(1, 3)).sum())
-    trained.step(0.25)   # Adam's first step is lr · sign(gradient)
+    trained.step(0.25)  # Adam's first step is lr · sign(gradient)
     assert torch.allclose(before - layer.weight, torch.full((1, 3), 0.25), atol=1e-6)
 
 

@@ -60,7 +60,7 @@ def test_cut_keeps_the_budget_and_every_row(groups, budget):
     for micro in micros:
         assert micro and tokens(micro, sizes) == computed(micro, sizes) <= budget
         assert sum(sum(sizes[r][1:]) for r in micro) <= KEYS * budget
-    assert len(cut(sizes, budget + 1)) <= len(micros)   # the search in balance needs it
+    assert len(cut(sizes, budget + 1)) <= len(micros)  # the search in balance needs it
     with pytest.raises(ValueError, match=f"row {len(sizes)} has 401 tokens; the budget is"):
         cut([*sizes, (99, 1, 400)], budget)
 
@@ -71,7 +71,7 @@ def test_balance(groups, ranks, budget):
     sizes = rows_of(groups)
     lanes = balance(sizes, ranks, budget)
     rows = [i for lane in lanes for micro in lane for i in micro]
-    assert sorted(rows) == list(range(len(sizes)))              # every row exactly once
+    assert sorted(rows) == list(range(len(sizes)))  # every row exactly once
     # As many micro-batches on every rank.
     assert len(lanes) == ranks and len({len(lane) for lane in lanes}) == 1 and lanes[0]
     assert all(computed(micro, sizes) <= budget for lane in lanes for micro in lane)
@@ -126,7 +126,7 @@ def test_collectives(size):
     assert all(answer == answers[0] for answer in answers)
     answer = answers[0]
     texts, owners = zip(*answer["gathered"], strict=True)
-    assert list(texts) == [f"request {i}" for i in range(2 * size + 1)]          # in request order
+    assert list(texts) == [f"request {i}" for i in range(2 * size + 1)]  # in request order
     assert list(owners) == [r for r in range(size) for _ in range(2 + (r == 0))]
     assert answer["differences"] == (["--lr is 0.001 on rank 0 and 0.002 on rank 1; it must be the "
                                       "same on all ranks."] if size > 1 else [])

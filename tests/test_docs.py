@@ -88,7 +88,7 @@ def problems_of(command: str, ranks: int, rows: int = 0):
     *_, script, flags = re.split(r"\b(grpo|ppo)\.py", "grpo.py " + command.replace("\\\n", " "))
     args = tyro.cli(SCRIPTS[script].Args, args=flags.split(),
                     config=(tyro.conf.OmitArgPrefixes,), use_underscores=True)
-    args.lr = 1e-6   # the default depends on the model
+    args.lr = 1e-6  # the default depends on the model
     return args, plan.problems(args, ranks, *([rows] if rows else []))
 
 
@@ -134,7 +134,7 @@ def test_links_to_lines_and_claims_about_other_projects(tmp_path):
     page, url = tmp_path / "page.md", "https://github.com/a/b"
     page.write_text(f"[`a = 1`](file.py#L2) [`b = `](file.py#L2) [TRL 7]({url}/issues/7) had it.")
     assert not check_links.unlinked(page) and len(check_links.check(page)) == 2
-    assert len(check_links.check(page, fix=True)) == 1    # b is there twice
+    assert len(check_links.check(page, fix=True)) == 1  # b is there twice
     page.write_text(page.read_text().partition("[TRL")[0] + f"[TRL]({url}/blob/main/x.py) fails.")
     assert "[`a = 1`](file.py#L1)" in page.read_text() and check_links.unlinked(page)
 

@@ -43,7 +43,7 @@ def test_wandb_gets_every_metric_of_every_step_and_is_finished(tmp_path, monkeyp
     assert ids[0] == ids[1] != ids[2] and ids[2].startswith("a-run-")
     for step in range(3):
         if step == 1:
-            it.times["time/sync"] = 1.0                    # it would replace the step's
+            it.times["time/sync"] = 1.0  # it would replace the step's
             it.step(step, {"eval/rows": 4, "eval/pass@1": 0.25})
         with it.time("rollout"), it.time("reward"):
             pass
@@ -77,10 +77,10 @@ def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one_too(tmp_path):
     it = opened(tmp_path, steps=5)
     for step in range(4):
         if step == 2:
-            it.step(step, {"eval/rows": 4})                # comes again after the resume
+            it.step(step, {"eval/rows": 4})  # comes again after the resume
         it.step(step + 1, {"reward/mean": torch.tensor(0.5), "x": float("inf"), "n": 3})
     it.close()
-    it.lock.close()                                        # as when the process ends
+    it.lock.close()  # as when the process ends
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "rew')
     again = opened(tmp_path, steps=5, start=2)
@@ -148,7 +148,7 @@ def test_other_ranks_write_nothing_and_one_run_has_the_folder(tmp_path):
 
 
 def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_path, capsys):
-    it = opened(tmp_path)                                  # JSON may have it: "\\ud83d"
+    it = opened(tmp_path)  # JSON may have it: "\\ud83d"
     log.write_samples(it, "x", [
         sample(None, 7, "é\ud83d", answer="\ud83d"), sample(0.5, 7, "b\n", advantage=-0.25)],
         show=1)
@@ -172,9 +172,9 @@ def test_the_step_that_sampled_a_token_is_a_whole_number():
 
 
 @pytest.mark.parametrize("steps, skipped, bad, norm, told", [
-    (1, 0, 0, 0.0, True), (0, 1, 0, 0.0, True),     # equal rewards in every group; nothing scored
-    (0, 0, 1, 0.0, False), (0, 0, 0, 0.0, False),   # not finite; the critic's warm-up
-    (1, 0, 0, 1e-13, True)])                        # a rounding error is no gradient
+    (1, 0, 0, 0.0, True), (0, 1, 0, 0.0, True),  # equal rewards in every group; nothing scored
+    (0, 0, 1, 0.0, False), (0, 0, 0, 0.0, False),  # not finite; the critic's warm-up
+    (1, 0, 0, 1e-13, True)])  # a rounding error is no gradient
 def test_a_step_without_anything_to_learn_says_so(tmp_path, steps, skipped, bad, norm, told):
     line = log.Log(tmp_path, WORLD, 3).step_line({
         "step": 1, "grad/norm": norm, "update/steps": steps, "update/skipped": skipped,
@@ -188,7 +188,7 @@ def test_gradients_that_are_not_finite_are_said_and_too_many_in_a_row_end_the_ru
     for bad in (1, 2, 0, 1, 1):
         it.watch({"grad/norm_not_finite": bad, "critic/grad_norm_not_finite": 0, "grad/norm": 1.0})
     said = capsys.readouterr().out.splitlines()
-    assert [line[0] + line[-1] for line in said] == ["11", "22", "11", "12"]    # updates, in a row
+    assert [line[0] + line[-1] for line in said] == ["11", "22", "11", "12"]  # updates, in a row
     with pytest.raises(RuntimeError, match="3 steps in a row had"):
         it.watch({"grad/norm_not_finite": 0, "critic/grad_norm_not_finite": 1})
 
@@ -242,7 +242,7 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_leaves_no_half_of_a_file(tmp
     assert str(error.value).startswith(f"{tmp_path}/{file} cannot be written (")
     assert file == "metrics.jsonl" or not (tmp_path / file).exists()
     it.lock.close()
-    again = opened(tmp_path, start=1)                      # the same command goes on
+    again = opened(tmp_path, start=1)  # the same command goes on
     write(again)
     assert [row["step"] for row in lines(tmp_path)][:1] == [1] and (tmp_path / file).exists()
 

@@ -1,19 +1,15 @@
 """The loop around `learn` in each script: which part is called when, and with what."""
-import itertools
-import math
 from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 
-import fakes
 import grpo
-import learning
 import model
 import plan
 import ppo
 import reference_losses
-from reference_settings import CHOICES, SCRIPTS, hostile
+from reference_settings import SCRIPTS, hostile
 
 
 def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1):
@@ -124,41 +120,3 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     assert metrics["batch/dropped_equal"] == 12 * group - len(kept) * group
     assert metrics["batch/dropped"] == 1 + 12 * group - batch * group
     assert given[0]["lr"] == 0.5
-
-
-# What `learn` of grpo.py reads: each flag with each value that is not its usual one.
-USUAL = plan.flags(grpo.Args())
-FLAGS = [(name, value) for name, values in CHOICES["grpo"].items() for value in values
-         if value != USUAL[name] and name not in ("lora_rank", "max_grad_norm", "correction_low",
-                                                  "correction_high", "clip_high")]
-FLAGS += [("loss", "variants/geometric.py:geometric"), ("reward", ("turns",)), ("group", 1),
-          ("advantage", "variants/turn_credit.py:turn_credit")]
-
-
-LARGE = "advantage", "loss", "aggregation", "engine_correction"
-
-
-@pytest.mark.parametrize("flag", [*LARGE, "others"])
-def test_any_two_flags_of_an_update_work_or_are_refused(flag):
-    """--advantage reinforce++ with --kl_loss_coef ended in an AttributeError."""
-    policy, reference, tried = fakes.Spy(), fakes.Spy(0.05), 0
-    for first, second in itertools.combinations(FLAGS, 2):
-        if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
-            continue
-        flags = dict([first, second]) | ({"reply": "examples/doors.py:Doors"} if (
-            "turns" in str([first, second])) else {})
-        if "kl_estimator" in flags:
-            flags.setdefault("kl_loss_coef", 0.1)
-        if flags.get("advantage", "").startswith("variants/turn_credit"):
-            flags["reward"] = ("turns",)
-        args = learning.arguments(**flags)
-        if plan.problems(args, 1):
-            continue
-        samples = learning.fabricate("mixed", 3, args.group)
-        for sample in samples:
-            sample.score.parts = dict.fromkeys(
-                [reward.partition(":")[0] for reward in args.reward], sample.score.total)
-        metrics = grpo.learn(args, fakes.World(), policy, samples, lr=0.0, reference=reference)
-        tried += 1
-        assert all(math.isfinite(value) for value in metrics.values()), flags
-    assert tried > 20

@@ -213,7 +213,7 @@ def simulate(args, ranks: int, n_rows: int, n_eval: int, rng: random.Random) -> 
         prompts = stream.next(args.batch)
         assert len(prompts) in made.batches
         seen += [p.row.index for p in prompts]
-        if args.dynamic_sampling:                            # some groups are left out
+        if args.dynamic_sampling:  # some groups are left out
             prompts = prompts[:rng.randint(0, len(prompts))]
         phases = {p.rows: p for p in made.phases(len(prompts)) if p.name == "update"}
         of = [p for p in prompts for _ in range(args.group)]

@@ -166,7 +166,7 @@ def small(tmp_path_factory) -> Path:
         put = [True, True, False, False, True, True]
         talk = [{"role": "assistant", "content": "x"}, {"role": "user", "content": HOSTILE[0]}]
         found[21] |= {"sampled": put, "turns": talk}
-        for name in "token_texts", "sampled":              # of an older run, or an evaluation
+        for name in "token_texts", "sampled":  # of an older run, or an evaluation
             del found[22][name]
         found[22] |= {"turns": talk, "completion": HOSTILE[0]}
         for row in found if step == 4 else []:
@@ -184,7 +184,7 @@ def put_in(browser, name: str, value: str) -> int:
     browser.evaluate(f"""(() => {{ const e = document.getElementById('f-{name}');
         e.value = {value!r}; e.dispatchEvent(new Event('input')); }})()""")
     if name == "step":
-        browser.evaluate("choose()")                       # it is awaited
+        browser.evaluate("choose()")  # it is awaited
     return int(browser.text_content("#count").split(" ")[0])
 
 

@@ -107,7 +107,7 @@ def test_mistakes_are_one_sentence(tmp_path):
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
             compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
-    for tool in plot.find, report.page:   # beside a run that is there
+    for tool in plot.find, report.page:  # beside a run that is there
         with pytest.raises(SettingsError, match="x is not a run: it has no"):
             tool([Path(a), Path("x")])
 
@@ -245,7 +245,7 @@ def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
         "grad/norm": {2: 1.5}, "eval/pass@1": {0: 0.25, 2: 0.75}, "eval/rows": {0: 4, 2: 4}}
     assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c"
     ends = [plot.ends(run, "reward/exact") for run in runs]
-    assert table.passed(job, ends) == "0 of 2"   # 0.5 at the end, and 1.0 was asked
+    assert table.passed(job, ends) == "0 of 2"  # 0.5 at the end, and 1.0 was asked
     with pytest.raises(SettingsError, match="a-0 has not finished, or its flags are not those of"):
         collect.job_of([folders[0], folders[0]], "./run.sh", "")
 

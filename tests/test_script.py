@@ -103,7 +103,7 @@ def run(place) -> dict:
 
 def test_it_ends_graded_and_prints_what_a_person_wants_to_know(run):
     done, printed = run["done"], run["done"].stdout
-    assert done.returncode != 0   # nobody learns this in 13 steps
+    assert done.returncode != 0  # nobody learns this in 13 steps
     assert done.stderr.count("missed --target_reward: at most 0.2 before and at least 0.9") == 1
     for words in ("plan for grpo.py on 2 ranks", "step  1/13",
                   "  trains     tiny, --lr 0.0003, reward: gsm8k mine.py:length:0.5\n",
@@ -128,7 +128,7 @@ def test_metrics_have_every_step_once_and_the_names_of_the_docs(run):
                      for cell in cells for name in re.findall("`(.+?)`", cell))
     assert not [name for row in run["rows"] for name in row if not re.fullmatch(named, name)]
     assert max(r["rollout/logprob_gap_max"] for r in rows[:13]) < 1e-4
-    assert [r["batch/prompts"] for r in rows[:7]] == [3, 3, 3, 3, 3, 3, 2]   # 20 rows in threes
+    assert [r["batch/prompts"] for r in rows[:7]] == [3, 3, 3, 3, 3, 3, 2]  # 20 rows in threes
     assert [r["step"] for r in evaluated] == [0, 6, 12, 13]
     assert {r["eval/rows"] for r in evaluated} == {7} and "eval/pass@3_low" in evaluated[0]
 
@@ -147,7 +147,7 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
     rows = [row for path in sorted(folder.glob("samples/step_*.jsonl")) for row in read(path)]
     groups = [[row["reward"] for row in rows[i:i + 4]] for i in range(0, len(rows), 4)]
     assert len(rows) == 13 * 12 - 4 and any(None in group for group in groups)
-    expected = []                                            # dr_grpo's; a lone one has none
+    expected = []  # dr_grpo's; a lone one has none
     for group in groups:
         scored = [reward for reward in group if reward is not None]
         expected += [None if reward is None or len(scored) == 1 else reward - np.mean(scored)

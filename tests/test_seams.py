@@ -1,6 +1,5 @@
 """What one component hands to the next: each argument is the one that is meant, of several that
 would be legal."""
-import asyncio
 import re
 from types import SimpleNamespace
 
@@ -16,17 +15,15 @@ import plan
 import ppo
 import rewards
 import run
-import worker
 from batch import Batch
 from data import Prompt
 from fakes import args, completion, engine_of, rows, run_of
-from parts.judges import waiting
 from parts.turns import turns
 from plan import Plan
 from rewards import Answer
 from rollout import Request, hash_seed
 from shapes import shape_of
-from worker import Item, Part, Reward
+from worker import Part
 
 # ---- rollout.py
 
@@ -87,27 +84,6 @@ def test_what_a_scorer_is_asked_and_what_its_answer_is_worth():
         (items, of_a_call), = asked
         assert of_a_call == size and {item.tokens for item in items} == {2}
         assert {s.score.total for s in samples} == {score}
-
-
-def test_calls_without_a_score_are_counted_and_not_completions():
-    scorer = SimpleNamespace(unanswered=0, warned=True, kind="reward")
-    nothing = ["no"] * 8  # of two calls
-    for count in 2, 4, 6:
-        rewards.report(scorer, None, nothing, 2)
-        assert scorer.unanswered == count
-    with pytest.raises(errors.SettingsError):
-        rewards.report(scorer, None, nothing, 2)
-
-
-def test_the_time_of_a_call_grows_with_its_completions():
-    async def slow(prompts, completions, **others):
-        await asyncio.sleep(0.3)
-        return [1.0] * len(completions)
-
-    items = [Item("", "", None, {}, 0, False)] * 4
-    reward, call = Reward("trl", slow, None, [], True), worker.Call(items, [None])
-    asyncio.run(waiting.score_one(call, reward, call.found[0], slice(0, 4), 0.2, 0))
-    assert call.found == [[1.0] * 4]
 
 
 # ---- dist.py, run.py

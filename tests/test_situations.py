@@ -14,7 +14,7 @@ from live import Live
 TWO = Case(2, (("batch", 2), ("update_tokens", 77)))
 EIGHT = [Case(1, (("batch", 1), ("group", 8), ("update_tokens", 77))),
          Case(1, (("batch", 1), ("group", 8), ("minibatches", 3)), samples="plain")]
-BUDGETS = [(50, 170), (170, 50)]             # of the update, of the score passes
+BUDGETS = [(50, 170), (170, 50)]  # of the update, of the score passes
 LEAK = [Case(8, (("update_tokens", update), ("score_tokens", score), ("minibatches", 2),
                  ("kl_loss_coef", 0.1))) for update, score in BUDGETS]
 ODD = Case(7, (("batch", 7), ("minibatches", 2), ("epochs", 2), ("update_tokens", 77),
@@ -62,7 +62,7 @@ def test_1_a_batch_of_2_on_4_ranks(ran):
     """Logic-RL: "only support equal chunk. Got size of DataProto 2 and chunk 4"."""
     assert not plan.problems(learning.arguments(batch=2), 4, 1000)
     _, outcomes = both(ran, 4, TWO)
-    assert trained_rows(outcomes) == [0, 1, 2, 4, 5, 6, 7]     # row 3 has no reward
+    assert trained_rows(outcomes) == [0, 1, 2, 4, 5, 6, 7]  # row 3 has no reward
     assert outcomes[0].metrics[0]["batch/prompts"] == 2
 
 
@@ -71,7 +71,7 @@ def test_2_one_prompt_with_8_completions_on_3_ranks(ran):
     generations per prompt (8)"."""
     assert not plan.problems(learning.arguments(batch=1, group=8), 3, 1000)
     (_, outcomes), (_, three) = (both(ran, 3, case) for case in EIGHT)
-    assert trained_rows(outcomes) == [0, 1, 2, 4, 5, 6, 7]     # row 3 has no reward
+    assert trained_rows(outcomes) == [0, 1, 2, 4, 5, 6, 7]  # row 3 has no reward
     assert trained_rows(three) == list(range(8))
     assert three[0].metrics[0]["update/steps"] == 3
 
@@ -97,7 +97,7 @@ def peak_of_live_tensors(world, folder: str, groups: list[int]) -> list[tuple[in
     """For 4 prompts x each group: (peak of live bytes in `learn`, tokens of the largest
     micro-batch)."""
     found = []
-    for group in groups[:1] + groups:        # the first time for what is allocated once and kept
+    for group in groups[:1] + groups:  # the first time for what is allocated once and kept
         case = Case(4, (("group", group), ("update_tokens", 2048), ("score_tokens", 2048)),
                     samples="long", dtype="float32")
         with Live() as live:
