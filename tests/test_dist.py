@@ -243,13 +243,3 @@ def test_torchrun_starts_ranks_again_and_one_rank_says_why_they_ended(tmp_path):
     said = [line for line in lines if line.startswith(("error: ", "[rank ")) and
             "ends because another rank ended" not in line]
     assert said == ["error: a sentence", "[rank 2] failed:"], done.stdout
-
-
-# ---- the stand-in for the interpreter
-
-@pytest.mark.parametrize("given, expected", [
-    ("-u x.py -u -B", "x.py -u -B"), ("-B -c CODE a", "-c CODE a"), ("-Bc CODE", "-c CODE"),
-    ("-cCODE -m", "-c CODE -m"), ("-I -X dev -Wignore -W error -Xutf8 -m mod -c", "-m mod -c"),
-    ("-E -s -S -q -OO -bb -P -vv x.py", "x.py"), ("-x -i -d --flag", "--flag"), ("", "")])
-def test_the_switches_of_the_interpreter_are_taken_off(given, expected):
-    assert forked.without_switches(given.split()) == expected.split()

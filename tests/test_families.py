@@ -149,14 +149,6 @@ def test_other_models_are_refused_in_one_sentence(tmp_path, kind, options, words
         assert re.search(words, sentence), sentence
 
 
-def test_a_word_means_a_name_a_type_or_a_type_that_nobody_tried():
-    assert families.names_of("Gemma 2") == ["Gemma 2"]
-    assert families.names_of("exaone4") == ["EXAONE 4", "EXAONE 4, one kind"]
-    assert families.names_of("stablelm") == ["stablelm"] and families.CASES.pop("stablelm")
-    with pytest.raises(SystemExit, match="^error: nope is neither a causal language model of tra"):
-        families.names_of("nope")
-
-
 def test_a_model_with_a_state_is_refused_where_a_run_on_a_cpu_has_an_engine():
     config = AutoConfig.for_model("qwen3_5_text", vocab_size=320)
     args = plan.changed(grpo.Args(), max_tokens=64, max_prompt_tokens=64)

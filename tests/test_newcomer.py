@@ -17,7 +17,6 @@ import ppo
 import sft
 from errors import SettingsError
 from examples import tiny
-from forked import PYTHON
 
 ROOT = Path(__file__).parent.parent
 TINY = Path(tiny.ensure(str(ROOT / "runs")))
@@ -87,12 +86,6 @@ def test_a_rate_that_is_not_given_depends_on_the_models_size_and_not_on_its_name
 
 
 # ---- commands
-
-def test_help_of_the_examples_fetches_nothing(tmp_path):
-    done = subprocess.run([PYTHON, ROOT / "examples/smollm2.py", "--help"], cwd=tmp_path,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and "the default is runs/smollm2" in done.stdout
-    assert not any(tmp_path.iterdir())
 
 
 def test_the_readme_names_the_pythons_that_run_sh_takes():

@@ -201,7 +201,7 @@ def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small):
         assert (ink < 230 < 690 < back) if scheme == "light" else (ink > 610 > 150 > back)
 
 
-def test_it_opens_where_most_completions_have_an_advantage_and_shows_curves(browser, small):
+def test_it_opens_where_most_completions_have_an_advantage_and_one_step_moves_all(browser, small):
     """With bands over seeds, a healthy range, and a mark where it is left."""
     opened(browser, small)
     head, _ = parts(small)
@@ -217,11 +217,7 @@ def test_it_opens_where_most_completions_have_an_advantage_and_shows_curves(brow
     assert browser.locator("polygon").count() and browser.locator("rect").count()
     assert "eval/pass@140.50.25 to 0.625" in "".join(
         browser.locator("#evals tr").all_text_contents())
-
-
-def test_a_share_is_drawn_from_0_to_1_and_one_step_moves_curves_and_completions(browser, small):
-    """A clip_frac of 0 had an axis from −1 to 1, and two controls had two steps."""
-    opened(browser, small)
+    # A clip_frac of 0 had an axis from −1 to 1, and two controls had two steps.
     axis = browser.evaluate("""[...charts.find(([f]) => f.textContent.startsWith('eval/pass@1'))[0]
         .querySelectorAll('text')].map(e => e.textContent)""")
     assert axis[:3] == ["0", "0.5", "1"] and "steps done; up: share" in axis

@@ -58,6 +58,15 @@ def test_each_phase_is_announced_with_the_number_of_its_parts():
     assert told == [("rollout", 6), ("reward", 6), ("update", len(micros))] and len(micros) == 4
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_the_ranks_of_one_engine_share_its_completions(rank):
+    engine = engine_of(rank, 4, tp=2)
+    engine.generate = lambda requests, temperature: [r.seed for r in requests]
+    del engine.complete
+    found = engine.complete([Request([1], i) for i in range(7)], 1.0)
+    assert found == [[0, 1], [2, 3], [4, 5], [6]][rank]
+
+
 # ---- rewards.py
 
 def scorer_of(world, groups: bool = False):
