@@ -128,12 +128,6 @@ def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, f
     assert [step for step in range(1, steps + 1) if step in it.saves] == after
 
 
-@pytest.mark.parametrize("every, evaluations", [(0, [0]), (2, [0, 2])])
-def test_the_end_is_evaluated_once(tmp_path, every, evaluations):
-    it = run_of(tmp_path, args(eval_data="tiny", steps=4, eval_every=every))
-    assert [*it.evaluations] == evaluations
-
-
 @pytest.mark.parametrize("started, argv, size, local, command", [
     ("./run.sh --steps 9", ["grpo.py", "--steps", "9"], 2, 2, "./run.sh --steps 9 --name a-b"),
     (None, ["grpo.py"], 1, 1, "bin/python grpo.py --name a-b"),
