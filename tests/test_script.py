@@ -43,19 +43,6 @@ def place(tmp_path_factory) -> Path:
 
 # ---- mistakes
 
-def test_all_mistakes_of_flags_are_in_one_message(place):
-    done = script("--data", "torn.jsonl", "--reward", "exakt", "--batch", "0", "--update_tokens",
-                  "100", "--lr", "nan", cwd=place)
-    error = done.stderr
-    assert done.returncode == 2 and "Traceback" not in error and "vllm" not in error.lower(), error
-    assert all(p.name.startswith("tiny-") for p in (place / "runs").iterdir())
-    for words in ("exakt", "exact", "--update_tokens must be at least 768 (got 100)",
-                  "--batch must be at least 1 (got 0)", "--lr must be more than 0 (got nan)"):
-        assert words in error, (words, error)
-    assert "jsonl" not in error
-    assert "--model no/such-model must be" in script("--model", "no/such-model", cwd=place).stderr
-
-
 def test_a_mistake_on_several_ranks_is_printed_once_and_in_the_summary_of_torchrun(place):
     done = script("--bach", "3", ranks=2, cwd=place)
     assert done.returncode != 0 and len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
