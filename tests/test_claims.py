@@ -141,4 +141,3 @@ def test_what_a_rule_says_is_true(script, least):
             for change, still in claims(text, setting) if tried[kind] <= 3 else []:
                 assert (kind in setting.said(**change)) == still, (text, change, setting.args)
     assert GONE or len(tried) >= least, len(tried)
-

@@ -1,17 +1,13 @@
 """The loop around `learn` in each script: which part is called when, and with what."""
-import itertools
-import math
 from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 
 import grpo
-import learning
 import model
 import plan
 import ppo
-import probes
 import reference_losses
 from reference_settings import SCRIPTS, hostile
 
@@ -35,11 +31,15 @@ def around(script, monkeypatch, args, steps: int, start: int = 0, stop: int = -1
     return given, run, status
 
 
+def args_of(script: str, **flags):
+    rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
+    return plan.changed(SCRIPTS[script].Args(), **rate | flags)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
-    rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
-    args = plan.changed(SCRIPTS[script].Args(), group=1 if script == "sft" else 3, batch=5, steps=4,
-                        temperature=0.9, samples_every=2, lr_schedule="linear", **rate)
+    args = args_of(script, group=1 if script == "sft" else 3, batch=5, steps=4, temperature=0.9,
+                   samples_every=2, lr_schedule="linear")
     given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, start=1)
     assert [options["lr"] for options in given] == pytest.approx([0.6, 0.4, 0.2])
     assert all(options["phase"] is run.log.time for options in given)
@@ -65,9 +65,7 @@ def test_a_loop_gives_each_part_what_it_needs(script, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sigterm_saves_and_ends_after_the_step(script, monkeypatch):
-    rate = {"lr": 0.8, "critic_lr": 0.5} if script == "ppo" else {"lr": 0.8}
-    args = plan.changed(SCRIPTS[script].Args(), group=1, **rate)
-    given, run, status = around(SCRIPTS[script], monkeypatch, args, 4, stop=2)
+    given, run, status = around(SCRIPTS[script], monkeypatch, args_of(script, group=1), 4, stop=2)
     assert len(given) == 3 and run.save.call_args_list == [call(2), call(3)]
     assert status is run.stopped.return_value and run.stopped.call_args_list == [call(3)]
     assert not run.finish.called
@@ -122,49 +120,3 @@ def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(monkeypatch):
     assert metrics["batch/dropped_equal"] == 12 * group - len(kept) * group
     assert metrics["batch/dropped"] == 1 + 12 * group - batch * group
     assert given[0]["lr"] == 0.5
-
-
-# Every flag that `learn` of grpo.py reads, and of those with names each name.
-FLAGS = [
-    *(("advantage", name) for name in (
-        "dr_grpo", "grpo", "rloo", "reinforce++", "reinforce++-baseline",
-        *(f"variants/{name}.py:{name}" for name in ("gdpo", "lite_ppo", "maxrl", "turn_credit")))),
-    *(("loss", name) for name in ("clip", "gspo", "cispo", "reinforce", *(
-        f"variants/{name}.py:{name}" for name in (
-            "clip_cov", "dppo", "geometric", "gmpo", "ipo", "opsm", "sapo")))),
-    *(("aggregation", name) for name in ("token", "sequence", "constant", "prompt")),
-    *(("engine_correction", name) for name in (
-        "truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean")),
-    *(("kl_estimator", name) for name in ("k1", "k2", "k3", "k3_ratio")),
-    ("kl_loss_coef", 0.1), ("kl_reward_coef", 0.1), ("entropy_coef", 0.1), ("dual_clip", 2.0),
-    ("overlong_filter", True), ("overlong_buffer", 8), ("minibatches", 2), ("epochs", 2),
-    ("group", 1), ("temperature", 0.7), ("reward", ("turns",))]
-
-
-LARGE = "advantage", "loss", "aggregation", "engine_correction"
-
-
-@pytest.mark.parametrize("flag", [*LARGE, "others"])
-def test_any_two_flags_of_an_update_work_or_are_refused(flag):
-    """--advantage reinforce++ with --kl_loss_coef ended in an AttributeError."""
-    policy, reference, tried = probes.Spy(), probes.Spy(0.05), 0
-    for first, second in itertools.combinations(FLAGS, 2):
-        if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
-            continue
-        flags = dict([first, second]) | ({"reply": "examples/doors.py:Doors"} if (
-            "turns" in str([first, second])) else {})
-        if "kl_estimator" in flags:
-            flags.setdefault("kl_loss_coef", 0.1)
-        if flags.get("advantage", "").startswith("variants/turn_credit"):
-            flags["reward"] = ("turns",)
-        args = learning.arguments(**flags)
-        if plan.problems(args, 1):
-            continue
-        samples = learning.fabricate("mixed", 3, args.group)
-        for sample in samples:
-            sample.score.parts = dict.fromkeys(
-                [reward.partition(":")[0] for reward in args.reward], sample.score.total)
-        metrics = grpo.learn(args, probes.World(), policy, samples, lr=0.0, reference=reference)
-        tried += 1
-        assert all(math.isfinite(value) for value in metrics.values()), flags
-    assert tried > 20

@@ -18,11 +18,11 @@ import sft
 from data import Prompt
 from errors import SettingsError
 from examples import tiny
+from fakes import World
 from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
 from parts.sft.supervised import given, held_out_metrics
-from probes import World
 from shapes import shape_of
 from tracked import ROOT
 
