@@ -229,7 +229,6 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
     """The run with its models, engine and reward workers; a resumed one as its checkpoint has it.
     settings: of the next checkpoint. A collective."""
     scorer = args.pool(inputs.waits)  # its processes start now
-    scorer.progress["max_steps"] = args.steps
     policy, reference, critic = build_models(args, world, inputs)
     run = (kind or Run)(
         args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer, policy,

@@ -16,7 +16,8 @@ PAIRS = {  # (flag, flag): why not both
     ("freeze_router", "lora_rank"): "is for routers that are trained, and with --lora_rank they "
                                     "are not: give one of them.",
     ("train_vision", "lora_rank"): "trains all weights of the tower, and --lora_rank trains "
-                                   "adapters alone: give one of them."}
+                                   "adapters alone: give one of them.",
+}
 
 
 def problems(flags: dict, shape) -> list[str]:

@@ -1,7 +1,8 @@
 """What this checkout has: `./run.sh strip` deletes parts, and their cases go with them.
 
-A test that uses a part has the mark `needs("lora")`; a case whose parameters name one is skipped by
-conftest.py; `kept` leaves such cases out of a table; `module` is None for a module that is gone.
+`module` has a stand-in for a module that is gone: a test that asks it for something is skipped. A
+case whose parameters name such a part is skipped by conftest.py, `kept` leaves it out of a table,
+and `needs("lora")` is the mark of a test.
 """
 import importlib
 import json
@@ -24,6 +25,8 @@ WORDS = {  # in a case: what says that it is of a part
     "sft": r"\bsft\b",
     "states": r"qwen3[._]5|linear_attention",
     "turns": r"reply|turns|turn_credit|environment|examples/(again|doors|guess)|\b(game|doors)\b",
+    "trial": "worst_case",
+    "other_systems": "other_systems",
     "variants": "variants"}
 
 
@@ -54,10 +57,25 @@ def kept(cases):
     return [case for case in cases if not of_a_part(case)]
 
 
-def module(name: str) -> ModuleType | None:
-    """module("parts.lora.lora"), module("sft"): None where the part was deleted."""
+class Gone:
+    """In the place of a module that was deleted. It is false."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __bool__(self):
+        return False
+
+    def __getattr__(self, attribute):
+        if attribute.startswith("_"):  # pytest looks at it
+            raise AttributeError(attribute)
+        pytest.skip(f"without {self.name}", allow_module_level=True)
+
+
+def module(name: str) -> ModuleType | Gone:
+    """module("parts.lora.lora"), module("sft")."""
     there = (ROOT / f"{name.replace('.', '/')}.py").exists()
-    return importlib.import_module(name) if there else None
+    return importlib.import_module(name) if there else Gone(name)
 
 
 def adapters(args):

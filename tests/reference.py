@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+import plan
 from reference_losses import (
     cov_cut,
     distill_advantages,
@@ -93,7 +94,7 @@ class Model:
             if hasattr(block, "experts"):
                 block.forward = partial(mixture, block)
         self.trained = {} if adapters else dict(whole.named_parameters())
-        if args.expert_args.freeze_router and head is None:
+        if plan.flags(args).get("freeze_router") and head is None:
             self.trained = {n: p for n, p in self.trained.items() if ".gate." not in n}
         for name, (A, B) in adapters.items():
             self.trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
@@ -107,7 +108,8 @@ class Model:
 
     def add_adapter(self, layer, A, B):
         """y = W x + alpha / rank · B A x        LoRA: https://arxiv.org/abs/2106.09685"""
-        alpha, rank = self.args.lora_args.lora_alpha, self.args.lora_args.lora_rank
+        flags = plan.flags(self.args)
+        alpha, rank = flags.get("lora_alpha"), flags.get("lora_rank")
         scale = 2.0 if alpha is None else alpha / rank
         layer.register_forward_hook(lambda layer, inputs, y: y + scale * (inputs[0] @ A.T) @ B.T)
 

@@ -7,20 +7,15 @@ import re
 import numpy as np
 
 import data
-import distill
 import flags
-import grpo
 import losses
 import plan
-import ppo
 import rewards
-import sft
 from batch import Completion, Sample
-from parts.distill.teacher import TaughtRow
+from house import SCRIPTS, has, kept, module
 
 VOCAB, PROMPT, COMPLETION = 24, 5, 16
 BUDGETS = (4096, 60, PROMPT + COMPLETION)  # everything, a few rows, one longest row
-SCRIPTS = {"grpo": grpo, "ppo": ppo, "sft": sft, "distill": distill}
 
 
 class Setting:
@@ -129,8 +124,9 @@ distill group=3 steps=2 teacher=x engine_correction=truncate reward=('exact',) r
 distill group=3 steps=1 teacher=x divergence=reverse_kl temperature=1.5 reward=('exact',) \
 reward_coef=2.0 {TIGHT}
 """.strip().splitlines()
-SETTINGS = [Setting(words) for words in NAMED]
-OFTEN = {"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7), "lora_rank": (0, 2)}
+SETTINGS = [Setting(words) for words in kept(NAMED)]
+OFTEN = kept({"minibatches": (1, 2), "epochs": (1, 2), "temperature": (1.0, 0.7),
+              "lora_rank": (0, 2)})
 SAMPLED = OFTEN | {
     "aggregation": ("token", "sequence", "constant", "prompt"), "dual_clip": (None, 1.1),
     "clip_high": (0.05, 0.2), "correction_low": (0.7,), "correction_high": (1.2,),
@@ -138,7 +134,8 @@ SAMPLED = OFTEN | {
                           "sequence_mean")}
 REWARDED = SAMPLED | {"kl_reward_coef": (0.0, 0.2), "entropy_coef": (0.0, 0.2),
                       "overlong_buffer": (0, 8), "max_grad_norm": (1.0, 0.0)}
-FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()] for kind, names in {
+FILES = {kind: [f"variants/{name}.py:{name}" for name in names.split()
+               if has("variants")] for kind, names in {
     "loss": "sapo gmpo dppo ipo opsm clip_cov", "advantage": "lite_ppo maxrl gdpo"}.items()}
 CHOICES = {
     "grpo": REWARDED | {
@@ -231,7 +228,7 @@ def samples_of(setting: Setting, step: int) -> list[Sample]:
     if "teacher_prompt" in setting.flags:
         for i, sample in enumerate(samples):
             if i % setting.group == 0:
-                row = TaughtRow(**vars(sample.prompt.row),
+                row = module("parts.distill.teacher").TaughtRow(**vars(sample.prompt.row),
                                 teacher_ids=rng.integers(0, VOCAB, PROMPT).tolist())
             sample.prompt = sample.prompt._replace(row=row)
     for sample in samples if setting.carried else ():

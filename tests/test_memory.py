@@ -20,15 +20,17 @@ from batch import Batch, Micro, pack
 from dist import KEYS
 from errors import SettingsError
 from examples import tiny
+from house import module
 from learning import difference, fabricate
 from live import Live
 from model_files import shape_from
-from parts.states.states import put_in_rows
-from parts.trial import trial
 from plan import Memory
 from ranks import on_ranks, results
 from shapes import shape_of
 from tools import float64
+
+states = module("parts.states.states")
+trial = module("parts.trial.trial")
 
 ROOT = Path(__file__).parent.parent
 GIB, QWEN_7B = 2**30, "Qwen/Qwen2.5-7B-Instruct"
@@ -70,7 +72,7 @@ def test_the_plan_counts_the_copies_that_a_layer_with_a_state_computes(dtype):
         linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"])
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        put_in_rows(lm)
+        states.put_in_rows(lm)
     lm.to_empty(device="cpu")
     for p in lm.parameters():
         torch.nn.init.normal_(p, std=0.02)

@@ -22,12 +22,13 @@ from transformers import (
 
 import losses
 import model
+import plan
 import ranks
 import reference
 import reference_losses
 from batch import Sample
+from house import adapters, module
 from learning import difference
-from parts.lora import lora
 from reference_settings import (
     SCRIPTS,
     SETTINGS,
@@ -38,6 +39,8 @@ from reference_settings import (
     samples_of,
 )
 from tools import float64
+
+lora = module("parts.lora.lora")
 
 LIMIT = 1e-11
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -141,12 +144,12 @@ class Shipped:
 
     def module(self, kind, name: str, args, adapters=None):
         key = (kind, name, str(adapters), args.model_args.checkpointing,
-               args.expert_args.freeze_router)
+               plan.flags(args).get("freeze_router"))
         if key not in self.built:
             module = float64.build(kind, f"{self.folder}/{name}", self.world, args.model_args,
                                    adapters=adapters)
             for parameter, p in module.named_parameters():
-                if lora.is_adapter(parameter) or parameter == "head.weight":
+                if parameter == "head.weight" or lora and lora.is_adapter(parameter):
                     self.put(p, start_of(short(parameter), p.shape))
             module.reshard()
             self.built[key] = module, {n: model.whole(p.detach()).clone()
@@ -163,8 +166,7 @@ class Shipped:
 
     def trained(self, spy, kind, folder: str, args, *more):
         """A policy or a critic with a new optimizer."""
-        adapters = args.lora_args if args.lora_args.lora_rank else None
-        module = self.module(kind, folder, args, adapters)
+        module = self.module(kind, folder, args, adapters(args))
         made = spy(module, self.world, args.model_args, args.optimizer_args, *more)
         for name, p in made.parameters.items():
             if name == "head.weight":  # Critic starts with zeros
@@ -177,7 +179,7 @@ class Shipped:
         folder = setting.folder("policy")
         policy = self.trained(SpyPolicy, model.LogprobModel, folder, args, args)
         critic = before = None
-        if args.needs_reference and args.lora_args.lora_rank and not getattr(args, "teacher", None):
+        if args.needs_reference and adapters(args) and not getattr(args, "teacher", None):
             before = lora.Base(policy)
         elif args.needs_reference:
             start = self.module(model.LogprobModel, setting.folder("start"), args)
@@ -211,8 +213,9 @@ def learn_all(world, folder: str, settings: dict[int, Setting]) -> dict[int, dic
 
 def adapters_of(base, args) -> dict:
     """{layer: (A, B)} of the layers that --lora_targets names; lm_head has none."""
-    rank, targets, found = args.lora_args.lora_rank, args.lora_args.lora_targets, {}
-    for layer in range(2 if rank else 0):
+    flags, found = adapters(args), {}
+    rank, targets = (flags.lora_rank, flags.lora_targets) if flags else (0, ())
+    for layer in range(2 if flags else 0):
         for linear in LINEAR:
             name = f"layers.{layer}.{linear}"
             if targets == ("all-linear",) or linear.split(".")[1] in targets:
@@ -231,7 +234,7 @@ def expected(setting: Setting, args, lms: dict) -> dict:
 
     policy, critic, before = made("policy"), None, None
     if args.needs_reference:
-        itself = args.lora_args.lora_rank and not getattr(args, "teacher", None)
+        itself = adapters(args) and not getattr(args, "teacher", None)
         before = made("policy" if itself else "start", adapted=False)
     if setting.script == "ppo":
         critic = made("policy", head=start_of("head", (1, 16))[0].requires_grad_())

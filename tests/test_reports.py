@@ -6,9 +6,11 @@ import pytest
 
 import test_docs
 from examples import tiny
-from parts.other_systems.other_systems import OTHERS, theirs
+from house import module
 from test_docs import FLAGS, ROOT, TEXT, blocks, rows
 from test_script import script
+
+other_systems = module("parts.other_systems.other_systems")
 
 PAGE = "docs/use/recipes.md"
 REPORTS = [block.removeprefix("$ ").replace("\\\n", " ") for block in blocks(PAGE)
@@ -66,10 +68,10 @@ def test_flags_of_other_systems_are_those_of_the_page():
     page = {(here.replace("`", ""), system.split()[0], name) for here, *cells in body
             for system, cell in zip(head[1:], cells, strict=True)
             for name in re.findall("`(.*?)`", cell)}
-    code = {(here, system, name) for here, names in OTHERS.items()
+    code = {(here, system, name) for here, names in other_systems.OTHERS.items()
             for system, *known in map(str.split, names.split(", ")) for name in known}
     assert page == code and len(code) > 20
-    assert {here.split()[0][2:] for here in OTHERS} <= FLAGS
+    assert {here.split()[0][2:] for here in other_systems.OTHERS} <= FLAGS
     assert not {name for *_, name in code} & FLAGS
 
 
@@ -80,7 +82,7 @@ def test_flags_of_other_systems_are_those_of_the_page():
      [f"{name}'s --actor_rollout_ref.rollout.n is --group here." for name in ("verl", "EasyR1")]),
     ("--name beta --group 8 --betas 1", [])])
 def test_a_flag_of_another_system_has_its_name_here(words, sentences):
-    assert theirs(words.split()) == sentences
+    assert other_systems.theirs(words.split()) == sentences
 
 
 def test_the_command_line_says_so():

@@ -78,7 +78,7 @@ def scorer_of(world, groups: bool = False):
         return [Answer([1.0], None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
-                             parts=[Part("exact", 1.0, None)], progress={})
+                             parts=[Part("exact", 1.0, None)])
     return asked, SimpleNamespace(world=world, scorer=scorer, log=fakes.Log(),
                                   engine=SimpleNamespace(text=lambda ids: "text"))
 
@@ -144,7 +144,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
 
 def test_a_resumed_run_is_restored_before_its_policies_are_compared(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(wait=int, progress={}))
+    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(wait=int))
     for name, fake in dict(
             try_worst_case=lambda it: None, build_models=lambda *given: ("policy", None, None),
             build_engine=lambda it: f"engine of {it.policy}",
@@ -229,7 +229,6 @@ def test_a_rank_has_whole_experts():
     assert found.parts["weights"][1] == pytest.approx(4 * shape.params * 43 / 128)
 
 
-@needs("turns")
 def test_a_reply_is_put_behind_the_system_message_of_the_run(monkeypatch):
     made, turns = [], module("parts.turns.turns")
     monkeypatch.setattr(turns, "ReplyPool", lambda *given: SimpleNamespace(

@@ -45,9 +45,7 @@ class TaughtRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        found = super().digested(of_file)
-        found[4] = self.teacher_ids
-        return found
+        return [*super().digested(of_file), self.teacher_ids]
 
 
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs,

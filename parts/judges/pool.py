@@ -54,7 +54,7 @@ class JudgePool(Pool):
     def call(self, worker: Worker, calls: list[slice]) -> None:
         """See Pool."""
         batch = [self.items[call] for call in calls]
-        worker.send((self.progress, batch))
+        worker.send(batch)
         # All tries and pauses of the coroutines, after the other rewards.
         seconds = self.args.reward_timeout * len(batch[0]) * (self.retries + 2)
         found = worker.receive(seconds + PAUSE * (2**self.retries - 1) + 1)

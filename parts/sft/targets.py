@@ -46,9 +46,7 @@ class LearnedRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        found = super().digested(of_file)
-        found[3] = self.target
-        return found
+        return [*super().digested(of_file), self.target]
 
 
 def keep(rows: list[LearnedRow], spec: str, most: int) -> tuple[list[LearnedRow], str]:

@@ -217,7 +217,7 @@ def test_a_reply_that_fails_or_does_not_fit_costs_its_episode(played):
     samples = [Sample(p, c) for p, c in zip(prompts, done, strict=True)]
     scorer = SimpleNamespace(
         groups=False, flag="reward", parts=[Part("r", 1.0, None)], unanswered=0,
-        progress={}, ask=lambda items, size: [Answer([1.0], None) for _ in items])
+        ask=lambda items, size: [Answer([1.0], None) for _ in items])
     score_samples(SimpleNamespace(
         scorer=scorer, world=ALONE, log=SimpleNamespace(time=lambda name: nullcontext()),
         engine=SimpleNamespace(text=data.reader(TOKENIZER, [EOT, END]))), samples, 1)
