@@ -1,12 +1,14 @@
 """data.py: rows → prompts: messages, chat template, end-of-sequence ids, the order of the rows.
 
-docs/use/data_and_rewards.md has the forms of rows.
+docs/use/data_and_rewards.md has the forms of rows. Messages come first: as people store them → as
+chat templates want them. Where they cannot be read a ValueError names the message and the key.
 """
 import csv
 import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 from tqdm import tqdm
 
-from errors import Count, SettingsError, as_sentence
+from errors import Count, SettingsError
 from verifiers import last_boxed
 
 # ---- messages ----
@@ -28,8 +31,8 @@ SHAREGPT = {"human": "user", "gpt": "assistant"}
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
 PAGE = "docs/use/data_and_rewards.md has the forms, examples/convert.py converts others"
-FORM = ('{"role": text, "content": text, "tool_calls": [{"function": {"name": text, "arguments": '
-        'object}}], "weight": 0 or 1}; ' + PAGE)
+FORM = ('{"role": text, "content": text or [{"type": "text", "text": text}], '
+        '"tool_calls": [{"function": {"name": text, "arguments": object}}], "weight": 0 or 1}')
 CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # JSON, or Python's
 
 
@@ -47,6 +50,15 @@ def from_json(value):
         return value
 
 
+def struct(column: str, value):
+    """A text that begins as an object does is its JSON, as in a .csv."""
+    if not str(value).startswith("{"):
+        return value
+    if isinstance(from_json(value), str):
+        raise SettingsError(f"{column} must be an object or its JSON text, not {value!r:.300}.")
+    return from_json(value)
+
+
 def chat_of(column: str, value, role: str | None) -> list[dict]:
     """The messages of a column: OpenAI's or ShareGPT's, a list or its JSON text. Each content
     becomes a text; a weight stays where it is 0. role: of a plain text; None: it must be a chat."""
@@ -54,7 +66,8 @@ def chat_of(column: str, value, role: str | None) -> list[dict]:
         return [{"role": role, "content": value}]
     stored, found = from_json(value), []
     if not isinstance(stored, list):
-        raise ValueError(f"the {column} must be a list of {FORM}, not {value!r:.300}")
+        text = "text or " if role else ""
+        raise ValueError(f"the {column} must be {text}a list of {FORM}, not {value!r:.300}")
     for i, m in enumerate(stored):
         try:
             found.append(message_of(m))
@@ -74,7 +87,7 @@ def message_of(stored) -> dict:
     m["role"] = SHAREGPT.get(m["role"], m["role"])
     calls = m.pop("tool_calls", None)
     if calls:
-        m["tool_calls"] = [call_of(call) for call in calls]
+        m["tool_calls"] = [call_of(c) for c in (calls if isinstance(calls, list) else [calls])]
     m["content"] = text_of(m.get("content", "" if calls else None))
     weight = m.pop("weight", 1)
     if weight not in (0, 1):
@@ -84,11 +97,13 @@ def message_of(stored) -> dict:
 
 def text_of(content) -> str:
     """The texts of its parts, one after another."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(part, dict) and part.get("type") == "text"
-               and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("content")
-    return "".join(part["text"] for part in parts)
+    text, parts = "", content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        part = part if isinstance(part, dict) else {}
+        if not isinstance(part.get("text"), str) or part.get("type") != "text":
+            raise ValueError("content")
+        text += part["text"]
+    return text
 
 
 def call_of(stored) -> dict:
@@ -104,23 +119,26 @@ def call_of(stored) -> dict:
 # ---- what the chat template gets ----
 
 def templated(messages: list[dict], tokenizer, options: dict, **more) -> str:
-    """What the chat template makes of them. SettingsError: it raises."""
-    with as_sentence("the chat template cannot write it"):
+    """The text that the chat template makes of them. SettingsError: it raises."""
+    try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+    except (TemplateError, TypeError) as error:
+        raise SettingsError(f"the chat template: {error}") from error
 
 
 def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> str:
     """The text that the model sees. SettingsError: the chat template cannot write it."""
     if finished:
         if len(messages) > 1 or options:
-            raise SettingsError("a finished chat text takes no --system, tools or other messages.")
+            raise SettingsError("a finished chat text takes no --system, no tools and no other "
+                                "messages.")
         return messages[0]["content"]
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages)
     goes_on = messages[-1]["role"] == "assistant"
     text = templated(messages, tokenizer, options, add_generation_prompt=not goes_on,
                      continue_final_message=goes_on)
-    for m in messages:
+    for m in messages if text else ():
         said = m["content"].strip()  # Llama writes what a tool says as JSON
         if (m["role"] not in ("user", "assistant") and said not in text
                 and json.dumps(said, ensure_ascii=False) not in text):
@@ -129,25 +147,26 @@ def render(messages: list[dict], tokenizer, finished: bool, options: dict) -> st
 
 
 def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
-    """What the chat template gets beside the messages: a row's tools and chat_template_kwargs.
-    SettingsError: it has no place for them, or for a key or role that OpenAI's messages do not
-    have."""
-    there, template = not_null(columns), str(tokenizer.chat_template)
-    tools = from_json(there.get("tools")) or []
-    more = from_json(there.get("chat_template_kwargs")) or {}
-    if not (isinstance(tools, list) and all(isinstance(one, dict) for one in [*tools, more])):
+    """What the chat template gets beside the messages: a row's tools, which are schemas, and its
+    chat_template_kwargs. SettingsError: it has no place for them, or for a key or a role of a
+    message that OpenAI's do not have."""
+    there, template = not_null(columns), tokenizer.chat_template
+    own, more = (from_json(there.get(key)) for key in ("tools", "chat_template_kwargs"))
+    own, more = own or [], more or {}
+    if not (isinstance(own, list) and all(isinstance(one, dict) for one in [*own, more])):
         raise SettingsError("tools must be a list of schemas and chat_template_kwargs an object, "
-                            f"not {tools!r:.300} and {more!r:.300}.")
-    options = more | ({"tools": tools} if tools else {})
+                            f"not {own!r:.300} and {more!r:.300}.")
+    options = more | ({"tools": own} if own else {})
     meant = [key for m in messages for key, value in m.items()
              if key not in KEYS and value not in (None, "", [], {})]
     meant += [m["role"] for m in messages if m["role"] not in ROLES]
     unread = [name for name, kind in UNREAD.items()
               if there.get(name) and isinstance(there[name], kind)]
     for key in [*options, *meant, *unread]:
-        if key in unread or not re.search(rf"\b{re.escape(key)}\b", template):
+        known = template == "" or re.search(rf"\b{re.escape(key)}\b", str(template))
+        if key in unread or not known:
             raise SettingsError(f"the chat template of the model has no place for {key}. Would "
-                                f"work: rows without it; {PAGE}.")
+                                f"work: rows without it, or another model; {PAGE}.")
     return options
 
 
@@ -157,6 +176,7 @@ FILES = (".jsonl", ".json", ".parquet", ".csv")
 PROMPTS = ("prompt", "question", "problem")
 CHATS = ("messages", "conversations")
 ANSWERS = ("answer", "solution", "ground_truth", "target")
+STRUCTS = ("reward_model", "extra_info")  # verl's
 GENERATED_ROWS = 1000
 
 
@@ -183,7 +203,7 @@ class Row:
 
     @property
     def seen(self) -> object:
-        """What stands before a completion. Neighbours with equal ones share it."""
+        """What stands before a completion. Rows with equal ones share it."""
         return self.prompt_ids
 
     @property
@@ -193,17 +213,17 @@ class Row:
 
     @property
     def shown_ids(self) -> list[int]:
-        """The prompt in samples/."""
+        """The prompt as samples/ has it."""
         return self.prompt_ids
 
     @property
     def shown(self) -> dict:
-        """What else samples/ has."""
+        """More for samples/."""
         return {}
 
     def digested(self, of_file) -> list:
-        """All that the loop gets. of_file: path of a file beside the data → its digest."""
-        return [self.prompt_ids, self.answer, self.columns]
+        """All that the loop gets. of_file: the digest of a file beside the data, by its path."""
+        return [self.prompt_ids, self.answer, self.columns, None, None, []]
 
 
 class Prompt(NamedTuple):
@@ -218,6 +238,11 @@ class Stream:
     seed: int
     position: int = 0  # the whole state
 
+    @property
+    def epoch(self) -> int:
+        """How often all rows have been drawn."""
+        return self.position // len(self.rows)
+
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts, fewer at the end of an epoch."""
         epoch, start = divmod(self.position, len(self.rows))
@@ -230,31 +255,39 @@ class Stream:
 
 def load(spec: str, tokenizer, args: DataArgs, *, seed: int = 0,
          make=None, eos_ids=()) -> tuple[list[Row], str]:
-    """The prompts of `spec` in order, and a sentence with their counts. make: for make_row."""
+    """The prompts of `spec` in order, and a sentence with their counts. make: in the place of
+    make_row."""
+    make = make or make_row
     raw, name = read(spec, seed)
     marks, rows = marks_of(tokenizer, eos_ids), []
-    for index, columns in enumerate(tqdm(raw, spec, delay=10)):  # shown after ten seconds
+    silent = os.environ.get("RANK", "0") != "0"
+    for index, columns in enumerate(tqdm(  # it shows itself after ten seconds
+            raw, spec, delay=10, mininterval=10, unit=" rows", disable=silent)):
         try:
-            row = (make or make_row)(index, columns, name, tokenizer, marks, args)
+            row = make(index, columns, name, tokenizer, marks, args)
         except (SettingsError, ValueError) as error:
-            why = " ".join(str(error).split())
-            raise SettingsError(f"{spec}, row {index} (counted from 0): {why}") from error
+            raise SettingsError(
+                f"{spec}, row {index} (counted from 0): {one_line(error)}") from error
         if row:
             rows.append(row)
+    if not rows:
+        raise SettingsError(f"{spec}: all {len(raw)} prompts are empty.")
     limit, lengths = args.max_prompt_tokens, sorted(len(row.prompt_ids) for row in rows)
     kept = [row for row in rows if len(row.prompt_ids) <= limit]
-    out = (f"left out: {len(rows) - len(kept)} longer than {limit} tokens, "
-           f"{len(raw) - len(rows)} empty")
     if not kept:
-        works = f" Would work: --max_prompt_tokens {lengths[0]} to {lengths[-1]}." if rows else ""
-        raise SettingsError(f"{spec}: no prompt is left; {out}.{works}")
-    return kept, (f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to "
-                  f"{lengths[len(kept) - 1]} tokens; {out}")
+        raise SettingsError(
+            f"{spec}: no prompt is left; the shortest has more than {limit} tokens: "
+            f"--max_prompt_tokens {lengths[0]} keeps it, {lengths[-1]} keeps all.")
+    return kept, (
+        f"{name}: {len(kept)} of {len(raw)} prompts kept, {lengths[0]} to {lengths[len(kept) - 1]} "
+        f"tokens; left out: {len(rows) - len(kept)} longer than {limit} tokens, "
+        f"{len(raw) - len(rows)} empty")
 
 
 def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
              args: DataArgs) -> Row | None:
     """A row as the model sees it. None: it asks nothing."""
+    columns = columns | {key: struct(key, columns[key]) for key in STRUCTS if key in columns}
     messages, answer = messages_of(columns, args), answer_of(columns)
     if not messages:
         return None
@@ -271,6 +304,11 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
     return Row(index, text, ids, answer, columns, source, finished)
 
 
+def one_line(error) -> str:
+    """What it says, without line breaks."""
+    return " ".join(str(error).split())
+
+
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
     name, config, split = parts_of(spec)
@@ -279,18 +317,25 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         make = tiny.rows if name == "tiny" else reasoning_gym_tasks.rows
         rows = make(GENERATED_ROWS, seed, config, split or "train")
         return rows, f"{name}/{config}" if config else name
-    is_file = os.path.isfile(name)
-    if name.endswith(FILES) and not os.path.exists(name) or is_file and config + split:
-        raise SettingsError(f"{spec} is no file on this machine.")
-    with as_sentence(f"{spec} cannot be loaded"):
+    is_file = name.endswith(FILES) and not os.path.isdir(name)
+    if is_file != os.path.isfile(name) or is_file and config + split:
+        raise SettingsError(f"{spec} is no file on this machine, or does not end in "
+                            f"{', '.join(FILES)}.")
+    try:
         rows = read_file(name) if is_file else read_datasets(
             name, config or None, split or "train")
+    except Exception as error:
+        reason = error.__cause__ or error  # `datasets` itself says "an error occurred"
+        raise SettingsError(f"{spec} cannot be loaded: {type(reason).__name__}: "
+                            f"{one_line(reason)[:300]}") from error
+    if not rows:
+        raise SettingsError(f"{spec} has no rows.")
     parts = Path(os.path.splitext(name)[0] if is_file else name).parts[-2:]
     return rows, "/".join(parts).lstrip("./")
 
 
 def parts_of(spec: str) -> tuple[str, str, str]:
-    """NAME[:config][@split]. The name of a file or a folder here may hold : and @."""
+    """NAME[:config][@split]. The name of a file, or of a folder that is here, may hold : and @."""
     spec = os.path.expanduser(spec)
     marks = [] if spec.endswith(FILES) else re.finditer("[:@]", spec)
     ends = [*(mark.start() for mark in marks), len(spec)]
@@ -301,13 +346,10 @@ def parts_of(spec: str) -> tuple[str, str, str]:
 # Not by `datasets`: it reads 007 in a .csv as 7, "2026-01-31" in JSON as a date. It names no line.
 
 def read_file(path: str) -> list[dict]:
-    """The rows of one of FILES, or of what save_to_disk wrote."""
+    """The rows of one of FILES."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
         return from_arrow(pyarrow.parquet.ParquetFile(path).read())  # read_table takes URIs
-    if path.endswith(".arrow"):
-        import pyarrow
-        return from_arrow(pyarrow.ipc.open_stream(path).read_all())
     parse = read_csv if path.endswith(".csv") else read_json
     return parse(Path(path).read_bytes().decode("utf-8-sig"))
 
@@ -341,30 +383,36 @@ def read_json(text: str) -> list[dict]:
 
 
 def read_csv(text: str) -> list[dict]:
-    """An empty cell is None."""
+    """An empty cell is None. Empty lines do not count."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a whole document
-    reader, rows = csv.DictReader(io.StringIO(text, newline=""), strict=True), []
-    for row in reader:
-        if None in row or None in row.values():  # more cells, or fewer
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names, rows = next(reader, []), []
+    for cells in filter(None, reader):
+        if len(cells) != len(names):
             raise ValueError(f"line {reader.line_num} does not fit the first line")
-        rows.append({name: cell or None for name, cell in row.items()})
+        rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
     return rows
 
 
 def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
-    """A folder, which is read anew: its files may change. Or a name."""
+    """A folder, or a name. A folder is read anew: files may change, and a home be read-only."""
     import datasets
     if not os.path.isdir(path):
         return from_arrow(datasets.load_dataset(path, config, split=split).with_format("arrow")[:])
-    files = {"train": sorted(map(str, Path(path).glob("*.arrow")))}  # of save_to_disk
-    if not files["train"]:
-        with tempfile.TemporaryDirectory() as cache:
-            made = datasets.load_dataset_builder(path, config, cache_dir=cache)
-            files = made.config.data_files
-    rows = {name: sum(map(read_file, paths), []) for name, paths in files.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(
-        {name: len(found) for name, found in rows.items()})
-    return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
+    with tempfile.TemporaryDirectory() as cache:
+        if re.search(r"[*?[]|::", os.path.abspath(path)):  # `datasets` would read it as a pattern
+            path = shutil.copytree(os.path.abspath(path), f"{cache}/rows", copy_function=os.symlink)
+        saved = f"{path}/*.arrow" if os.path.isfile(f"{path}/state.json") else None
+        made = datasets.load_dataset_builder(  # `datasets` alone takes no folder of save_to_disk
+            "arrow" if saved else path, config, data_files=saved, cache_dir=cache)
+        files = made.config.data_files  # of each split
+        if not all(file.endswith(FILES) for file in sum(files.values(), [])):
+            made.download_and_prepare()
+            return from_arrow(made.as_dataset(split).with_format("arrow")[:])
+        rows = {name: sum(map(read_file, paths), []) for name, paths in files.items()}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(
+            {name: len(found) for name, found in rows.items()})
+        return [row for part in parts for row in rows[part.splitname][part.from_:part.to]]
 
 
 def messages_of(columns: dict, args: DataArgs) -> list[dict]:
@@ -383,9 +431,9 @@ def messages_of(columns: dict, args: DataArgs) -> list[dict]:
         raise SettingsError(f"{column} ends with what the assistant says. Would work: a chat that "
                             "ends before it, or sft.py, which learns it.")
     elif not column:
-        raise SettingsError(f"no prompt column in ({', '.join(columns)}). Would work: "
-                            f"{', '.join(PROMPTS)}, or --prompt_template "
-                            "'{instruction} {input}'.")
+        raise SettingsError(f"no prompt column in ({', '.join(columns)}); it needs "
+                            f"{', '.join(PROMPTS)}, or --prompt_template, such as "
+                            "'{instruction} {input}' for Alpaca's.")
     asked = last["content"]
     if asked.strip() and template is not None:
         asked = fill_template(template, {"question": asked, **columns, "prompt": asked})
@@ -403,7 +451,7 @@ def messages_of(columns: dict, args: DataArgs) -> list[dict]:
 def answer_of(columns: dict):
     """The right answer of a row, or None."""
     there = not_null(columns)
-    verl = from_json(there.get("reward_model"))
+    verl = there.get("reward_model")
     if isinstance(verl, dict) and verl.get("ground_truth") is not None:
         return verl["ground_truth"]
     column = next((name for name in ANSWERS if name in there), None)
@@ -418,7 +466,7 @@ def fill_template(template: str, columns: dict) -> str:
     names = {*re.findall(pattern, template)} - {""}
     if not names or names - columns.keys():
         raise SettingsError(f"--prompt_template {template!r} must name one or more columns of the "
-                            f"row ({', '.join(columns)}).")
+                            f"row ({', '.join(columns)}); plain braces are {{ word }}.")
     there = {"": None} | not_null(columns)  # an empty cell is an empty text
     return re.sub(
         pattern, lambda match: str(there.get(match[1], "")) if match[1] else match[0], template)
@@ -427,14 +475,14 @@ def fill_template(template: str, columns: dict) -> str:
 # ---- what begins and what ends ----
 
 def prompt_ids(text: str, tokenizer, plain: bool) -> list[int]:
-    """plain: with what the tokenizer puts before a text (BOS), without what it puts after."""
+    """plain: with what the tokenizer puts before a text (BOS), and not with what it puts after."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if plain:
         whole, n = tokenizer(text)["input_ids"], len(ids)
         ids = whole[:next((i + n for i in range(len(whole)) if whole[i:i + n] == ids), None)]
     if ids[1:] and ids[-1] == tokenizer.eos_token_id:
         raise SettingsError(f"the prompt must not end in {tokenizer.eos_token}, where a completion "
-                            "ends.")
+                            f"ends (see its text, and the chat template).")
     return ids
 
 
@@ -452,6 +500,9 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     found = json.loads((path if path.exists() else path.with_name("config.json")).read_text())
     ids = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
     ids = ids if isinstance(ids, list) else [ids]
+    if any(i is not None and type(i) is not int for i in ids):
+        raise SettingsError(f"{path}: eos_token_id must be the number of a token or a list of "
+                            f"numbers, not {found['eos_token_id']!r}.")
     ends = tokenizer.convert_tokens_to_ids(marks_of(tokenizer).end)
     return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
 
@@ -474,12 +525,12 @@ class Marks(NamedTuple):
         for mark in self.silent:
             if mark in text:
                 raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
-                                    "this model.")
+                                    "this model. Would work: without it.")
 
 
 def reader(tokenizer, eos_ids: list[int]):
-    """A function, ids → the text for a reward: without what ends, begins or pads. Other control
-    tokens, such as <think>, are the model's words."""
+    """A function, ids → the text for a reward: without what ends, begins or pads.
+    Other control tokens, such as <think>, are the model's words."""
     texts, known = marks_of(tokenizer, eos_ids).silent, tokenizer.added_tokens_decoder
     silent = {i for i, t in known.items() if t.content in texts}
 
@@ -503,7 +554,7 @@ def marks_of(tokenizer, eos_ids=()) -> Marks:
         """What comes first before, between and after messages: tokens, with a role among them."""
         text, chat = "", [{"role": role, "content": "QX7"} for role in roles]
         if tokenizer.chat_template:
-            with suppress(Exception):  # it takes no such chat
+            with suppress(TemplateError, ValueError, TypeError, KeyError):  # it takes no such chat
                 text = tokenizer.apply_chat_template(chat, tokenize=False)
         runs = [re.match(rf"((\s*({token}))+(\w+({token}))?)?", part)[0]
                 for part in text.split("QX7")]

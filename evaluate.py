@@ -39,11 +39,11 @@ class EvalArgs:
                    f"{self.eval_temperature}).")
         if self.eval_samples > 1 and self.eval_temperature == 0:
             yield (f"--eval_samples must be 1 where --eval_temperature is 0 (got "
-                   f"{self.eval_samples}).")
+                   f"{self.eval_samples}): all samples of a row would be equal.")
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The probability that one of k samples is correct, from n >= k samples.
+    """The probability that one of k samples is correct, unbiased, from n >= k samples.
 
     1 - C(n - correct, k) / C(n, k)                  https://arxiv.org/abs/2107.03374, equation 1
     """
@@ -106,9 +106,10 @@ def passes(score: Score, least: float) -> bool:
 
 
 def interval(rows: np.ndarray, draws: int = 1000) -> tuple[float, float]:
-    """95 % interval of the mean over rows, each in [0, 1]: a percentile bootstrap, always with the
-    same random numbers. One row of 0 and one of 1 are added: ten rows that all fail do not prove
-    that all do.
+    """95 % interval of the mean over rows, each in [0, 1]: what other rows of the kind would give.
+
+    Percentile bootstrap: the rows are drawn again, with replacement, always with the same random
+    numbers. One row of 0 and one of 1 are added: ten rows that all fail do not prove that all do.
     """
     rows, rng = np.append(rows, [0.0, 1.0]), np.random.default_rng(0)
     means = [rng.choice(rows, len(rows)).mean() for _ in range(draws)]

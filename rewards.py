@@ -13,20 +13,21 @@ import os
 import pickle
 import queue
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
+import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
-from errors import Count, Range, SettingsError, as_sentence
+from errors import Range, SettingsError, as_sentence
 from verifiers import REWARDS, answers_of
-from worker import ROOT, Item, Part
+from worker import Item, Part, names_twice
 
+ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
 FAILED_CALLS = 8  # the run ends after so many, in batches without one answer
@@ -35,9 +36,9 @@ FAILED_CALLS = 8  # the run ends after so many, in batches without one answer
 @dataclass
 class RewardArgs:
     """Processes that score completions"""
-    reward_workers: Count = 2
+    reward_workers: Annotated[int, Range(1, 4096)] = 2
     """Worker processes per rank."""
-    reward_timeout: Annotated[float, Range(1)] = 10.0
+    reward_timeout: Annotated[float, Range(1, 1e6)] = 10.0
     """Seconds for one completion. A late one has no score and is counted."""
 
 
@@ -45,19 +46,19 @@ class RewardArgs:
 class Score:
     """What a completion got."""
     total: float | None  # the sum of weight * part; None: it has no reward
-    parts: dict[str, float | None]  # of each reward; None: no number
-    error: str | None  # why it has no reward
+    parts: dict[str, float | None]  # what each reward returned; None: no number
+    error: str | None  # why it has no reward; None: it has one
 
 
 @dataclass
 class Answer:
-    """What a worker found for an item."""
+    """What the workers found for an item."""
     values: list  # of each part a number; None: it has none
     error: str | None  # None: nothing failed
 
     def score(self, parts: list[Part]) -> Score:
-        """The weighted sum of the values. NaN: a reward does not apply to the row, and the others
-        count. None: it failed, and the completion has no score."""
+        """The weighted sum of the values. NaN: this reward does not apply to the row (in TRL's
+        lists: None), and the others count. None: it failed, and the completion has no score."""
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
         found = {part.name: known.get(part) for part in parts}
@@ -72,13 +73,14 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Gives samples texts and scores. `group` in a row have one prompt. A collective."""
+    """Gives samples texts and scores. `group` in a row share a prompt. A collective."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
         items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
+        run.scorer.progress["global_step"] = max(run.world.step, 0)
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
@@ -97,7 +99,8 @@ def item_of(sample, text) -> Item:
 
 
 def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
-    """Of the items, of which `size` in a row are one call. Without --reward they are 0."""
+    """The scores of the items, of which `size` in a row are one call. Without --reward they are 0,
+    of no parts."""
     if not pool.parts:
         return [Score(0.0, {}, None) for _ in items]
     return [answer.score(pool.parts) for answer in pool.ask(items, size)]
@@ -106,9 +109,10 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
 def report(pool, log, errors: list[str | None], calls: int) -> None:
     """Prints the first failure of a run. SettingsError if FAILED_CALLS in a row have no answer.
 
-    errors: of each completion of a batch, on all ranks; None: it has an answer. calls: of the batch
+    errors: of each completion, on all ranks; None: it has an answer. calls: how many were made.
     """
     failure = next(filter(None, errors), None)
+    # One answer (no error) starts the count again; a batch without any adds all its calls.
     pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
@@ -122,7 +126,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 # ---- the flags and the rows ----
 
 def parse(specs: list[str]) -> list[Part]:
-    """The words of --reward → parts. SettingsError: all mistakes."""
+    """The words of --reward → parts. One SettingsError has all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
@@ -132,26 +136,27 @@ def parse(specs: list[str]) -> list[Part]:
             weight = float(number or 1)
         taken = [part.name for part in parts] + (["mean", "std", "turns"] if path else [])
         if not (os.path.isfile(path) if path else name in REWARDS):
-            mistakes.append(f"--reward {spec}: no such {'file' if path else 'reward'}.")
+            what = f"file, here or in {ROOT}" if path else "reward"
+            mistakes.append(f"--reward {spec}: no such {what}.")
         if name in taken:
             mistakes.append(f"--reward {spec}: reward/{name} is another metric; rename it.")
         if not math.isfinite(weight):
             mistakes.append(f"--reward {spec}: its weight must be a finite number.")
         parts.append(Part(name, weight, path))
-    folders = {Path(part.path).resolve().parent for part in parts if part.path}
-    names = Counter(path.stem for folder in folders for path in folder.glob("[!_]*.py"))
-    if twice := [name for name, count in names.items() if count > 1]:
-        mistakes.append(f"--reward: two of its folders have {', '.join(twice)}. Would work: all in "
-                        "one folder, or other names.")
-    if mistakes or not specs:
+    if not specs:
+        mistakes.append("--reward is empty.")
+    if mistakes:
         raise SettingsError("\n".join([
-            *mistakes, "--reward takes NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
+            *mistakes, "A reward is NAME or FILE.py:FUNCTION, and :WEIGHT if not 1. "
             f"Names: {', '.join(REWARDS)}"]))
+    if names := names_twice(parts):
+        raise SettingsError(f"--reward: two of its folders have {', '.join(names)}, and an import "
+                            "takes one of them. Would work: all in one folder, or other names.")
     return parts
 
 
 def file_of(path: str) -> str:
-    """Here, or in the project."""
+    """Here, or in the project, as of --loss."""
     return path if os.path.isfile(path) else os.path.join(ROOT, path)
 
 
@@ -164,7 +169,7 @@ def check(specs: list[str]) -> tuple[list, list[str]]:
 
 
 def check_rows(needs: list, rows: list, flag: str = "reward"):
-    """SettingsError: a row lacks what a reward needs, or has an answer that none can read."""
+    """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
         for row in rows:
             where = f"--{flag} {name} needs {column!r}: row {row.index} of {row.source}"
@@ -181,13 +186,13 @@ class Worker:
     """A process that leads a session: all that its rewards fork is killed with it. module: whose
     `work` it runs. what: for its `load`."""
 
-    def __init__(self, module: str, what: tuple):
-        self.code = None
+    def __init__(self, module: str, what: tuple, seconds: float):
+        self.received, self.code = b"", None
         self.socket, theirs = socket.socketpair()
-        self.inbox = self.socket.makefile("rb")
+        self.socket.settimeout(seconds)  # it may have stopped reading
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:replace",
                        "PYTHONHASHSEED": "0",  # a set has the same order in every worker
-                       "PYTHONPATH": str(ROOT)}
+                       "PYTHONPATH": ROOT}
         start = f"import {module}; {module}.work({theirs.fileno()})"
         with theirs:
             self.process = subprocess.Popen(
@@ -196,21 +201,25 @@ class Worker:
         self.send((int(MEMORY_GB * 2**30), *what))
 
     def send(self, message) -> None:
-        """OSError: it ended, or stopped reading."""
+        """OSError: it ended, or does not read."""
         self.socket.sendall(pickle.dumps(message))
 
     def receive(self, seconds: float):
         """Its next message. OSError: it ended, or sent none in time. JSON: to unpickle what a
         reward wrote could run its code here."""
-        self.socket.settimeout(seconds)  # of the next `send` too
-        try:
-            line = self.inbox.readline()
-        except TimeoutError:
-            raise TimeoutError(f"no answer within {seconds:g} seconds") from None
-        if not line.endswith(b"\n"):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # it may still be on its way out
-            raise OSError(f"the worker ended with code {self.kill()}")
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self.received:
+            left = deadline - time.monotonic()
+            if left < 0:
+                raise TimeoutError(f"no answer within {seconds:g} seconds")
+            if select.select([self.socket], [], [], left)[0]:
+                sent = self.socket.recv(1 << 16)
+                self.received += sent
+                if not sent:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(1)  # it may still be on its way out
+                    raise OSError(f"the worker ended with code {self.kill()}")
+        line, _, self.received = self.received.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> int:
@@ -219,7 +228,6 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):  # no process is left
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.code = self.process.wait()
-            self.inbox.close()
             self.socket.close()
         return self.code
 
@@ -228,6 +236,7 @@ class Pool:
     """Worker processes, and a thread for each, which gives it calls and waits for its answers."""
     flag: ClassVar = "reward"
     module: ClassVar = "worker"  # of its workers
+    answer: ClassVar = Answer
 
     def __init__(self, specs: list[str], args: RewardArgs):
         self.args, self.parts = args, self.parse(specs) if specs else []
@@ -238,7 +247,8 @@ class Pool:
         self.waits = []  # the names of those that are `async def`
         self.needs = None  # [(reward, column that it needs), …]
         self.unanswered, self.warned = 0, False  # for `report`: calls in a row; was one printed?
-        # Calls, which are slices of a batch; None ends a thread.
+        self.progress = {"global_step": 0}  # of TRL's trainer_state
+        # Lists of calls, which are slices of a batch; None ends a thread.
         self.inboxes = self.make_inboxes(args.reward_workers if self.parts else 0)
         self.threads = [threading.Thread(target=self._serve, daemon=True, args=(inbox,))
                         for inbox in self.inboxes]
@@ -278,9 +288,9 @@ class Pool:
         return self.answers
 
     def put(self, calls: list[slice]) -> None:
-        """Into the inboxes."""
+        """Into the inboxes, as lists of those that a worker gets at once."""
         for call in calls:
-            self.inboxes[0].put(call)
+            self.inboxes[0].put([call])
 
     def close(self):
         """Ends the workers."""
@@ -290,20 +300,20 @@ class Pool:
             thread.join(5)
 
     def _serve(self, inbox: queue.Queue):
-        """A thread. Linux kills its worker when it ends (PDEATHSIG)."""
+        """A thread. Its workers are its own: Linux kills them when it ends (PDEATHSIG)."""
         worker = None
         with contextlib.suppress(OSError):
             worker = self._start()
         self.tried.set()
-        while call := inbox.get():
+        while calls := inbox.get():
             try:
                 worker = worker or self._start()
-                self.call(worker, call)
+                self.call(worker, calls)
             except Exception as error:  # whatever a reward did to its worker
                 if worker:
                     worker.kill()
                 worker = None
-                self.failed(inbox, call, error)
+                self.failed(inbox, calls, error)
             inbox.task_done()
         if worker:
             worker.kill()
@@ -314,7 +324,7 @@ class Pool:
             raise OSError(self.refused)
         worker = None
         try:
-            worker = Worker(self.module, self.what())
+            worker = Worker(self.module, self.what(), self.args.reward_timeout)
             told = worker.receive(START_SECONDS)
             if isinstance(told, str):
                 raise OSError(told)
@@ -327,15 +337,23 @@ class Pool:
         self.take(told)
         return worker
 
-    def call(self, worker: Worker, call: slice) -> None:
-        """Gives the call its answers. An exception if the worker has none."""
-        items = self.items[call]
-        worker.send(items)
-        found = worker.receive(self.args.reward_timeout * len(items))
-        self.answers[call] = [Answer(*of_item) for of_item in found]
+    def call(self, worker: Worker, calls: list[slice]) -> None:
+        """Gives the calls their answers. An exception if the worker has none."""
+        batch = [self.items[call] for call in calls]
+        worker.send((self.progress, batch))
+        for call, found in zip(calls, worker.receive(self.seconds(batch)), strict=True):
+            self.answers[call] = [self.answer(*of_item) for of_item in found]
 
-    def failed(self, inbox: queue.Queue, call: slice, error: Exception) -> None:
-        """The call has no answer, and its worker ended."""
-        items = self.items[call]
+    def seconds(self, batch: list[list[Item]]) -> float:
+        """How long a worker may take for these calls."""
+        return self.args.reward_timeout * sum(map(len, batch))
+
+    def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
+        """The worker ended. A lone call has no answer; several are made again, each alone."""
+        if len(calls) > 1:
+            for call in calls:
+                inbox.put([call])
+            return
+        items = self.items[calls[0]]
         why = f"{error}\nThe completion: {items[0].completion[:300]!r}"
-        self.answers[call] = [Answer([None] * len(self.parts), why)] * len(items)
+        self.answers[calls[0]] = [self.answer([None] * len(self.parts), why)] * len(items)

@@ -34,20 +34,18 @@ from rollout import Engine, Request, hash_seed
 # ---- one policy? ----
 
 ROWS, TOKENS = 8, 64  # prompts that are compared, and the tokens after each
-ROUNDINGS, LEAST = 2, 0.005  # the limit in bfloat16: so many roundings, or so many nats
-CAUSES = {
-    "engine": "the engine did not take all weights, has an old prefix cache, samples otherwise, or "
-              "lacks what this config.json asks for",
-    "trainer": "LogprobModel in model.py or attention in batch.py lacks what this model does to "
-               "logits or scores, or a row reaches its neighbour"}
+ROUNDINGS, LEAST, MOST = 2, 0.005, 0.15  # the limit in bfloat16: roundings, and nats
+OF_ENGINE = "the engine did not take all weights, or lacks what this config.json asks for"
+OF_TRAINER = ("LogprobModel in model.py or attention in batch.py lacks what this model does, or a "
+              "row reaches its neighbour")
 
 
 def compare_policies(run):
     """SettingsError if transformers, trainer and engine are not one policy; else the run says how
-    far they are apart. A reference of other files is compared with transformers too. A collective.
+    far they are apart. A reference of other files is compared too. A collective.
 
     A gap is the mean over tokens of the difference of log-probs, in nats: rounding moves single
-    tokens much, and their mean little. Each rank compares its own engine.
+    tokens much, and their mean little.
     """
     prompts = prompts_of(run)
     samples, engine = sampled(run, prompts)
@@ -65,27 +63,27 @@ def compare_policies(run):
 
 
 def judge(run, gaps: dict[str, float], rounding: float):
-    """gaps, rounding: the largest of all ranks, in nats a token. rounding is 0 but in bfloat16,
-    where gaps of right programs are about that (bench/RESULTS.md)."""
-    limit, what = run.max_gap, f"--max_gap {run.max_gap:g}"
-    measured = max(LEAST, ROUNDINGS * rounding)
-    if run.dtype == torch.bfloat16 and measured < limit and not run.args.run_args.max_gap:
-        limit = measured
+    """gaps, rounding: the largest of all ranks, in nats a token. Without --max_gap the limit in
+    bfloat16 is measured: gaps of right programs are about the rounding (bench/RESULTS.md)."""
+    given = run.args.run_args.max_gap
+    limit = given or 1e-3
+    what = f"--max_gap {limit:g}"
+    if run.dtype == torch.bfloat16 and not given:
+        limit = min(MOST, max(LEAST, ROUNDINGS * rounding))
         what = f"{limit:.2g}: {ROUNDINGS} roundings of bfloat16, measured (or give --max_gap)"
     for who, gap in gaps.items():
         if gap > limit:
-            raise SettingsError(
-                f"{who} differ before an update by {gap:.2g} nats a token, more than {what}; "
-                f"likely cause: {CAUSES.get(who.split()[0], CAUSES['trainer'])}")
+            cause = OF_ENGINE if who.startswith("engine") else OF_TRAINER
+            raise SettingsError(f"{who} differ before an update by {gap:.2g} nats a token, more "
+                                f"than {what}; likely cause: {cause}")
     found = ", ".join(f"{who} {gap:.1g}" for who, gap in gaps.items())
     run.log.say(f"  compared this {run.policy.module.lm.config.model_type} before its first step, "
                 f"in nats a token: {found} (limit {limit:.1g})")
 
 
 def prompts_of(run) -> list[Prompt]:
-    """Those of the first rows, and one that is so long that the tokens after it
-    are the last ones that this run may have: what depends on the length (windows, scaled
-    frequencies) shows there alone."""
+    """Those of the first rows, and one that leaves room for TOKENS alone: what depends on the
+    length (windows, scaled frequencies) shows there."""
     family = run.policy.family
     rows = family.first(run.inputs.rows + run.inputs.eval_rows)[:ROWS]
     words = [i for row in rows for i in row.ids if i not in family.never]
@@ -95,8 +93,8 @@ def prompts_of(run) -> list[Prompt]:
 
 
 def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | None]:
-    """A completion of each, by this rank's engine, and its log-probs (M,). Without an engine: words
-    of other prompts, and None."""
+    """A completion of each by this rank's engine, and the log-probs (M,). Without an engine: words
+    of prompts, and None."""
     room = min(TOKENS, run.args.max_tokens)
     if run.engine:
         with run.engine.generating(run.policy):
@@ -113,8 +111,8 @@ def sampled(run, prompts: list[Prompt]) -> tuple[list[Sample], torch.Tensor | No
 
 
 def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
-    """(M,) of all sampled tokens. Each completion but the longest is computed twice in one packed
-    input, and the second one counts: it may not look at its neighbour. A collective."""
+    """(M,) of all sampled tokens. Each row but the longest is computed twice in one packed input,
+    and the second counts: it may not look at its neighbour. A collective."""
     found = []
     for sample in samples:
         copies = [sample] if sample is samples[-1] else [sample, sample]
@@ -127,8 +125,8 @@ def trainer_logprobs(policy, run, samples: list[Sample]) -> torch.Tensor:
 
 def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """(M,) of all sampled tokens, by transformers' own forward of each row alone; and in bfloat16
-    how far they move when the embeddings do, each by a rounding, else 0. So one sees how much right
-    programs may differ, for this model on this device. A collective."""
+    how far they move when each embedding does, by a rounding: so much right programs may differ.
+    A collective."""
     heat, device = run.args.temperature, run.world.device
     plain = torch.cat([plain_logprobs(policy, s, heat, device) for s in samples])
     if run.dtype != torch.bfloat16:
@@ -140,15 +138,14 @@ def transformers_logprobs(policy, run, samples: list[Sample]) -> tuple[torch.Ten
 
 
 def off_by_a_rounding(embedding, inputs, x):
-    """A forward hook: each number goes up or down by at most half of bfloat16's last place."""
+    """A forward hook: numbers move by at most half of bfloat16's last place."""
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) - 0.5
     return (x.float() * (1 + 2**-7 * noise)).to(x.dtype)
 
 
 def plain_logprobs(policy, sample: Sample, heat: float, device):
-    """(n,) of the sampled tokens, by transformers' own forward. heat: the temperature.
-    A collective."""
-    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # packed is as it is
+    """(n,) of the sampled tokens. heat: the temperature. A collective."""
+    module, micro = policy.module, Micro(Batch([sample]), [0], device)  # one row: as it is
     seen = {"input_ids": micro.inputs["input_ids"]} | module.family.inputs(micro)
     register_fsdp_forward_method(module, "plain_logits")
     with torch.no_grad():
@@ -161,13 +158,12 @@ def plain_logprobs(policy, sample: Sample, heat: float, device):
 # ---- set-up ----
 
 def set_up(args, kind=None) -> "Run":
-    """Everything that a loop needs, in five phases. Weights load in the last. kind: of the Run, if
-    a script has its own."""
+    """Everything that a loop needs. kind: of the Run, if a script has its own."""
     # 1. Join the other ranks. The time of this names the folder and dates the prompts.
     world, mistakes = dist.join(args.run_args.timeout), Mistakes()
     folder = mistakes.attempt(log.choose_folder, args, world.began)
     began = world.gather([mistakes.attempt(log.began, folder, world.began)])[0]
-    # 2. Check flags and files. Machines have their own command lines and disks: compare them.
+    # 2. Check flags and files. Machines have their own: compare them.
     inputs = mistakes.attempt(read_inputs, args, world.size, world.local_size, began)
     world.together(mistakes.stop)
     flags, facts = plan.flags(args), checkpoint.facts(args, inputs, world)
@@ -194,7 +190,7 @@ def set_up(args, kind=None) -> "Run":
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
     for note in inputs.notes + resumed:
         run_log.say(f"  {note}")
-    # 5. Build the models, the engine, the reward workers.
+    # 5. Load weights, start the engine and the reward workers.
     with run_log.time("loading"):
         return build(args, world, inputs, run_log, settings, saved, kind)
 
@@ -203,32 +199,30 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
     """From here on only this run writes its folder. kept: what args.json gets. A collective."""
     world, every, folder = run_log.world, plan.save_every(args), run_log.folder
     world.together(run_log.open, kept, inputs.plan.text(), start)
-    # Rank 0 made .lock. A rank that does not see it has another disk.
-    if world.any_rank(every > 0 and not (folder / ".lock").exists()):
+    if world.any_rank(every > 0 and not (folder / ".lock").exists()):  # rank 0 made it
         raise SettingsError(
             f"--save_every {every} needs a folder that all machines share: some have no {folder}. "
             f"Would work: --save_every 0.")
 
 
 def again(world: dist.World, name: str) -> str:
-    """The command that goes on with this run. run.sh says how it was started."""
-    folder, started = os.path.relpath(os.path.dirname(sys.executable)), os.environ.get("STARTED_AS")
-    start = [f"{folder}/python"]
-    if world.size > 1:
-        start = [f"{folder}/torchrun", "--nproc_per_node", str(world.local_size)]
-    command = started or shlex.join([*start, *sys.argv])
-    if not any(word.partition("=")[0] == "--name" for word in sys.argv):
-        command += f" --name {shlex.quote(name)}"
-    if world.size > 1 and not started:
-        command += " (with your flags of torchrun)"
-    return command
+    """The command that goes on with this run. STARTED_AS is run.sh's."""
+    given = any(word.partition("=")[0] == "--name" for word in sys.argv)
+    named = "" if given else f" --name {shlex.quote(name)}"
+    if started := os.environ.get("STARTED_AS"):
+        return started + named
+    place = os.path.relpath(os.path.dirname(sys.executable))
+    if world.size == 1:
+        return shlex.join([f"{place}/python", *sys.argv]) + named
+    start = [f"{place}/torchrun", "--nproc_per_node", str(world.local_size)]
+    return f"{shlex.join([*start, *sys.argv])}{named} (with your flags of torchrun)"
 
 
 def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: dict,
           saved: checkpoint.Saved | None, kind=None) -> "Run":
-    """The run with its models, engine and reward workers; a resumed one as its checkpoint has it.
-    settings: of the next checkpoint. A collective."""
+    """The run and all that it holds; a resumed one as its checkpoint has it. A collective."""
     scorer = args.pool(inputs.waits)  # its processes start now
+    scorer.progress["max_steps"] = args.steps
     policy, reference, critic = build_models(args, world, inputs)
     run = (kind or Run)(
         args, world, inputs, run_log, settings, Stream(inputs.rows, args.seed), scorer, policy,
@@ -247,8 +241,7 @@ def build(args, world: dist.World, inputs: Inputs, run_log: log.Log, settings: d
 
 
 def build_models(args, world: dist.World, inputs: Inputs):
-    """(policy, reference, critic): None where the run has none. The critic is of ppo.py. The
-    reference is the starting model, if no other one is named."""
+    """(policy, reference, critic): None where the run has none."""
     source, shared = inputs.source, (world, args.model_args, args.optimizer_args)
     logprobs, values, kind = model.LogprobModel, model.ValueModel, model.Policy
     if args.lora_args.lora_rank:
@@ -261,18 +254,16 @@ def build_models(args, world: dist.World, inputs: Inputs):
     policy = kind(load(logprobs), *shared, args)
     if args.critic_args:
         critic = model.Critic(load(values), *shared, args)
-    if args.needs_reference and not inputs.reference:
-        reference = policy.beginning()
-    if args.needs_reference and not reference:
-        frozen = load(model.LogprobModel, inputs.reference or source, trained=False)
-        reference = model.Policy(frozen, *shared)
+    if args.needs_reference:
+        reference = None if inputs.reference else policy.beginning()
+        reference = reference or model.Policy(
+            load(model.LogprobModel, inputs.reference or source, trained=False), *shared)
     return policy, reference, critic
 
 
 def build_engine(run: "Run") -> Engine:
     """The engine, asleep: the trainer has the GPU."""
-    args, inputs, bfloat16 = run.args, run.inputs, run.dtype == torch.bfloat16
-    models = run.policy, run.reference, run.critic
+    args, inputs, models = run.args, run.inputs, (run.policy, run.reference, run.critic)
     kind = run.policy.engine(Engine, args, inputs)
     for group in plan.groups(args):
         if hasattr(group, "engine"):  # its flags extend it
@@ -282,7 +273,8 @@ def build_engine(run: "Run") -> Engine:
         eos_ids=inputs.ends, log=run.log,
         trained=[m for m in models if isinstance(m, model.Trained)],  # share the GPU with it
         max_len=inputs.plan.longest, max_tokens=args.max_tokens, seed=args.seed,
-        kv_cache=inputs.kv_cache, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+        kv_cache=inputs.kv_cache,
+        dtype=torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32)  # it has no float64
     engine.sleep()
     return engine
 
@@ -294,11 +286,11 @@ class Run:
     world: dist.World
     inputs: Inputs
     log: log.Log
-    settings: dict  # that a resumed run is compared with
+    settings: dict  # of the next checkpoint: a resumed run is compared with them
     stream: Stream
     scorer: rewards.Pool
     policy: model.Policy
-    reference: object  # a Policy, or what computes log-probs as one does; None: it is not needed
+    reference: object  # a Policy, or what computes log-probs as one does
     critic: model.Critic | None  # of ppo.py
     engine: Engine | None = None  # None: nothing is sampled
     stop: dist.Stop | None = None  # --eval_only has none
@@ -333,12 +325,6 @@ class Run:
         """Of the computation."""
         return model.compute_dtype(self.args.model_args, self.world.device)
 
-    @property
-    def max_gap(self) -> float:
-        """Nats a token by which log-probs of trainer, engine and transformers may differ."""
-        usual = 0.15 if self.dtype == torch.bfloat16 else 1e-3
-        return self.args.run_args.max_gap or usual
-
     def restore(self, saved: checkpoint.Saved):
         """Goes on from the checkpoint. A collective."""
         state = saved.state
@@ -363,8 +349,7 @@ class Run:
         return sampled_metrics(self, step)
 
     def record(self, step: int, samples: list):
-        """Each --samples_every steps the samples go to samples/, those that an update has learned
-        from with their tokens."""
+        """Each --samples_every steps the samples go to samples/."""
         if step % self.args.run_args.samples_every == 0 or step == self.args.steps - 1:
             write_samples(self.log, f"step_{step + 1:05d}", samples, show=3,
                           decode=self.engine.tokenizer.decode)
@@ -382,7 +367,7 @@ class Run:
     # ---- the end ----
 
     def stopped(self, step: int) -> int:
-        """After SIGTERM, with a checkpoint → exit status."""
+        """The end after SIGTERM, with a checkpoint → exit status."""
         self.log.say(f"SIGTERM: ended after {step} of {self.args.steps} steps. This goes on: "
                      f"{self.world.again}")
         self.close()
@@ -410,8 +395,7 @@ class Run:
 
     def export(self):
         """The policy to model/. A collective."""
-        export_model(self.policy, self.inputs.source, self.log.folder / "model",
-                     self.inputs.ends)
+        export_model(self.policy, self.inputs.source, self.log.folder / "model", self.inputs.ends)
         self.policy.export(self.log.folder)
 
     def close(self):

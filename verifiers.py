@@ -2,7 +2,8 @@
 
 A completion is hostile text: parse it, never evaluate it. **row has the row's columns, prompt,
 tokens and truncated. The first half reads a number as people and models write it: `plain` rewrites
-its many forms, and `number_of` reads a text that is one number and nothing else.
+its many forms (full-width digits, other minus signs, thousands set apart, powers of ten, fractions,
+roots), and `number_of` reads a text that is one number and nothing else.
 """
 import ast
 import functools
@@ -112,7 +113,7 @@ def is_answer(value) -> bool:
 
 
 def any_answer(reward):
-    """A reward for one answer → one for all that a row has. The best counts."""
+    """A reward for one answer → one for all that a row may have. The best counts."""
     @functools.wraps(reward)
     def best(completion, answer, **row):
         return max(reward(completion, one, **row) for one in answers_of(answer))
@@ -142,8 +143,11 @@ def last_answer(text: str) -> str | None:
 
 @any_answer
 def math_reward(completion, answer, **row):
-    """1 if math-verify finds the two answers equal, else 0. The completion's last box counts, or
-    without one what math-verify finds. Its timers are off: they give 0, and the worker has its own.
+    r"""1 if math-verify finds the two answers equal, else 0.
+
+    The answer is LaTeX, or has a box, or ends in GSM8K's "#### 72". The completion's last box
+    counts, or without one what math-verify finds. Its timers are off: they give 0, and the worker
+    has its own.
     """
     from math_verify import parse, verify
     gold, box = math_gold(str(answer)), last_boxed(completion)
@@ -157,7 +161,7 @@ def math_reward(completion, answer, **row):
 
 @functools.lru_cache(maxsize=256)  # a group shares it
 def math_gold(answer: str) -> list:
-    """The row's answer, which is LaTeX, has a box, or ends in GSM8K's "#### 72"."""
+    """The row's answer as math-verify parses it."""
     from math_verify import parse
     text = answer.rpartition("####")[2].strip()
     gold = parse(in_box(plain(last_boxed(text) or text)), parsing_timeout=None)
@@ -167,8 +171,8 @@ def math_gold(answer: str) -> list:
 
 
 def in_box(text: str) -> str:
-    """For math-verify, which cannot read "18."."""
-    return rf"\boxed{{{text.rstrip('. ')}}}"
+    """LaTeX for math-verify."""
+    return rf"\boxed{{{text.rstrip('. ')}}}"  # it cannot read "18."
 
 
 def guard_math() -> None:
@@ -197,7 +201,7 @@ def shut_sympy() -> None:
 @any_answer
 def exact(completion, answer, **row):
     """1 if the completion is the answer, else 0. Of a number in the row any form is right; of the
-    text "18.0", which pandas writes, also 18."""
+    text "18.0", as pandas writes, also 18."""
     text = str(answer).strip()
     if completion.strip() in (text, re.sub(r"^(-?[0-9]+)\.0$", r"\1", text)):
         return 1.0

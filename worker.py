@@ -2,6 +2,7 @@
 
 A function of a reward file is found, called, and its result checked. The names of its parameters
 show whether it takes one completion (ours) or lists (TRL's): docs/use/data_and_rewards.md.
+examples/adapters.py is for functions of verl and EasyR1.
 """
 import contextlib
 import ctypes
@@ -18,11 +19,12 @@ import signal
 import socket
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 from verifiers import GUARDS, REWARDS
@@ -30,6 +32,7 @@ from verifiers import GUARDS, REWARDS
 # ---- functions ----
 
 ROOT = Path(__file__).absolute().parent
+TRAINER = SimpleNamespace(global_step=0, max_steps=0)  # TRL's trainer_state, as far as it goes
 
 
 class Item(NamedTuple):
@@ -57,7 +60,7 @@ class Reward:
     function: Callable
     takes: list[str] | None  # its parameters; None: any
     groups: bool = False  # does one call take all completions of a prompt, as TRL's do?
-    words: ClassVar = ("completions", "completion", "turns")  # it has one of these parameters
+    words: ClassVar = ("completions", "completion", "turns")  # a parameter of it is one of these
     nothing: ClassVar = Item("", "", None, {}, 0, False)
 
     def given(self, items: list) -> dict:
@@ -77,8 +80,8 @@ class Reward:
         return self.function(**given)
 
     def values(self, result, items: list) -> list:
-        """A number for each item. None: it has none. NaN: TRL's None, "not applicable". A str: what
-        is wrong with that of one item of a group."""
+        """A number for each item. None: it has none. NaN: TRL's None, "not applicable". TypeError,
+        ValueError: a mistake; a str: that of one item of a group."""
         if not self.groups:
             return [number(result)]
         results = list(result)
@@ -106,13 +109,24 @@ def find(part: Part):
 def import_file(path: Path) -> ModuleType:
     """A file of rewards, under its own name and with its folder first on sys.path, as `python FILE`
     has it: its processes can import it too. SystemExit: another module has the name."""
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    found = importlib.util.find_spec(path.stem).origin
-    if found != str(path):
-        sys.exit(f"`import {path.stem}` must find {path}, not {found}. Would work: another name for"
-                 " the file.")
-    return importlib.import_module(path.stem)
+    folder, name = str(path.parent), path.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = None if "." in name else importlib.util.find_spec(name)
+    if not spec or spec.origin != str(path):
+        sys.exit(f"{path} cannot be imported by its name: `import {name}` finds "
+                 f"{spec.origin if spec else 'nothing'}. Would work: another name for the file.")
+    return importlib.import_module(name)
+
+
+def names_twice(parts: list[Part]) -> list[str]:
+    """The names of modules that lie in two folders of reward files: `import` would take either."""
+    folders, names = {Path(part.path).resolve().parent for part in parts if part.path}, Counter()
+    for folder in folders:
+        packages = () if folder == ROOT else folder.glob("*/__init__.py")
+        names.update({path.stem for path in folder.glob("[!_]*.py")}
+                     | {path.parent.name for path in packages})
+    return sorted(name for name, count in names.items() if count > 1)
 
 
 def load_file(path: Path) -> ModuleType:
@@ -127,7 +141,7 @@ def load_file(path: Path) -> ModuleType:
 # ---- the parameters ----
 
 def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[Reward, list]:
-    """What `find` found → a `kind`, and [(its name, column that it needs), …]."""
+    """What `find` found → a `kind`, and [(its name, column of the row that it needs), …]."""
     if function is None:
         sys.exit(f"{part.path} has no {part.name}.")
     parameters = inspect.signature(function).parameters if callable(function) else {}
@@ -136,8 +150,8 @@ def read_signature(part: Part, function, kind: type[Reward] = Reward) -> tuple[R
     word = next((word for word in kind.words if word in named), None)
     if not word:
         sys.exit(f"{part.path} needs a function {part.name} with a parameter "
-                 f"{' or '.join(kind.words)} (it has {list(named)}); examples/adapters.py has "
-                 "others.")
+                 f"{' or '.join(kind.words)} (it has {list(named)}). For a function of verl or "
+                 "EasyR1 see examples/adapters.py.")
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     reward = kind(function, None if any_name else list(named), word == "completions")
     given = reward.given([kind.nothing]).keys()
@@ -156,7 +170,8 @@ def as_lists(items: list[Item]) -> dict:
     given |= {name: [item.row.get(name) for item in items] for name in row}
     if isinstance(row.get("prompt"), list):  # TRL's conversational form
         prompts, completions = given["prompt"], given["turns"]
-    return given | {"prompts": prompts, "completions": completions}
+    return given | {"prompts": prompts, "completions": completions, "trainer_state": TRAINER,
+                    "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 
 
 def tried(value) -> float | None | str:
@@ -168,7 +183,8 @@ def tried(value) -> float | None | str:
 
 
 def number(value) -> float | None:
-    """A finite number (of numpy, torch, fractions) as a float, or None. Else a TypeError."""
+    """A finite number (of numpy, torch, decimal, fractions) as a float, or None. Else a
+    TypeError."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -180,8 +196,9 @@ def number(value) -> float | None:
 
 # ---- the process ----
 #
-# In: pickles: its memory and what to load, then calls. Out: lines of JSON: what the pool is told of
-# the functions (or a text, why they cannot be loaded), then a line for each call.
+# In: pickles: its memory and what to load, then lists of calls. Out: lines of JSON: what the pool
+# is told of the functions (or a text, why they cannot be loaded), then a line for each list. What a
+# reward prints goes where the trainer's does.
 
 def load(parts: list[Part]) -> tuple[list[Reward], list]:
     """The functions of --reward. Of them: does one take a group; the names of those that are `async
@@ -193,9 +210,10 @@ def load(parts: list[Part]) -> tuple[list[Reward], list]:
     return [*rewards], [any(it.groups for it in rewards), waiting, sum(needs, [])]
 
 
-def score(rewards: list[Reward], items: list) -> list[list]:
-    """A call: one completion, or all of a prompt. Of each item: [its values, an error or None]."""
-    return answers([found_by(reward, items) for reward in rewards])
+def score(rewards: list[Reward], calls: list[list]) -> list[list]:
+    """For each call, which is one completion or all of a prompt, and each item of it: [its values,
+    an error or None]."""
+    return [answers([found_by(reward, items) for reward in rewards]) for items in calls]
 
 
 def found_by(reward: Reward, items: list) -> list:
@@ -216,9 +234,18 @@ def answers(columns: list[list]) -> list[list]:
     """What each reward found → of each item: [its values, an error or None]."""
     made = []
     for found in zip(*columns, strict=True):
-        error = next((value for value in found if isinstance(value, str)), None)
-        made.append([[None if isinstance(value, str) else value for value in found], error])
+        errors = [value for value in found if isinstance(value, str)]
+        values = [None if isinstance(value, str) else value for value in found]
+        made.append([values, errors[-1] if errors else None])
     return made
+
+
+def received(pipe: socket.socket):
+    """The trainer's messages, until it ends."""
+    inbox = pipe.makefile("rb")
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(inbox)
 
 
 def work(fd: int, load=load, score=score) -> None:
@@ -227,7 +254,7 @@ def work(fd: int, load=load, score=score) -> None:
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))
     pipe = socket.socket(fileno=fd)
-    inbox = pipe.makefile("rb")
+    inbox = received(pipe)
 
     def send(message):
         # A surrogate alone has no bytes.
@@ -237,16 +264,19 @@ def work(fd: int, load=load, score=score) -> None:
         except OSError:  # this is a fork, or the trainer ended
             os._exit(1)
 
-    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # the trainer ended
-        memory, *what = pickle.load(inbox)
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        try:
-            rewards, told = load(*what)
-        except SystemExit as error:  # a sentence that says why
-            return send(str(error))
-        except Exception:
-            return send(traceback.format_exc()[-2000:])
-        send(told)
-        while True:
-            send(score(rewards, pickle.load(inbox)))
+    started = next(inbox, None)
+    if not started:
+        return
+    memory, *what = started
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        rewards, told = load(*what)
+    except SystemExit as error:  # a sentence that says why
+        return send(str(error))
+    except Exception:
+        return send(traceback.format_exc()[-2000:])
+    send(told)
+    for progress, calls in inbox:
+        vars(TRAINER).update(progress)
+        send(score(rewards, calls))

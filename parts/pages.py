@@ -9,8 +9,7 @@ import textwrap
 
 NAMES = re.compile(r"\]\(([^)#\s]+)[^)]*\)|--(?:no-)?([a-z]\w+)|\./run\.sh (\w+)|`([^`]+)`|"
                    r"\b([\w/]+\.py\b|parts/\w+|variants(?=/))")
-LISTED = re.compile(r"`[^`]+`, (?=`)|(?<=`), `[^`]+`(?=\.|$)|"  # one of several names, or links
-                    r"\[[^\]]+\]\([^)]+\), (?=\[)|(?<=\)), \[[^\]]+\]\([^)]+\)(?=\.|$)")
+NAME = re.compile(r"`[^`]+`|\[[^\]]+\]\([^)]+\)")
 BLOCK = re.compile(r" *```.*?^ *```\n|\|[^\n]*\n|#+ [^\n]*\n|\n|"  # code, row, heading, blank line
                    r"[^\n]+\n(?:(?!\* |\d+\. |\||#+ | *```|\n)[^\n]*\n)*", re.S | re.M)
 SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z`*\[])")
@@ -93,9 +92,9 @@ def shorter(block: str, page: str, gone: set[str]) -> str:
 def kept_of(text: str, cuts: re.Pattern, page: str, gone: set[str], one: bool) -> str:
     """A text without the names of a list, and then without the sentences, that are gone. one: it is
     an item or a cell, about what its first sentence says, and goes with it."""
-    for name in LISTED.findall(text):
-        if named(name, page) & gone:
-            text = text.replace(name, "", 1)
+    for name in filter(lambda name: named(name, page) & gone, NAME.findall(text)):
+        name = re.escape(name)
+        text = re.sub(rf"{name}, (?=[`\[])|(?<=[`)]), {name}(?=\.|$)", "", text, count=1)
     first, *others = cuts.split(text)
     if one and named(first, page) & gone:
         return ""

@@ -34,6 +34,7 @@ SEAMS = {
     "turns": [
         ("flags.py", "from parts.turns.turns import TurnArgs\n", ""),
         ("flags.py", "    turn_args: TurnArgs = field(default_factory=TurnArgs)\n", ""),
+        ("sft.py", " + not_default(self.turn_args)", ""),
         ("verifiers.py", '    "environment": "parts.turns.replies:paid", "turns": '
                          '"parts.turns.replies:paid",\n', ""),
     ],
@@ -139,6 +140,7 @@ SEAMS = {
 # ./run.sh strip NAME …   deletes parts: a folder of parts/ and its seams. --all, --list, --yes
 """, ""),
         ("run.sh", '  strip) shift; exec python3 parts/strip.py "$@" ;;\n', ""),
+        ("tests/conftest.py", '    "what most runs do not use can be deleted": "strip",\n', ""),
         ("pyproject.toml", 'testpaths = ["tests", "parts"]', 'testpaths = ["tests"]'),
         ("pyproject.toml", 'src = [".", "tests", "parts/*/tests"]', 'src = [".", "tests"]'),
     ],

@@ -212,7 +212,6 @@ def run_of(world, policy, engine, prompts: list[data.Prompt], dtype=torch.float3
     log = SimpleNamespace(say=(said if said is not None else []).append)
     return SimpleNamespace(
         world=world, policy=policy, engine=engine, reference=None, dtype=dtype, log=log,
-        max_gap=0.15 if dtype == torch.bfloat16 else 1e-3,
         inputs=SimpleNamespace(rows=[prompt.row for prompt in prompts], eval_rows=[],
                                reference=None, plan=SimpleNamespace(longest=256)),
         args=SimpleNamespace(seed=0, temperature=HEAT, max_tokens=24,

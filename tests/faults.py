@@ -128,7 +128,6 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def last(run: Path) -> Path:
-    """The newest checkpoint."""
     return max((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]))
 
 

@@ -4,6 +4,8 @@
 case whose parameters name such a part is skipped by conftest.py, `kept` leaves it out of a table,
 and `needs("lora")` is the mark of a test.
 """
+import base64
+import gzip
 import importlib
 import json
 import re
@@ -96,3 +98,12 @@ def write_run(folder: Path, metrics: list[dict], samples: dict[str, list], **arg
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def parts(page: Path) -> tuple[dict, list]:
+    """The data of a page: its head, its blocks; None for one that is left out."""
+    def unpacked(text: str):
+        return json.loads(gzip.decompress(base64.b64decode(text)))
+
+    data = json.loads(re.search('<script id="data"[^>]*>(.*?)</script>', page.read_text())[1])
+    return unpacked(data["head"]), [unpacked(x) if x else None for x in data["blocks"]]

@@ -12,7 +12,7 @@ class Spy(model.Policy):
     """A random Qwen2 of three layers in float64 that keeps its gradients."""
 
     def __init__(self, noise: float = 0.0):
-        lm = test_packing.small("qwen2")
+        lm = test_packing.small()
         with torch.no_grad():
             for p in lm.parameters():
                 p *= 1 + noise * torch.randn_like(p)

@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,15 @@ from forked import PYTHON  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+def script(*words, ranks: int = 1, cwd=HERE.parent) -> subprocess.CompletedProcess:
+    """A script that ran to its end with status 0; on several ranks by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run([PYTHON, *(torchrun if ranks > 1 else []), *map(str, words)], cwd=cwd,
+                          text=True, capture_output=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done
+
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["ranks_preload"])

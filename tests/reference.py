@@ -19,7 +19,6 @@ from reference_losses import (
     cov_cut,
     distill_advantages,
     divergence,
-    dropped,
     engine_correction,
     fates,
     gae,
@@ -27,6 +26,7 @@ from reference_losses import (
     kl_loss,
     mean,
     name_of,
+    opsm_cut,
     penalized,
     token_loss,
     token_rewards,
@@ -193,14 +193,14 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
         log_ratios = [new - before for new, before in zip(logps, old, strict=True)]
         row = list(zip(log_ratios, step.advantages[i], strict=True))
         engine = completion.engine_logprobs
-        corrections, engine_ratios = engine_correction(args, old, engine)
+        corrections, engine_ratios = engine_correction(args, kind, old, engine)
         exact = theirs is not None and args.divergence != "none"
         apart = divergence(args.divergence, policy.distributions(completion),
                            theirs[i]) if exact else []
         for t in range(len(old)):
             A = step.advantages[i][t]
             loss, ratio, cut = token_loss(args, kind, logps[t], old[t], A, row)
-            cut_off = dropped(kind, A, logps.tolist(), old, engine)
+            cut_off = kind == "opsm" and opsm_cut(A, logps.tolist(), engine)
             if kind == "clip_cov":
                 cut_off = cov_cut(args.loss, A, logps.tolist(), t, completion.draws[t])
             loss = 0.0 * loss if cut_off else loss * corrections[t]
@@ -208,9 +208,10 @@ def update_policy(args, policy: Model, step: Step, rows: list[int], lr: float, t
                      "policy/entropy": entropies[t],
                      "rollout/logprob_gap_mean": abs(old[t] - engine[t]),
                      "policy/approx_kl": log_ratios[t].exp() - 1 - log_ratios[t]}
-            if args.engine_correction != "none":
+            if args.engine_correction != "none" or kind == "geometric":
                 r = engine_ratios[t]
-                found |= {"policy/engine_ratio": r, "policy/engine_cut": corrections[t] != r}
+                found |= {"policy/engine_ratio": r, "policy/engine_cut": corrections[t] != (
+                    1 if kind == "geometric" else r)}
             if kind == "clip_cov":
                 found["policy/cov_cut"] = cut_off
             if kind == "opsm":

@@ -13,7 +13,8 @@ import torch
 CLIP_COV = {"variants/clip_cov.py:clip_cov": (1.0, 5.0, 0.01),
             "tests/often.py:clip_cov": (0.05, 0.6, 0.5)}
 PASS_AT = 4
-SAPO_TAUS, IPO_COEF, OPSM_DELTA, GEOMETRIC = (1.0, 1.05), 0.001, 0.1, (0.999, 1.001)
+SAPO_TAUS, IPO_COEF, OPSM_DELTA = (1.0, 1.05), 0.001, 0.1
+GEOMETRIC = 0.7, 1.2  # of tests/often.py
 
 
 def mean(x: list) -> float:
@@ -44,7 +45,8 @@ def token_loss(args, kind: str, logp, old: float, A: float, row: list):
         dppo        -sg[min(r, 20)] A log π, but 0 where A > 0 and π - π_old > high, or A < 0 and
                     π_old - π > low                             https://arxiv.org/abs/2602.04879
         ipo         -r A, but 0 where π - π_old > high or π_old - π > low, plus c (log r)²
-        opsm, geometric, clip_cov: clip's. What they drop is in `dropped` and `cov_cut`.
+        opsm, clip_cov, geometric: clip's. What they drop is in `opsm_cut`, `cov_cut` and
+                    `engine_correction`.
     """
     low, high = 1 - args.clip_low, 1 + args.clip_high
     r = (logp - old).exp()
@@ -98,19 +100,24 @@ def value_loss(args, V, V_old: float, R: float):
     return max(error, clipped_error) / 2, bool(clipped_error > error)
 
 
-def engine_correction(args, old: list[float], engine: list[float]) -> tuple[list, list]:
+def engine_correction(args, loss: str, old: list[float], engine: list[float]) -> tuple[list, list]:
     """Of each token: what its loss is multiplied by, and the ratio π_old / π_engine behind it.
 
         truncate, mask       the token's ratio, at most high (TIS); 0 outside [low, high] (IcePop,
                              arXiv:2510.18855)
         sequence_…           the same with the product of the completion's ratios
         sequence_mean        truncated, with their geometric mean: NeMo-RL #2269
+        --loss geometric     1, but 0 where the geometric mean is outside two bounds
     """
     kind, gaps = args.engine_correction, [a - b for a, b in zip(old, engine, strict=True)]
     ratios = [math.exp(gap) for gap in gaps]
     if kind.startswith("sequence"):
         total = mean(gaps) if kind == "sequence_mean" else sum(gaps)
         ratios = [math.exp(total)] * len(gaps)
+    if loss == "geometric":
+        ratio = math.exp(mean(gaps))
+        inside = float(GEOMETRIC[0] <= ratio <= GEOMETRIC[1])
+        return [inside] * len(gaps), [ratio] * len(gaps)
     inside = [args.correction_low <= ratio <= args.correction_high for ratio in ratios]
     if kind == "none":
         return [1.0] * len(gaps), ratios
@@ -119,18 +126,11 @@ def engine_correction(args, old: list[float], engine: list[float]) -> tuple[list
     return [ratio if keep else 0.0 for ratio, keep in zip(ratios, inside, strict=True)], ratios
 
 
-def dropped(kind: str, A: float, logps: list, old: list[float], engine: list[float]) -> bool:
-    """Whether a token of a completion has no policy loss.
-
-        opsm        A < 0, and the policy has left what the engine sampled, on the mean of log-probs
-                                                            https://arxiv.org/abs/2512.02556
-        geometric   the geometric mean of π_old / π_engine is outside two bounds
-    """
-    if kind == "opsm":
-        left = mean([b - float(a) for a, b in zip(logps, engine, strict=True)])
-        return A < 0 and left > OPSM_DELTA
-    ratio = math.exp(mean([a - b for a, b in zip(old, engine, strict=True)]))
-    return kind == "geometric" and not GEOMETRIC[0] <= ratio <= GEOMETRIC[1]
+def opsm_cut(A: float, logps: list, engine: list[float]) -> bool:
+    """Whether a completion has no policy loss: A < 0, and the policy has left what the engine
+    sampled, on the mean of log-probs.                  https://arxiv.org/abs/2512.02556"""
+    left = mean([b - float(a) for a, b in zip(logps, engine, strict=True)])
+    return A < 0 and left > OPSM_DELTA
 
 
 def cov_cut(spec: str, A: float, logps: list, t: int, draw: float) -> bool:

@@ -63,6 +63,9 @@ grpo group=3 steps=2 entropy_coef=0.3
 grpo group=3 steps=2 dual_clip=1.1 epochs=3
 grpo group=3 steps=1 loss=variants/ipo.py:ipo clip_low=0.01 clip_high=0.02 {TWICE}
 grpo group=3 steps=1 loss=variants/gmpo.py:gmpo aggregation=sequence {TIGHT}
+grpo group=3 steps=1 loss=cispo {TIGHT}
+grpo group=3 steps=1 loss=reinforce {TWICE}
+grpo group=3 steps=1 loss=tests/often.py:geometric entropy_coef=0.2 {TIGHT}
 grpo group=3 steps=1 loss=variants/opsm.py:opsm entropy_coef=0.2 {TWICE}
 grpo group=3 steps=1 kl_loss_coef=0.3 kl_estimator=k3_ratio {TWICE}
 grpo group=3 steps=1 loss=clip aggregation=prompt {TIGHT}
@@ -102,7 +105,7 @@ ppo group=1 steps=1 value_clip=0.02 epochs=3 clip_low=0.03 clip_high=0.05
 ppo group=1 steps=1 dual_clip=1.1 epochs=3
 ppo group=1 steps=1 minibatches=30
 ppo group=1 steps=1 aggregation=prompt entropy_coef=0.2 temperature=0.7 {TIGHT}
-ppo group=1 steps=2 engine_correction=truncate entropy_coef=0.2 {BOUNDS}
+ppo group=1 steps=2 engine_correction=sequence_truncate entropy_coef=0.2 {BOUNDS}
 ppo group=1 steps=2 critic_warmup_steps=1
 ppo group=1 steps=2 engine_correction=mask entropy_coef=0.2 {BOUNDS}
 ppo group=2 steps=2 engine_correction=sequence_mask {BOUNDS}
@@ -116,7 +119,7 @@ distill group=3 steps=1 teacher=x divergence=none temperature=1.5 reward=('exact
 reward_coef=2.0 {TIGHT}
 distill group=1 steps=1 teacher=x dual_clip=1.1 aggregation=sequence {TIGHT}
 distill group=3 steps=2 divergence=none teacher_prompt={{question}} {{answer}}
-distill group=3 steps=2 divergence=jsd teacher_prompt={{question}} {{answer}}
+distill group=3 steps=2 divergence=forward_kl head_chunk=7 teacher_prompt={{question}} {{answer}}
 distill group=3 steps=1 divergence=none lora_rank=2 aggregation=prompt \
 teacher_prompt={{question}} {{answer}} {TWICE}
 distill group=3 steps=2 teacher=x engine_correction=truncate reward=('exact',) reward_coef=2.0 \

@@ -24,7 +24,6 @@ lora = module("parts.lora.lora")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A tiny model with tied embeddings, as a Hugging Face folder."""
     path = tmp_path_factory.mktemp("model")
     learning.make_models(None, str(path))
     return str(path / "tied")
@@ -55,13 +54,11 @@ def learn(trained, step: int) -> None:
 
 
 def numbers(trained) -> dict:
-    """Everything that is saved, whole, as numpy."""
     return {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone().numpy()
             for k, t in checkpoint.tensors(trained).items()}
 
 
 def save(world, trained, out, step: int, keep: int, **state) -> str:
-    """What it says if it fails."""
     try:
         checkpoint.save(Path(out), world, trained, {"step": step} | state, keep)
     except log.NotWritten as error:

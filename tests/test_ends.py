@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -16,19 +15,18 @@ import checkpoint
 import data
 import grpo
 import inputs
-import sft
-from batch import Completion, Sample
 from data import DataArgs, make_row
 from errors import SettingsError
 from examples import tiny
 from examples.formats import format_tags
-from log import sample_row
-from parts.distill.teacher import add_teacher_prompts
-from parts.sft import targets
-from parts.turns import turns
+from house import module
 from plan import changed
-from rewards import Score
-from test_sft import SAID, TEMPLATES, load, template, tokenizer_of
+from templates import CHAT, ROLE, SAID, template, tokenizer_of
+
+sft = module("sft")
+teacher = module("parts.distill.teacher")
+targets = module("parts.sft.targets")
+turns = module("parts.turns.turns")
 
 ROOT = Path(__file__).parent.parent
 BYTES = tiny.make_tokenizer().backend_tokenizer.to_str()
@@ -46,7 +44,6 @@ def processed(tokenizer, before: list[str], after: list[str]):
 
 
 def plain(before=(), after=(), **tokens):
-    """A byte-level tokenizer with <s> and </s>, and no chat template."""
     made = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(BYTES),
         **({"bos_token": "<s>", "eos_token": "</s>"} | tokens))
@@ -62,36 +59,7 @@ def tags_in(tokenizer):
     return tokenizer
 
 
-# ---- a tokenizer that appends EOS
-
-@pytest.mark.parametrize("before", [[], ["<s>"]])
-def test_a_prompt_never_ends_in_what_a_tokenizer_appends(before):
-    """Each completion was one token, and sft.py learned an answer behind an EOS."""
-    tokenizer = plain(before, ["</s>"])
-    bos, eos = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
-    ids = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
-    assert tokenizer("Sort 31")["input_ids"] == [bos][:len(before)] + ids + [eos]
-    row = row_of(QA, tokenizer)
-    assert row.prompt_ids == [bos][:len(before)] + ids
-    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {answer}")
-    assert made.teacher_ids[-1] != eos and made.teacher_ids[:len(before)] == [bos][:len(before)]
-    learned = targets.make_row(0, QA, "", tokenizer, data.marks_of(tokenizer),
-                               sft.Args().data_args, eos_ids=[eos])
-    assert learned.prompt_ids == row.prompt_ids
-    assert learned.target == ([*tokenizer("13", add_special_tokens=False)["input_ids"], eos],
-                              [True] * 3)
-    bridge = turns.Bridge(tokenizer, [eos], 999, None)
-    assert bridge.ids(eos, [{"role": "user", "content": "z"}]) == tokenizer(
-        "\n\nz\n\n", add_special_tokens=False)["input_ids"]
-
-
-def test_samples_show_the_prompt_that_the_model_saw():
-    tokenizer = plain(["<s>"])
-    sample = Sample(data.Prompt(0, row_of(QA, tokenizer)), Completion(
-        np.array([5], np.int32), np.zeros(1, np.float32), False), text="x",
-        score=Score(1.0, {}, None))
-    assert sample_row(sample, tokenizer.decode)["prompt"] == "<s>Sort 31"
-
+# ---- prompts
 
 def test_a_template_that_ends_a_prompt_in_eos_is_refused():
     tokenizer = plain()
@@ -102,20 +70,10 @@ def test_a_template_that_ends_a_prompt_in_eos_is_refused():
 
 # ---- the chat template's end of a turn
 
-@pytest.mark.parametrize("files, expected", [
-    ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, [7, 9]),
-    ({"config": {"eos_token_id": 8}}, [8]),  # what GenerationConfig.from_model_config reads
-    ({"config": {"text_config": {"eos_token_id": [8, 9]}}}, [8, 9]), ({"config": {}}, [])])
-def test_ids_in_the_models_files(tmp_path, files, expected):
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    tokenizer = plain()
-    assert data.eos_ids(str(tmp_path), tokenizer) == [*expected, tokenizer.eos_token_id]
-
-
 @pytest.mark.parametrize("ends, left", [([], []), ([400, -1], []), ([2, 400], [2])])
 def test_a_model_that_cannot_end_is_said(ends, left):
-    for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), (sft.Args(), ()):
+    more = [(sft.Args(), ())] if sft else []
+    for args, stop in (grpo.Args(), ()), (grpo.Args(), ("x",)), *more:
         args, notes = changed(args, stop=stop), []
         words = f"no token that ends a completion: its files name {ends} of 320 ids"
         if not args.needs_rollouts and not left:
@@ -144,38 +102,14 @@ def test_a_run_learns_the_ends_from_the_models_folder(tmp_path):
 
 # ---- tags that are special tokens
 
-def test_a_reward_and_a_reply_see_the_tags_that_a_model_wrote():
-    tokenizer = tags_in(tiny.make_tokenizer())
-    ids = tokenizer(f"{THOUGHT}<|im_end|>")["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
-    text = data.reader(tokenizer, [0, 2])(np.array(ids))
-    assert text == THOUGHT and format_tags(text) == 1.0
-    episodes = object.__new__(turns.Episodes)
-    episodes.world = SimpleNamespace(mine=list, gather=list)
-    episodes.bridge, episodes.pays = turns.Bridge(tokenizer, [0, 2], 999, None), False
-    turn = SimpleNamespace(ids=np.array(ids))
-    assert episodes.read([turn]) == [turns.said(THOUGHT)]
-
-
-def test_what_begins_ends_or_pads_is_no_text_wherever_it_stands():
-    """Three of Llama 3's ends, the header of a reply, <s> and the pad in the middle. Special or
-    not: DeepSeek's <|User|> is not."""
-    controls, _, text = TEMPLATES["llama 3"]
-    tokenizer = tags_in(tokenizer_of(controls + " <|eom_id|> <|pad|> <|eot_id|>", text))
-    tokenizer.pad_token = "<|pad|>"
-    ends = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
-    written = ("<think>1<|pad|></think><|eom_id|><|start_header_id|>user<|end_header_id|>\n\n"
-               "a , b<|begin_of_text|><|eot_id|>")
-    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
-    assert data.reader(tokenizer, ends)(ids) == "<think>1</think>user\n\na , b"
-    assert data.reader(tokenizer, ends)(ids[:3]) == "<think>1"
-    # GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word.
+def test_an_end_may_be_a_word_elsewhere():
+    """GLM 4.5 writes <|assistant|> and <think> before each turn: the second is a word."""
     glm = tags_in(tokenizer_of("<|user|> <|assistant|> <|endoftext|>", template(
         f"<|user|>{SAID}", f"<|assistant|><think></think>{SAID}", "<|assistant|>")))
     ids = glm(f"<|assistant|>{THOUGHT}<|user|>")["input_ids"]
-    assert data.reader(glm, [0])(ids) == THOUGHT
-    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]  # may be an end, as a word
-    assert data.reader(tokenizer, newline)(2 * newline) == "\n" and len(newline) == 1
+    assert data.reader(glm, [0])(ids) == THOUGHT and format_tags(THOUGHT) == 1.0
+    newline = glm("\n", add_special_tokens=False)["input_ids"]
+    assert data.reader(glm, newline)(2 * newline) == "\n" and len(newline) == 1
 
 
 ZERO = ("A conversation. Put thoughts in <think> </think>.\n{% for m in messages %}"
@@ -192,7 +126,7 @@ def test_only_what_the_template_writes_at_a_begin_marks_a_finished_chat(text):
     assert row_of({"prompt": "<|im_start|>user\na"}, tokenizer).finished
     assert "<think>" not in data.marks_of(tokenizer).begins
     row = row_of({"prompt": "<|im_start|>user\na<|im_end|>\n"}, tokenizer)
-    made, = add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
+    made, = teacher.add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt} {prompt}")
     assert made.teacher_ids[:len(row.prompt_ids)] == row.prompt_ids  # finished too
 
 
@@ -220,25 +154,29 @@ def test_a_stop_string_may_be_a_special_token(monkeypatch):
 
 # ---- a sweep
 
-WORD, ROLE = SAID, "{{ m['role'] }}"
-CHATML = f"<|im_start|>{ROLE}\n{WORD}<|im_end|>\n"
-FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn)
-    "chatml": ("", CHATML, CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
-    "default system": ("<|im_start|>system\nUse <think>.<|im_end|>\n", CHATML, CHATML,
-                       "<|im_start|>assistant\n", "<|im_end|>"),
-    "llama": ("<s>", f"<|h|>{ROLE}<|/h|>\n\n{WORD}<|eot|>", f"<|h|>{ROLE}<|/h|>\n\n{WORD}<|eot|>",
-              "<|h|>assistant<|/h|>\n\n", "<|eot|>"),
-    "mistral": ("<s>", f"[INST] {WORD} [/INST]", f" {WORD}</s>", "", "</s>"),
-    "phi": ("", f"<|{ROLE}|>\n{WORD}<|end|>\n", f"<|assistant|>\n{WORD}<|end|>\n",
-            "<|assistant|>\n", "<|end|>"),
-    "gemma": ("<s>", f"<turn>{ROLE}\n{WORD}</turn>\n", f"<turn>model\n{WORD}</turn>\n",
-              "<turn>model\n", "</turn>"),
-    "glm": ("[gMASK]<sop>", f"<|{ROLE}|>\n{WORD}", f"<|assistant|>\n{WORD}", "<|assistant|>\n",
-            "<|user|>"),
-    "speaker": ("", f"<|x|>{ROLE}: {WORD}", f"<|x|>{ROLE}: {WORD}", "<|x|>assistant: ", "<|x|>"),
-    "texts": ("", f"### {ROLE}\n{WORD}\n", f"### {ROLE}\n{WORD}\nEND\n", "### assistant\n", None),
-    "eos last": ("", f"<|{ROLE}|>\n{WORD}</s>\n", f"<|{ROLE}|>\n{WORD}</s>\n", "<|assistant|>\n",
-                 "</s>"),
+TRIMMED = "{{ m['content'] | trim }}"
+CHATML, AGAIN = f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", "<|im_start|>assistant\n"
+CHATML_SAID = f"<|im_start|>{ROLE}\n«{SAID}<|im_end|>»\n"
+FAMILIES = {  # name: (begin, user, assistant, header, what ends a turn, what ends a chat)
+    "chatml": ("", CHATML, CHATML_SAID, AGAIN, "<|im_end|>", ""),
+    "default system": ("<|im_start|>system\nUse <think>.<|im_end|>\n", CHATML, CHATML_SAID, AGAIN,
+                       "<|im_end|>", ""),
+    "llama": ("<s>", f"<|h|>{ROLE}<|/h|>\n\n{TRIMMED}<|eot|>",
+              f"<|h|>{ROLE}<|/h|>\n\n«{TRIMMED}<|eot|>»", "<|h|>assistant<|/h|>\n\n", "<|eot|>",
+              ""),
+    "mistral": ("<s>", f"[INST] {SAID} [/INST]", f"« {SAID}</s>»", "", "</s>", ""),
+    "phi": ("", f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n",
+            "<|assistant|>\n", "<|end|>", "<pad>"),
+    "gemma": ("<s>", f"<turn>{ROLE}\n{SAID}</turn>\n", f"<turn>model\n«{SAID}</turn>»\n",
+              "<turn>model\n", "</turn>", ""),
+    "glm": ("[gMASK]<sop>", f"<|{ROLE}|>\n{SAID}", f"<|assistant|>\n{SAID}", "<|assistant|>\n",
+            "<|user|>", ""),
+    "speaker": ("", *[f"<|x|>{ROLE}: {SAID}"] * 2, "<|x|>assistant: ", "<|x|>", ""),
+    "texts": ("", f"### {ROLE}\n{SAID}\n", f"### {ROLE}\n{SAID}\nEND\n", "### assistant\n", None,
+              ""),
+    "eos last": ("", f"<|{ROLE}|>\n{SAID}</s>\n",  # OLMo 2's, of several turns
+                 f"<|{ROLE}|>\n«{SAID}</s>»{{% if not loop.last %}}{{{{ '\\n' }}}}{{% endif %}}",
+                 "<|assistant|>\n", "</s>", ""),
     "none": None}
 CONTROLS = """<s> </s> <pad> <|im_start|> <|im_end|> <|h|> <|/h|> <|eot|> [INST] [/INST] <|user|>
     <|assistant|> <|system|> <|end|> <turn> </turn> [gMASK] <sop> <|x|>""".split()
@@ -252,6 +190,19 @@ def pieces():
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Metaspace(prepend_scheme="first")
     return made
+
+
+def plainly(text: str) -> str:
+    return text.replace("«", "").replace("»", "")
+
+
+def marked(family) -> str:
+    """The template with transformers' marks around what is learned. After a block Jinja takes away
+    a newline."""
+    begin, user, assistant, header, _, tail = family
+    text = template(user, assistant, header, begin, tail).replace("«", "{% generation %}")
+    end = "{% endgeneration %}"
+    return text.replace("»\n", end + "{{ '\\n' }}").replace("»", end)
 
 
 def drawn(seed: int):
@@ -271,21 +222,17 @@ def drawn(seed: int):
         made.add_tokens([AddedToken(t, special=pick["tags"], normalized=False) for t in TAGS])
     made.bos_token, made.eos_token, made.pad_token = "<s>", pick["eos"], pick["pad"]
     if family := FAMILIES[name]:
-        begin, user, assistant, header, _ = family
-        made.chat_template = template(user, assistant, header, begin)
+        begin, user, assistant, header, _, tail = family
+        made.chat_template = plainly(template(user, assistant, header, begin, tail))
     processed(made, ["<s>"] if pick["bos"] else [], ["</s>"] if pick["appends"] else [])
-    given = rng.choice(["absent", None, "~", "~`"])
+    given = rng.choice(["absent", "nested", None, "~", "~`"])
     return made, name, given, pick
-
-
-def in_order(tokenizer, parts: list[str]) -> list[int]:
-    return [i for part in parts for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
 
 
 def check(tmp_path, seed: int) -> None:
     tokenizer, name, given, pick = drawn(seed)
     to_id = tokenizer.convert_tokens_to_ids
-    bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][-1]
+    bos, end = to_id("<s>"), FAMILIES[name] and FAMILIES[name][4]
     asked = [{"role": "user", "content": "Sort 31"}]
     # The prompt.
     row = row_of({"prompt": "Sort 31"}, tokenizer)
@@ -296,15 +243,20 @@ def check(tmp_path, seed: int) -> None:
     else:
         bare = tokenizer("Sort 31", add_special_tokens=False)["input_ids"]
         assert row.prompt_ids == [bos][:pick["bos"]] + bare
+    if teacher:
+        taught, = teacher.add_teacher_prompts([row], tokenizer, DataArgs(), "{prompt}")
+        assert taught.teacher_ids == row.prompt_ids
     finished = row_of({"prompt": row.prompt}, tokenizer)
     if name not in ("texts", "none"):
         assert finished.finished and finished.prompt_ids == row.prompt_ids
     assert not row_of({"prompt": "<think>1"}, tokenizer).finished
     # What ends.
-    files = {"absent": [to_id("^")], None: []}.get(given, given and [*map(to_id, given)])
-    eos = {"absent": files[0] if files else None, None: None, "~": to_id("~")}.get(given, files)
-    file = "config" if given == "absent" else "generation_config"
-    (tmp_path / f"{file}.json").write_text(json.dumps({"eos_token_id": eos}))
+    whole, nested = {"eos_token_id": to_id("^")}, {"text_config": {"eos_token_id": [to_id("^")]}}
+    files = [to_id(c) for c in {"absent": "^", "nested": "^", None: ""}.get(given, given)]
+    eos = {None: None, "~": to_id("~")}.get(given, files)
+    (tmp_path / "config.json").write_text(json.dumps(nested if given == "nested" else whole))
+    if given not in ("absent", "nested"):  # what GenerationConfig.from_model_config reads, or this
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     own = [to_id(t) for t in (pick["eos"], end) if t]
     ends = data.eos_ids(str(tmp_path), tokenizer)
     assert ends == sorted({*files, *own})
@@ -313,20 +265,20 @@ def check(tmp_path, seed: int) -> None:
     ids = tokenizer(written, add_special_tokens=False)["input_ids"]
     expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert pick["words"] or expected == written
-    closing = [to_id(end)] if end else own[:1]
+    closing, written_ids = [to_id(end)] if end else own[:1], ids
     assert reads(ids) == reads(ids + closing) == expected
-    assert reads([bos, *ids, *([to_id(pick["pad"])] if pick["pad"] else []), *closing]) == expected
+    silent = [bos, *([to_id(pick["pad"])] if pick["pad"] else [])]
+    assert reads([bos, *ids, *silent[1:], *closing]) == expected
+    assert reads(ids[:2] + silent + own + ids[2:]) == expected  # wherever they stand
     # What is learned, and what stands between two turns.
-    if not ends:
+    if not (ends and targets and turns):
         return
-    chat = [*asked, {"role": "assistant", "content": "13"}, *asked,
-            {"role": "assistant", "content": "true"}]
-    for messages in chat[:2], chat:
+    for messages in CHAT[:2], CHAT:
         try:
             made = targets.make_row(0, {"messages": messages}, "", tokenizer, data.marks_of(
                 tokenizer, ends), sft.Args().data_args, eos_ids=ends)
         except SettingsError as error:
-            assert (name in ("texts", "none")) and len(messages) == 4 and str(error)
+            assert (name in ("texts", "none")) and len(messages) > 2 and str(error)
             return
         ids, learned = made.target
         assert made.prompt_ids == row.prompt_ids
@@ -336,17 +288,32 @@ def check(tmp_path, seed: int) -> None:
             assert {ids[i] for i in last} == {to_id(end)}
         said = reads([i for i, now in zip(ids, learned, strict=True) if now][:last[0] + 1])
         assert said.strip().removesuffix("\nEND") == "13"
+    if tokenizer.chat_template and name not in ("glm", "speaker"):  # their end begins a turn
+        theirs = tokenizer.apply_chat_template(
+            CHAT, chat_template=marked(FAMILIES[name]), return_dict=True,
+            return_assistant_tokens_mask=True)
+        whole = made.prompt_ids + ids
+        assert whole == theirs["input_ids"][:len(whole)]
+        rest = [False] * (len(theirs["input_ids"]) - len(whole))
+        assert [False] * len(made.prompt_ids) + learned + rest == theirs["assistant_masks"]
+    bridge = turns.Bridge(tokenizer, ends, 10**6, None)
+    assert bridge.read(written_ids + closing) == expected
+    if name == "none" and not pick["words"]:
+        assert bridge.ids(ends[0], asked) == tokenizer(
+            "\n\nSort 31\n\n", add_special_tokens=False)["input_ids"]
     if end:
-        bridge = turns.Bridge(tokenizer, ends, 10**6, None)
         ids = row.prompt_ids + ids[:last[0] + 1] if len(last) == 1 else made.prompt_ids + ids
-        between = bridge.ids(to_id(end), asked)
+        between = bridge.ids(to_id(end), CHAT[2:3])
         whole = made.prompt_ids + made.target[0]
         start = len(made.prompt_ids) + made.target[1].index(False)
         assert whole[start:start + len(between)] == between
+        missing = bridge.ids(tokenizer.convert_tokens_to_ids("a"), CHAT[2:3])  # as by --stop
+        assert missing[missing.index(to_id(end)) + 1:] == between
+        assert all(bridge.ids(other, CHAT[2:3]) == missing for other in {*ends} - {to_id(end)})
 
 
 @pytest.mark.parametrize("seed", range(len(FAMILIES)))
-def test_words_of_a_row_are_words_or_the_row_is_refused(tmp_path, seed):
+def test_words_of_a_row_are_words_or_the_row_is_refused(seed):
     """What followed an end mark in an answer was not learned; each string that a tokenizer treats
     specially, in each field: the text has it, or a sentence names it."""
     tokenizer, name, *_ = drawn(seed)
@@ -359,10 +326,11 @@ def test_words_of_a_row_are_words_or_the_row_is_refused(tmp_path, seed):
                     {"question": "q", "answer": "A", "system": words},
                     {"prompt": [{"role": "tool", "content": words}, *asked()], "answer": "A"}):
             try:
-                (made,), _ = load(tmp_path, [row], tokenizer, ends)
+                made = targets.make_row(0, row, "", tokenizer, data.marks_of(
+                    tokenizer, ends), sft.Args().data_args, eos_ids=ends)
                 assert words in reads(made.prompt_ids + made.target[0]), (name, row)
             except SettingsError as error:
-                assert f"row 0 (counted from 0): its words hold {mark}" in str(error), (name, row)
+                assert f"its words hold {mark}" in str(error), (name, row)
                 refused.add(mark)
         for role in "user", "tool":
             try:
@@ -377,7 +345,8 @@ def asked() -> list[dict]:
     return [{"role": "user", "content": "q"}]
 
 
-SWEEP = [pytest.param(i, marks=[pytest.mark.slow] if i % 10 else []) for i in range(110)]
+FAST = [*range(0, 110, 10), 43, 109]  # each family; two tokenizers that append an EOS
+SWEEP = [pytest.param(i, marks=[] if i in FAST else [pytest.mark.slow]) for i in range(110)]
 
 
 @pytest.mark.parametrize("seed", SWEEP)

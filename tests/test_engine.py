@@ -1,15 +1,13 @@
 """The engine is the policy: real engines on two ranks, after every weight sync, tied and untied."""
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 import families
-from forked import PYTHON
+from ranks import script
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,11 +33,7 @@ def found(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp(request.param)
     with torch.random.fork_rng():
         make(folder / "model", request.param == "tied")
-    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-               "--standalone", "tests/engine_worker.py", folder / "model", folder / "out"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = script("tests/engine_worker.py", folder / "model", folder / "out", ranks=2)
     assert done.stdout == done.stderr == "", "it ends with noise"
     return json.loads((folder / "out").read_text()) | {"folder": folder}
 

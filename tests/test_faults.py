@@ -23,7 +23,6 @@ def tiny() -> str:
 
 @pytest.fixture
 def start(tmp_path, tiny):
-    """No attempt outlives the test."""
     attempts = []
 
     def begin(*flags, **options):

@@ -76,9 +76,7 @@ def test_what_is_loaded_and_exported_is_what_transformers_has(tmp_path, size):
 
 
 @pytest.mark.parametrize("flaw, said", [
-    ("missing", f"{UP} has the shape [48, 32]; the *.safetensors have none"),
     ("shape", f"{UP} has the shape [48, 32]; the *.safetensors have [48, 1]"),
-    ("cut", "model.safetensors is no whole safetensors file"),
     ("no tokenizer", "has no tokenizer that transformers can load"),
     ("many ids", "must have tokens with ids below 50 (the largest is ")])
 def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path, flaw, said):
@@ -86,13 +84,9 @@ def test_a_folder_that_does_not_fit_is_refused_by_a_run_and_by_the_plan(tmp_path
     tiny.make_tokenizer().save_pretrained(tmp_path)            # 320 ids, for a model of 50
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
-    if flaw == "missing":
-        del weights[UP]
     if flaw == "shape":
         weights[UP] = torch.ones(48, 1)
     save_file(weights, path, metadata={"format": "pt"})
-    if flaw == "cut":
-        path.write_bytes(path.read_bytes()[:-1000])
     for file in tmp_path.glob("token*") if flaw == "no tokenizer" else ():
         file.unlink()
     assert all(said in sentence for sentence in refused(tmp_path))

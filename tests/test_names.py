@@ -53,9 +53,8 @@ def methods(name: str) -> dict[str, set[str]]:
 
 
 def test_the_engine_takes_these_options():
-    rollout = [node for name in (
-        "rollout.py", "parts/lora/lora.py", "parts/experts/experts.py", "parts/pictures/engine.py")
-        for node in ast.walk(tree(ROOT / name))]
+    files = ROOT / "rollout.py", *ROOT.glob("parts/*/*.py")
+    rollout = [node for path in files for node in ast.walk(tree(path))]
     options = {keyword.arg for node in rollout if isinstance(node, ast.Call)
                and getattr(node.func, "id", "") == "LLM" for keyword in node.keywords} - {None}
     for function in rollout:

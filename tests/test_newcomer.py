@@ -54,7 +54,7 @@ def test_rows_that_are_not_scored_need_no_answer(place):
     ("config.json", lambda old: json.dumps(json.loads(old) | {"num_hidden_layers": 5}),
      "cannot read its config.json"),
     ("chat_template.jinja", lambda old: "{{ messages and raise_exception('no') }}",
-     "the chat template cannot write it (no")])
+     "the chat template: no")])
 def test_a_models_broken_file_is_named(place, file, change, words):
     path = shutil.copytree(TINY, place / "changed") / file
     path.write_text(change(path.read_text() if path.exists() else ""))

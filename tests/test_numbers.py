@@ -99,7 +99,6 @@ def test_every_reward_reads_the_same_value_and_nobody_half_of_it(count):
     (r"\boxed{\{1\}}", r"\{1\}"), (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
     (r"\boxed{3} \boxed{12", "")])
 def test_the_last_box_counts(text, boxed):
-    """An unclosed one is no answer: EasyR1 and verl pay nothing for it either."""
     assert verifiers.last_boxed(text) == boxed
 
 

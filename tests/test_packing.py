@@ -7,19 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
-from transformers import (
-    AttentionInterface,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 import batch
 import model
@@ -31,17 +19,15 @@ AttentionInterface.register("packed", batch.attention)
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
              initializer_range=0.2, bos_token_id=None, eos_token_id=None)
-MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config),
-          "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
 # (prompt, completions): lengths. Some are of nearly one length, and padded to one block.
 GROUPS = [(3, (1, 5, 9, 2)), (1, (4,)), (7, (6, 6, 6)), (3, (1,)), (14, (12, 2, 20)),
           (6, (9, 8, 7))]
 
 
-def small(kind: str):
+def small():
     torch.manual_seed(3)
-    made, config = MODELS[kind]
-    lm = made(config(**SIZES, head_dim=8, attn_implementation="sdpa")).double().eval()
+    lm = Qwen2ForCausalLM(Qwen2Config(
+        **SIZES, head_dim=8, attn_implementation="sdpa")).double().eval()
     float64.widen(lm)
     return lm
 
@@ -68,9 +54,8 @@ def packed_logprobs(lm, samples: list) -> torch.Tensor:
     return module(micro.inputs, micro.source, micro.targets, 1.0, "none")[0]
 
 
-def one_by_one(lm, samples: list, attention: str = "sdpa") -> torch.Tensor:
-    """The same, one sequence at a time through plain transformers."""
-    lm.set_attn_implementation(attention)
+def one_by_one(lm, samples: list) -> torch.Tensor:
+    lm.set_attn_implementation("sdpa")
     rows = []
     for s in samples:
         prompt, ids = s.prompt.row.prompt_ids, s.completion.ids.tolist()
@@ -79,9 +64,9 @@ def one_by_one(lm, samples: list, attention: str = "sdpa") -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_packed_input_is_its_rows(kind):
-    lm, samples = small(kind), samples_of(GROUPS)
+def test_a_packed_input_is_its_rows():
+    """In every family, windows and soft caps too: test_float64.py."""
+    lm, samples = small(), samples_of(GROUPS)
     weights = torch.randn(sum(len(s.completion.ids) for s in samples), dtype=torch.float64)
     found = {}
     for way in packed_logprobs, one_by_one:
@@ -94,7 +79,7 @@ def test_a_packed_input_is_its_rows(kind):
 
 
 def test_a_completion_sees_no_other():
-    lm = small("qwen2").float()
+    lm = small().float()
     with torch.no_grad():
         batch = Batch(samples_of(GROUPS))
         before = packed_logprobs(lm, batch.samples)
@@ -129,29 +114,4 @@ def test_the_gpu_kernel_gets_the_same_attention(monkeypatch, window):
     packed = Micro(Batch(samples), list(range(len(samples))), torch.device("cpu")).inputs["packed"]
     q, k, v = (torch.randn(packed.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     ours, theirs = (way(q, k, v, packed, 0.3, window) for way in (batch.blocks, batch.varlen))
-    assert difference(ours, theirs) < 1e-14
-
-
-# ---- which models ----
-
-WINDOWS = {"mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=6)),
-           "gemma2": (Gemma2ForCausalLM, Gemma2Config, dict(
-               sliding_window=6, attn_logit_softcapping=2.0, query_pre_attn_scalar=8))}
-
-
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_windows_and_soft_caps_are_packed(kind):
-    """Every row is longer than the window; a completion's window reaches into its prompt."""
-    made, config, more = WINDOWS[kind]
-    torch.manual_seed(3)
-    lm = made(config(**SIZES, head_dim=8, **more)).double().eval()
-    float64.widen(lm)
-    samples = samples_of([(14, (12, 2, 20)), (3, (1, 5, 9, 2)), (9, (7, 6))])
-    with torch.no_grad():
-        ours = packed_logprobs(lm, samples)
-        lm.config.sliding_window = 100
-        theirs = one_by_one(lm, samples, "eager")
-        assert difference(ours, theirs) > 1e-3      # the window was seen
-        lm.config.sliding_window = 6
-        theirs = one_by_one(lm, samples, "eager")
     assert difference(ours, theirs) < 1e-14

@@ -329,6 +329,18 @@ def test_the_settings_reach_what_they_are_for(shipped):
 
     for name in ("policy/clip_frac", "policy/engine_cut", "critic/clip_frac"):
         assert sum(0.05 < value < 0.95 for value in values(name)) >= 4, name
+    for name in ("policy/opsm_cut", "policy/cov_cut"):
+        assert any(0 < value < 1 for value in values(name)), name
+    acts: dict[str, bool] = {}  # loss: does its bound cut some of the tokens, in some setting
+    for number, outcome in shipped.items():
+        loss = SETTINGS[number].flags.get("loss", "clip")
+        acts[loss] = acts.get(loss, False) or any(
+            0 < m.get("policy/clip_frac", 0) < 1 for m in outcome["metrics"])
+    assert [loss for loss, some in acts.items() if not some] == [
+        "reinforce", "variants/sapo.py:sapo"]
+    cut, = [outcome["metrics"][0]["policy/engine_cut"] for number, outcome in shipped.items()
+            if "geometric" in SETTINGS[number].words]
+    assert 0.05 < cut < 0.95
     assert sum(value > 0.01 for value in values("policy/approx_kl")) > 20
     for name in ("dropped_unscored", "dropped_no_baseline", "dropped_overlong"):
         assert max(values(f"batch/{name}")) > 0, name

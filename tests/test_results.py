@@ -9,7 +9,7 @@ import pytest
 import log
 from errors import SettingsError
 from examples import instructions
-from house import has, module, write_run
+from house import GONE, has, module, write_run
 from results import collect, speedrun, table
 from tools import compare, plot, samples, score
 
@@ -111,7 +111,7 @@ def test_mistakes_are_one_sentence(tmp_path):
     for words, sentence in [
             ([a, "--"], r"set B has the seeds \[\]"), ([a, "--", "x"], "x is not a run"),
             ([a, b, "--", b], r"set A has the seeds \[0, 0\]; give one run of each"),
-            ([ROOT / "results/roads.json", "--", b], "roads.json is no job's file"),
+            ([ROOT / "bench/which.json", "--", b], "which.json is no job's file"),
             (["--reward", "none", a, "--", b], "share no step with reward/none")]:
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
             compare.main([str(word) for word in words])
@@ -213,7 +213,7 @@ def test_the_table_is_what_the_files_say():
     assert page.partition(table.BEGIN)[2] == table.table() + table.by_kind() + table.credit()
     needed = {"reward/mean", "policy/entropy", "rollout/length_mean", "loss/policy", "grad/norm",
               "rollout/logprob_gap_max", "time/step", "memory/peak_gb"}
-    assert len(table.jobs()) >= 30
+    assert len(table.jobs()) >= (10 if GONE else 30)
     for job in table.jobs().values():
         assert job["command"].startswith("./run.sh") and job["machine"] and job["date"]
         assert job["versions"]["torch"] and len(job["seeds"]) >= 3

@@ -46,6 +46,7 @@ def score(specs, items, group=1, workers=2, timeout=10.0, make=Pool):
     items = [item(x) if isinstance(x, str) else x for x in items]
     with closing(make(specs, RewardArgs(workers, timeout))) as pool:
         pool.wait()
+        pool.progress["global_step"] = 7
         return scores_of(pool, items, group if pool.groups else 1)
 
 
@@ -66,7 +67,6 @@ def lost(scores):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Write a reward file; give the name of its function f."""
     monkeypatch.chdir(tmp_path)
 
     def write(code, name="own.py"):
@@ -81,19 +81,20 @@ def own(tmp_path, monkeypatch):
 FILES = {"own.py": F + "return 1\ndef batch(sources): return 1\n"
                    "def compute_score(data_source, solution_str, ground_truth): return 1\n",
          "exit.py": "os._exit(7)", "says.py": "sys.exit('set KEY first')",
-         **dict.fromkeys(["math.py", "a/one.py"], F + "return 1"),
+         **dict.fromkeys(["math.py", "v1.2.py", "a/one.py"], F + "return 1"),
          "a/same.py": "", "b/same.py": "", "b/two.py": "def g(completion): return 1"}
 
 
 @pytest.mark.parametrize("specs, sentence", [
     (["maths", "nope:2", "math", "math:2", "own.py:std", "gone.py:f"],
      "(?s)maths: no such reward.*nope.*reward/math is another.*reward/std is.*no such file"),
-    ([], "--reward takes NAME"), (["own.py:missing"], "own.py has no missing"),
+    ([], "empty"), (["own.py:missing"], "own.py has no missing"),
     (["own.py:batch"], r"it has \['sources'"), (["exit.py:f"], "ended with code 7"),
-    (["own.py:compute_score"], "examples/adapters.py has others"),
+    (["own.py:compute_score"], "For a function of verl or EasyR1 see examples/adapters.py"),
     (["says.py:f"], r"GB\): set KEY first$"),
-    (["math.py:f"], "`import math` must find .*another name for the file"),
-    (["a/one.py:f", "b/two.py:g"], "two of its folders have same. Would work")])
+    (["math.py:f"], "by its name: `import math` finds .*another name for the file"),
+    (["v1.2.py:f"], "`import v1.2` finds nothing"),
+    (["a/one.py:f", "b/two.py:g"], "two of its folders have same, and an import takes one")])
 def test_mistakes_are_found_before_anything_starts(own, specs, sentence):
     for name, code in FILES.items():
         own(code, name)
@@ -159,7 +160,6 @@ def rows_with(answer, folder):
 
 
 def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
-    """Lists were compared as the text of a list, and gave 0 to all that was said."""
     items, names = [], ["exact", "gsm8k", "math"]
     needs, _ = rewards.check([*names, "kk01"])
     for answer in READ:
@@ -174,12 +174,11 @@ def test_saying_the_answer_gets_1_or_the_row_is_refused(tmp_path):
             assert repr(str(row.answer)) in str(error.value)
     expected = [(0, 0, 0) if one.completion[:2] == "no" else (1, 1, 1) for one in items]
     assert parts(score(names, items, timeout=60.0)) == expected
-    logic_rl = {"solution_text_format": KK, "statements": ["..."]}
     said = f"<think></think><answer>{KK}</answer>"
     scores = score(["kk", "countdown"], [
-        item(said, answer, nums=[1], target=9) for answer in (KK, logic_rl, ["x is a knave", KK])]
-        + [item("4 * 3", KK, nums=[3, 4], target=[7, "12"])])
-    assert parts(scores) == [(3, 0)] * 3 + [(-3, 1)]
+        item(said, ["x is a knave", KK], nums=[1], target=9),
+        item("4 * 3", KK, nums=[3, 4], target=[7, "12"])])
+    assert parts(scores) == [(3, 0), (-3, 1)]
 
 
 def test_rows_without_a_column_that_a_reward_needs_are_refused(own):
@@ -202,6 +201,8 @@ def plain_trl(prompts, completions, answer, **columns):
 def trl(completions, prompts, level, **columns):
     assert prompts == [[{"role": "user", "content": "q"}]] * 2 and level == [2, 2]
     assert columns.keys() >= {"answer", "completion_ids", "tokens", "truncated"}
+    columns["log_extra"]("text", completions), columns["log_metric"]("mean", 1.0)
+    assert columns["trainer_state"].global_step == 7
     return [len(turns[0]["content"]) for turns in completions]
 def score_of_verl(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "here" and extra_info["i"] == 1
@@ -232,26 +233,20 @@ def test_rewards_of_ours_and_of_others(own):
         (121, 3, 1, 1, 1, 2, 2)]
 
 
-def test_a_score_is_a_weighted_sum_and_none_leaves_the_completion_without_one(own):
-    own("def few(completion, level): return None if level == 7 else level")
-    specs = ["exact:2", "short:0.1", "format", "own.py:few:-0.5"]
-    rows = [item(" yes\n", "yes", tokens=2000, level=1), item("no", "yes", tokens=10, level=7)]
-    assert score(specs, rows) == [
-        Score(2 - 0.2 - 0.5, {"exact": 1.0, "short": -2.0, "format": 0.0, "few": 1.0}, None),
-        Score(None, {"exact": 0.0, "short": -0.01, "format": 0.0, "few": None},
-              "few returned None")]
-
-
-def test_trls_none_is_not_applicable_and_the_others_count(own):
-    """As TRL's nansum over weights. Two tasks, each None on the other's rows."""
+def test_a_score_is_a_weighted_sum_of_what_applies(own):
+    """None of ours leaves the completion without a score; TRL's is "not applicable", as in its
+    nansum over weights. Two tasks, each None on the other's rows."""
     own("def one(completions, task, **_): return [1.0 if t == 'one' else None for t in task]\n"
         "def two(completions, task, **_): return [2.0 if t == 'two' else None for t in task]\n"
         "def ours(completion, task): return None if task == 'none' else 0")
     items = [item("3", task=task) for task in ("one", "two", "three", "none")]
     found = score(["own.py:one:0.5", "own.py:two:10", "own.py:ours"], items, group=2)
-    assert totals(found) == [0.5, 20.0, 0.0, None]
+    assert totals(found) == [0.5, 20.0, 0.0, None] and found[3].error == "ours returned None"
     assert parts(found) == [(1, None, 0), (None, 2, 0), (None, None, 0), (None, None, None)]
     assert score(["own.py:one", "own.py:two"], items, 2)[2].error.startswith("every")
+    yes = item(" yes\n", "yes", tokens=2000)
+    assert score(["exact:2", "short:0.1", "format"], [yes]) == [
+        Score(2 - 0.2, {"exact": 1.0, "short": -2.0, "format": 0.0}, None)]
 
 
 def test_what_a_function_of_trl_may_return():
@@ -277,25 +272,17 @@ NEIGHBOURS = {
                    "    assert late is utils\n    return utils.N + data.N + rewards.N",
     "one/utils.py": "N = 1", "one/data.py": "N = 10", "one/rewards.py": "N = 100",
     "one/examples/__init__.py": "", "one/examples/helper.py": "",
-    "two/other.py": "def g(completion): return 7",
-    "two/loss.py": "import losses, five\ndef own(logprobs, old_logprobs, advantages, mask, **_):\n"
-                   "    return 0 * logprobs + five.N * len(losses.LOSSES), {}",
+    "two/loss.py": "import losses, five\ndef g(completion): return 7\n"
+                   "def own(logp, *given, **_): return 0 * logp + five.N * len(losses.LOSSES), {}",
     "two/five.py": "N = 5"}
 
 
-@pytest.mark.parametrize("specs, expected", [
-    (["one/mine.py:f", "gsm8k"], (111, 1)), (["gsm8k", "one/mine.py:f"], (1, 111)),
-    (["one/mine.py:f", "two/other.py:g", "kk01"], (111, 7, 0))])
-def test_what_lies_beside_a_reward_is_its_own_and_hides_nothing(own, specs, expected):
-    """An examples/ beside the file: gsm8k after it was "No module named 'examples.gsm8k'"."""
+def test_what_lies_beside_a_reward_or_a_loss_is_its_own_and_hides_nothing(own):
     for name, code in NEIGHBOURS.items():
         own(code, name)
-    assert parts(score(specs, [item("5", KK if "kk01" in specs else "5")])) == [expected]
-
-
-def test_a_loss_has_its_neighbours_and_the_trainer_keeps_its_modules(own):
-    for name, code in NEIGHBOURS.items():
-        own(code, name)
+    for specs, expected in ((["one/mine.py:f", "two/loss.py:g", "gsm8k"], (111, 7, 1)),
+                            (["gsm8k", "one/mine.py:f"], (1, 111))):
+        assert parts(score(specs, [item("5", "5")])) == [expected]
     loss, _ = flags.own("loss", "two/loss.py:own").function(1, 2, 3, 4)
     assert loss == 5 * len(sys.modules["losses"].LOSSES)
 
@@ -316,7 +303,6 @@ def g(completions, **_):
 
 
 def test_a_reward_may_have_processes_of_its_own(own):
-    """With each start method: "No module named 'own_mine'" was all that two of them gave."""
     own(POOLS, "my rewards/mine.py")
     specs = [f"my rewards/mine.py:{name}" for name in "fg"]
     items = [item(how) for how in ("fork", "spawn", "forkserver") for _ in range(2)]
@@ -324,20 +310,17 @@ def test_a_reward_may_have_processes_of_its_own(own):
 
 
 def test_a_worker_ends_in_silence_when_the_trainer_does():
-    """Its traceback, an EOFError, once followed the run's own error. Before its first message,
-    between two, and inside one."""
-    message = pickle.dumps((2**32, rewards.parse(["exact"])))
-    for sent in b"", message, message + message[:20]:
-        ours, theirs = socket.socketpair()
-        code = f"import worker; worker.work({theirs.fileno()})"
-        with theirs:
-            process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()],
-                                       cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        ours.sendall(sent)
-        if len(sent) >= len(message):
-            assert b"\n" in ours.recv(1 << 16)
-        ours.shutdown(socket.SHUT_WR)
-        assert process.communicate(timeout=60) == (None, "") and process.returncode == 0
+    """Its traceback, an EOFError, once followed the run's own error. Inside a message."""
+    message, (ours, theirs) = pickle.dumps(
+        (2**32, rewards.parse(["exact"]))), socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import worker; worker.work({theirs.fileno()})"], cwd=ROOT,
+            pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    ours.sendall(message + message[:20])
+    assert b"\n" in ours.recv(1 << 16)
+    ours.shutdown(socket.SHUT_WR)
+    assert process.communicate(timeout=60) == (None, "") and process.returncode == 0
 
 
 def group_of(own, define, make):
@@ -397,7 +380,6 @@ def test_a_worker_that_stopped_reading_costs_a_completion(own):
 
 
 def gone(pid):
-    """Within a minute."""
     for _ in range(1200):
         try:
             if ") Z " in Path(f"/proc/{pid}/stat").read_text():
@@ -410,7 +392,6 @@ def gone(pid):
 
 @pytest.mark.parametrize("end", ["", "time.sleep(1e9)", "os._exit(3)"])
 def test_what_a_reward_forks_dies_with_its_worker(own, end):
-    """Closed, late, or crashed."""
     spec = own("import subprocess\n" + F + "pid = os.fork()\n    if not pid: time.sleep(1e9)\n"
                "    shell = subprocess.Popen(['sleep', '99'])\n"
                "    print(pid, shell.pid, os.getpid(), file=open('pids', 'w'), flush=True)\n"
@@ -422,7 +403,6 @@ def test_what_a_reward_forks_dies_with_its_worker(own, end):
 
 
 def test_workers_die_with_the_trainer(own, tmp_path):
-    """Killed while they hang."""
     spec = own(F + "open(f'pid{os.getpid()}', 'w'), time.sleep(1e9)")
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -459,39 +439,27 @@ def test_scores_are_in_order_and_what_a_reward_prints_goes_where_the_trainers_do
 
 # ---- a batch
 
-def scored_on(world, specs, groups, group):
+def scored(world, spec):
     """(text and score of each sample, how often this rank decoded)"""
     decoded, tokenizer = [], tiny.make_tokenizer()
+    ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
     reads = data.reader(tokenizer, [tokenizer.eos_token_id])
-
-    def text(ids):
-        decoded.append(len(ids))
-        return reads(ids)
-    samples = []
-    for i in range(groups * group):
-        row = data.Row(i, "q", [1], "12" if i % 2 else "3", {}, "")
-        ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
-        samples.append(Sample(data.Prompt(i, row), Completion(ids, np.zeros(len(ids)), False)))
-    with closing(Pool(specs, RewardArgs(1))) as pool:
+    samples = [Sample(data.Prompt(i, data.Row(i, "q", [1], "3", {}, "")),
+                      Completion(ids, np.zeros(len(ids)), False)) for i in range(4)]
+    with closing(Pool([spec], RewardArgs(1))) as pool:
         pool.wait()
         rewards.score_samples(SimpleNamespace(
-            scorer=pool, world=world, engine=SimpleNamespace(text=text),
-            log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, group)
+            scorer=pool, world=world, engine=SimpleNamespace(
+                text=lambda ids: decoded.append(1) or reads(ids)),
+            log=SimpleNamespace(time=lambda name: nullcontext(), say=print)), samples, 2)
     return [(s.text, s.score.total) for s in samples], len(decoded)
-
-
-def all_scored_on(world, cases):
-    return [scored_on(world, *case) for case in cases]
 
 
 def test_only_the_rank_that_scores_a_text_decodes_it(own, tmp_path):
     """With two whole groups, a rank of three has nothing to score."""
     own("def f(completions, **columns): return [float(len(completions))] * len(completions)")
-    found = ranks.results(3, all_scored_on, [
-        (["exact"], 5, 2), ([f"{tmp_path}/own.py:f"], 2, 2)])
-    for case, counts, values in (0, [4, 3, 3], [0.0, 1.0] * 5), (1, [2, 2, 0], [2.0] * 4):
-        assert [theirs[case][1] for theirs in found] == counts
-        assert all(theirs[case][0] == [("12", total) for total in values] for theirs in found)
+    found = ranks.results(3, scored, f"{tmp_path}/own.py:f")
+    assert found == [([("12", 2.0)] * 4, count) for count in (2, 2, 0)]
 
 
 def test_a_batch_that_fails_as_a_whole_stops():
@@ -513,7 +481,6 @@ def test_a_batch_that_fails_as_a_whole_stops():
 # ---- hostile completions
 
 def test_reasoning_gym_never_evaluates_an_answer(tmp_path):
-    """Nine of its scorers ran `__import__('os')`."""
     gym = pytest.importorskip("reasoning_gym")
     tasks = """countdown simple_integration n_queens polynomial_multiplication string_insertion
         spiral_matrix bitwise_arithmetic chain_sum""".split()

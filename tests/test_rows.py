@@ -13,14 +13,16 @@ import flags
 import inputs
 import plan
 import rewards
-import sft
 from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
-from parts.distill.teacher import add_teacher_prompts
-from parts.pictures import rows as pictured
-from parts.sft import targets
+from house import module
 from worker import Part
+
+sft = module("sft")
+teacher = module("parts.distill.teacher")
+pictured = module("parts.pictures.rows")
+targets = module("parts.sft.targets")
 
 TEMPLATE = (
     "{% if effort %}Effort: {{ effort }}{% endif %}"
@@ -90,7 +92,6 @@ def of(load, row: dict, folder: Path, kind: str = "jsonl", **flags):
 
 
 def template(messages, goes_on=True, **options) -> str:
-    """What transformers gives."""
     return TOKENIZER.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=goes_on, **options)
 
@@ -119,38 +120,7 @@ def refusal(load, row, folder, **flags) -> str:
     return str(error.value).partition("from 0): ")[2]
 
 
-# ---- nulls that Arrow adds
-
-CITY, DATE = call({"city": "Bern"}), call({"date": "today", "to": {"h": 9}})
-SCHEMAS = [schema("f", city={"type": "string"})], [schema("f", date={"enum": ["today"]})]
-TURNED = [{"messages": [user(), said("", tool_calls=[made]), {"role": "tool", "content": "3"},
-                        said()], "tools": tools, "extra_info": {key: 1}}
-          for made, tools, key in ((CITY, SCHEMAS[0], "a"), (DATE, SCHEMAS[1], "b"))]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in STORES if kind != "csv"])
-def test_what_is_learned_does_not_depend_on_how_rows_are_stored(tmp_path, kind):
-    """Arrow gives each struct the keys of all rows: {"city": "Bern", "date": null}."""
-    rows = learned(store(tmp_path, kind, TURNED))
-    for row, right in zip(rows, TURNED, strict=True):
-        chat, tools = right["messages"], right["tools"]
-        prompt = template(chat[:1], tools=tools)
-        whole = template(chat, False, tools=tools)
-        assert (prompt, (prompt + texts(row)[1]).rstrip()) == (row.prompt, whole.rstrip())
-        assert row.columns["extra_info"] == right["extra_info"]  # what a reward gets
-
-
-@pytest.mark.parametrize("kind", ["parquet", "saved"])
-def test_prompts_of_a_policy_and_of_its_teacher_have_no_such_nulls(tmp_path, kind):
-    stored = [{"prompt": row["messages"][:3], "tools": row["tools"]} for row in TURNED]
-    rows = asked(store(tmp_path, kind, stored))
-    assert [row.prompt for row in rows] == [
-        template(row["prompt"], tools=row["tools"]) for row in stored]
-    rows = add_teacher_prompts(rows, TOKENIZER, DataArgs(4096), "Think. {question}")
-    assert [TOKENIZER.decode(row.teacher_ids) for row in rows] == [
-        template([*row["prompt"][:2], {"role": "tool", "content": "Think. 3"}],
-                 tools=row["tools"]) for row in stored]
-
+# ---- nulls and calls
 
 def test_a_null_that_somebody_wrote_stays(tmp_path):
     chat = [user(), said(None, tool_calls=[call({"city": None}, id=None)], name=None)]
@@ -168,22 +138,12 @@ def test_a_null_that_somebody_wrote_stays(tmp_path):
 
 # ---- keys and columns with a meaning
 
-def test_schemas_of_a_row_are_in_its_prompt(tmp_path):
-    tools = SCHEMAS[0]
-    right = template([user()], tools=tools)
-    for i, stored in enumerate((tools, json.dumps(tools))):
-        spec = store(tmp_path, ("jsonl", "parquet")[i], [{"prompt": "q", "tools": stored}])
-        assert asked(spec)[0].prompt == right
-    flat = [tools[0]["function"]]
-    row = of(asked, {"prompt": "q", "tools": flat, "x": 1}, tmp_path)
-    assert row.prompt == template([user()], tools=flat) and row.columns["x"] == 1
-    assert of(asked, {"prompt": "q", "tools": []}, tmp_path).prompt == template([user()])
+# ---- keys and columns with a meaning
+
+def test_schemas_need_a_place(tmp_path):
+    stored = {"prompt": "q", "answer": "a", "tools": [schema("f")]}
     for load, tokenizer in (asked, PLAIN), (asked, make_tokenizer(None)), (learned, PLAIN):
-        words = refusal(load, {"prompt": "q", "answer": "a", "tools": tools}, tmp_path,
-                        tokenizer=tokenizer)
-        assert "no place for tools" in words
-    assert "tools must be a list of schemas" in refusal(
-        asked, {"prompt": "q", "tools": ["f"]}, tmp_path)
+        assert "no place for tools" in refusal(load, stored, tmp_path, tokenizer=tokenizer)
 
 
 def test_switches_of_the_template_are_those_of_the_row(tmp_path):
@@ -212,18 +172,9 @@ def test_a_turn_of_weight_0_is_not_learned(tmp_path, tokenizer):
     end = tokenizer.eos_token
     assert kept == f"yes{end}si{end}" and "one" in prompt
     assert after.startswith("yes") and "no" in after and after.endswith(f"si{end}")
-    assert "weight is not 0" in refusal(learned, {"messages": chat[:2]}, tmp_path)
-    for weight in 0.5, "1":
-        assert "message 1 of messages: its weight cannot be used" in refusal(
-            learned, {"messages": [user(), said(weight=weight)]}, tmp_path)
 
 
-def test_calls_as_openai_writes_them(tmp_path):
-    """Arguments as a JSON text, no content, nulls: vLLM and transformers want an object."""
-    stored = said(None, tool_calls=[call('{"a": [1, null]}', id="c1")], refusal=None)
-    right = template([user(), said("", tool_calls=[call({"a": [1, None]}, id="c1")])], False)
-    row = of(learned, {"messages": [user(), stored]}, tmp_path)
-    assert row.prompt + texts(row)[2] == right.rstrip()
+def test_calls_without_arguments_and_without_a_place(tmp_path):
     for nothing in "", None:
         row = of(learned, {"messages": [user(), said("", tool_calls=[call(nothing)])]}, tmp_path)
         assert '"arguments": {}}' in texts(row)[2]
@@ -232,36 +183,12 @@ def test_calls_as_openai_writes_them(tmp_path):
             learned, {"messages": [user(), said("", tool_calls=[wrong])]}, tmp_path)
     calls = {"messages": [user(), said("", tool_calls=[call({})])]}
     assert "no place for tool_calls" in refusal(learned, calls, tmp_path, tokenizer=PLAIN)
-    answered = {"prompt": [*calls["messages"], {"role": "tool", "content": ""}]}
-    assert of(asked, answered, tmp_path).prompt == template(answered["prompt"])
-
-
-def test_contents_in_parts(tmp_path):
-    parts = [{"type": "text", "text": "Sort "}, {"type": "text", "text": "31"}]
-    for kind in "jsonl", "parquet":
-        row = of(asked, {"prompt": [{"role": "user", "content": parts}]}, tmp_path, kind)
-        assert row.prompt == template([user("Sort 31")])
-    long = "x" * 200
-    words = refusal(asked, {"prompt": [user(long), {"role": "user", "content": [
-        *parts, {"type": "image_url", "image_url": {"url": "u"}}]}]}, tmp_path)
-    assert words.startswith("message 1 of prompt: its content cannot be used")
-    assert "image_url" in words and "Would work: " in words
-
-
-def test_sharegpt(tmp_path):
-    stored = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "A", "weight": 1}]
-    own = {"system": "S", "conversations": stored[:1]}
-    right = [{"role": "system", "content": "S"}, user(), said()]
-    assert of(asked, own, tmp_path).prompt == template(right[:2])
-    assert of(asked, own, tmp_path, system="T").prompt == template(
-        [{"role": "system", "content": "T"}, user()])
-    row = of(learned, {"conversations": [{"from": "system", "value": "S"}, *stored]}, tmp_path)
-    assert row.prompt + texts(row)[1] == template(right, False).rstrip()
 
 
 # Forms of other systems: by the general rule they are refused, and a function of convert.py reads
 # them. (form, the row, its messages; None: a row without)
 CALL = {"name": "f", "arguments": {"a": 1}}
+IMAGE = {"type": "image_url", "image_url": {"url": "u"}}
 TURN = [user(), said("", tool_calls=[call({"a": 1})]), {"role": "tool", "content": "1"}, said()]
 ELSEWHERE = {
     "llama-factory": ("chats", {"conversations": [
@@ -274,6 +201,8 @@ ELSEWHERE = {
                                             {"role": "tool", "content": "1"}, said()]}, TURN),
     "pandas": ("pandas", {"prompt": str([user()]), "reward_model": str({"ground_truth": "5"}),
                           "extra_info": str({"n": 1})}, [user()]),
+    "alpaca": ("alpaca", {"instruction": "q", "input": "x", "output": "A", "history": [[
+        "one", "two"]]}, [user("one"), said("two"), user("q\nx"), said("A")]),
     **{f"axolotl, {key}": ("chats", {"messages": [user(), said("no", **{key: off}), user(),
                                                   said()]}, [user(), said("no"), user(), said()])
        for key in convert.WEIGHTS for off in [0 if "loss" in key else False]}}
@@ -290,38 +219,38 @@ def test_forms_of_other_systems_are_refused_and_converted(tmp_path, name):
     assert "no" not in (texts(row)[2] if load is learned else "") and row.answer in (None, "5")
 
 
-def test_alpaca_with_earlier_turns(tmp_path):
-    row = {"instruction": "q", "input": "x", "output": "A", "history": [["one", "two"]]}
-    assert "no place for history" in refusal(asked, row | {"prompt": "q"}, tmp_path)
-    made = of(learned, convert.alpaca(row), tmp_path)
-    assert made.prompt + texts(made)[1] == template(
-        [user("one"), said("two"), user("q\nx"), said("A")], False).rstrip()
-
-
 @pytest.mark.parametrize("load, row, words", [
     (asked, {"prompt": [user(), {"role": "assistant", "content": None}, user()]},
      "message 1 of prompt: its content cannot be used"),
     (asked, {"prompt": ["q"]}, "message 0 of prompt: its role cannot be used"),
-    (asked, {"prompt": 5}, "the prompt must be a list of"),
-    (asked, {"prompt": str([user()])}, "the prompt must be a list of"),  # of pandas
-    (asked, {"prompt": [user(), said("", tool_calls=[CITY])]}, "prompt ends with what"),
+    (asked, {"prompt": 5}, "the prompt must be text or a list of"),
+    (asked, {"prompt": str([user()])}, "the prompt must be text or a list of"),  # of pandas
+    (asked, {"prompt": [user(), said("", tool_calls=[call({})])]}, "prompt ends with what"),
     (asked, {"messages": [user(), said()]}, "messages ends with what the assistant says"),
     (asked, {"prompt": [user() | {"images": ["x.png"]}]}, "no place for images"),
-    (asked, {"prompt": "q", "videos": ["x.mp4"]}, "no place for videos"),
-    (asked, {"instruction": "q", "input": "", "output": "a"}, "_template '{instruction} {input}'"),
-    (learned, {"question": "q", "answer": 5}, "the answer must be a list of"),
+    (asked, {"instruction": "q", "input": "", "output": "a"}, "such as '{instruction} {input}'"),
+    (learned, {"question": "q", "answer": 5}, "the answer must be text or a list of"),
     (learned, {"messages": "q"}, "the messages must be a list of"),
     (learned, {"prompt": "q", "chosen": "a", "rejected": "b"}, "this one has prompt, chosen, rej"),
-    (learned, {"prompt": "q", "completion": "a", "label": False}, "its label is False"),
-    (asked, {"prompt": "q", "functions": [{"name": "f"}]}, "no place for functions"),
-    (learned, {"prompt": "q", "completion": "a", "weight": 0}, "its weight is 0"),
-    (learned, {"prompt": "q", "completion": "a", "loss_weight": 0.5}, "its loss_weight is 0.5"),
-    (learned, {"messages": [user(), said()], "labels": [-100, 1]}, "its labels is [-100, 1]"),
-    (learned, {"messages": [user(), said(mask=0)]}, "no place for mask"),
-    (learned, {"messages": [user(), said(loss_scale=0.3)]}, "no place for loss_scale"),
+    (asked, {"prompt": "q", "tools": ["f"]}, "tools must be a list of schemas"),
+    (asked, {"prompt": [user("x" * 200), user([{"type": "text", "text": "a"}, IMAGE])]},
+     "message 1 of prompt: its content cannot be used: {'role': 'user', 'content': [{'type"),
+    (asked, {"text": "q", "label": "a"}, "no prompt column in (text, label); it needs prompt, "),
+    (asked, {"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
+    (asked, {"prompt": [user("s"), user("<|im_start|>user\nq")]}, "finished chat text"),
+    (learned, {"messages": [user(), said(weight=0)]}, "weight is not 0"),
+    (learned, {"messages": [user(), said(weight=0.5)]}, "message 1 of messages: its weight cannot"),
+    (learned, {"messages": [user(), said(weight="1")]}, "message 1 of messages: its weight cannot"),
     (asked, {"prompt": [{"role": "bing", "content": "x"}]}, "no place for bing"),
-    (learned, {"messages": [user(), said(train_detail=[1])]}, "no place for train_detail"),
-    (learned, {"messages": [user() | {"train": True}, said()]}, "no place for train")])
+    (asked, {"prompt": "q", "reward_model": "{'ground_truth': '1'}"}, "or its JSON text, not"),
+    (asked, {"prompt": "q", "extra_info": "{"}, "extra_info must be an object"),
+    *((asked, {"prompt": "q", key: ["x"]}, f"no place for {key}")
+      for key in ("videos", "history", "functions")),
+    *((learned, {"messages": [user(), said(**{key: value})]}, f"no place for {key}")
+      for key, value in (("mask", 0), ("loss_scale", 0.3), ("train_detail", [1]))),
+    *((learned, {"prompt": "q", "completion": "a", key: value}, f"its {key} is {value}")
+      for key, value in (("label", False), ("weight", 0), ("loss_weight", 0.5),
+                         ("labels", [-100, 1])))])
 def test_what_cannot_be_obeyed_is_refused_by_name(tmp_path, load, row, words):
     assert words in refusal(load, row, tmp_path)
 
@@ -380,15 +309,16 @@ def formats(i: int) -> dict[str, tuple[dict, list[dict], dict]]:
     """name: (a row, its messages, what the template gets beside them). The last message is to
     learn, if it is the assistant's."""
     q, a = pair(i)
-    made, tools = call({("a", "b", "c")[i % 3]: i}), [schema("f", **{f"x{i % 4}": {"type": "t"}})]
+    made = call({("a", "b", "c")[i % 3]: (i, {"h": i}, "x")[i % 3]})  # Arrow adds the others' keys
+    tools = [schema("f", **{f"x{i % 4}": {"type": "t"}})]
     text_call = made | {"function": made["function"] | {
         "arguments": json.dumps(made["function"]["arguments"])}}
     turned = [user(q), said("", tool_calls=[made]), {"role": "tool", "content": "3"}, said(a)]
-    openai = [{"role": "user", "content": [{"type": "text", "text": q}]},
+    openai = [{"role": "user", "content": [{"type": "text", "text": x} for x in (q[:4], q[4:])]},
               said(None, tool_calls=[text_call]), {"role": "tool", "content": "3"},
               said(a, weight=1)]
     return {
-        "trl, standard": ({"prompt": q, "answer": a}, [user(q)], {}),
+        "trl, standard": ({"prompt": q, "answer": a, "tools": []}, [user(q)], {}),
         "trl, conversational": ({"prompt": [user(q)], "solution": a}, [user(q)], {}),
         "prompt and completion": ({"prompt": q, "completion": a}, [user(q), said(a)], {}),
         "both conversational": ({"prompt": [user(q)], "completion": [said(a)]},
@@ -397,6 +327,11 @@ def formats(i: int) -> dict[str, tuple[dict, list[dict], dict]]:
         "openai": ({"messages": openai, "tools": json.dumps(tools)}, turned, {"tools": tools}),
         "sharegpt": ({"conversations": [{"from": "human", "value": q},
                                         {"from": "gpt", "value": a}]}, [user(q), said(a)], {}),
+        "sharegpt with a system": (
+            {"system": "S", "conversations": [{"from": "human", "value": q},
+                                              {"from": "gpt", "value": a}]},
+            [{"role": "system", "content": "S"}, user(q), said(a)], {}),
+        "a tool's answer": ({"prompt": turned[:3], "tools": tools}, turned[:3], {"tools": tools}),
         "verl": ({"data_source": "s", "prompt": [user(q)], "reward_model": {
             "style": "rule", "ground_truth": a}, "extra_info": {f"k{i % 3}": i}}, [user(q)], {}),
         "easyr1": ({"problem": q, "answer": a, "images": []}, [user(q)], {}),
@@ -415,19 +350,27 @@ def test_the_formats_of_the_field_in_every_store(tmp_path, n):
             stored, chats, options = zip(*(row[name] for row in rows), strict=True)
             spec = store(tmp_path / name, kind, stored)
             if name == "alpaca":
-                with pytest.raises(SettingsError, match="_template '{instruction} {input}'"):
+                with pytest.raises(SettingsError, match="such as '{instruction} {input}'"):
                     asked(spec)
                 made = asked(spec, prompt_template="{instruction} {input}")
                 assert made[0].prompt == template([user(f"{pair(0)[0]} ")])
                 continue
             learns = chats[0][-1]["role"] == "assistant"
+            if learns and not targets:
+                continue
             made = (learned if learns else asked)(spec)
-            for row, chat, more, one in zip(made, chats, options, stored, strict=True):
-                first = next((k for k, m in enumerate(chat) if m["role"] == "assistant"), len(chat))
+            for i, (row, chat, more, one) in enumerate(zip(
+                    made, chats, options, stored, strict=True)):
+                first = chat.index(user(pair(i)[0])) + 1 if learns else len(chat)
                 assert row.prompt == template(chat[:first], **more), (name, kind)
                 if learns:
                     whole = row.prompt + texts(row)[1]
                     assert whole == template(chat, False, **more).rstrip("\n"), (name, kind)
+                if name == "a tool's answer" and teacher:
+                    taught, = teacher.add_teacher_prompts(
+                        [row], TOKENIZER, DataArgs(4096), "Think. {question}")
+                    hint = template([*chat[:2], {"role": "tool", "content": "Think. 3"}], **more)
+                    assert TOKENIZER.decode(taught.teacher_ids) == hint
                 if name == "verl":
                     assert row.answer == one["reward_model"]["ground_truth"]
                     assert row.columns["extra_info"] == one["extra_info"]

@@ -10,7 +10,7 @@ import pytest
 
 from examples import tiny
 from forked import PYTHON
-from test_report import parts
+from house import has, needs, parts
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
@@ -67,6 +67,7 @@ def again(answer, turns, **row):
 def length(completion, answer, **row):
     return None if sum(map(ord, completion)) % 5 == 0 else len(completion) / 100
 """
+TURNS = "--max_turns 2 --reply mine.py:again" if has("turns") else ""
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,9 @@ def run(place) -> dict:
     write(place / "train.jsonl", rows)
     write(place / "seven.jsonl", rows[:7])
     (place / "mine.py").write_text(MINE)
-    done = script(*"""--data train.jsonl --eval_data seven.jsonl --reward gsm8k mine.py:length:0.5
+    done = script(*f"""--data train.jsonl --eval_data seven.jsonl --reward gsm8k mine.py:length:0.5
         --batch 3 --group 4 --steps 13 --max_prompt_tokens 1024 --max_tokens 48 --minibatches 1
-        --max_turns 2 --reply mine.py:again
+        {TURNS}
         --lr 3e-4 --warmup_steps 2 --lr_schedule linear --betas 0.9 0.95 --weight_decay 0.01
         --stop zq --wandb test --name gsm --eval_samples 3 --eval_temperature 0.8 --eval_every 6
         --samples_every 1 --target_reward 0.2 0.9 --seed 4294967296""".split(), ranks=2, cwd=place)
@@ -147,6 +148,7 @@ def test_the_folder_has_samples_a_curve_a_plan_wandb_and_a_model(run):
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
+@needs("report", "turns")
 def test_the_numbers_of_the_tokens_are_in_the_page(run):
     """Those of samples/, of each sampled token; their number is that of metrics.jsonl."""
     metrics = {row["step"]: row for row in run["rows"] if "eval/rows" not in row}

@@ -78,7 +78,7 @@ def scorer_of(world, groups: bool = False):
         return [Answer([1.0], None) for _ in items]
 
     scorer = SimpleNamespace(groups=groups, ask=ask, unanswered=0, warned=False, kind="reward",
-                             parts=[Part("exact", 1.0, None)])
+                             parts=[Part("exact", 1.0, None)], progress={})
     return asked, SimpleNamespace(world=world, scorer=scorer, log=fakes.Log(),
                                   engine=SimpleNamespace(text=lambda ids: "text"))
 
@@ -144,7 +144,7 @@ def test_all_models_but_the_reference_are_loaded_to_be_trained(tmp_path, monkeyp
 
 def test_a_resumed_run_is_restored_before_its_policies_are_compared(tmp_path, monkeypatch):
     it, kept = run_of(tmp_path), []
-    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(wait=int))
+    monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(wait=int, progress={}))
     for name, fake in dict(
             try_worst_case=lambda it: None, build_models=lambda *given: ("policy", None, None),
             build_engine=lambda it: f"engine of {it.policy}",
@@ -176,7 +176,6 @@ def compared(gaps: dict, rounding: float = 0.0, max_gap: float | None = None) ->
     try:
         run.judge(SimpleNamespace(
             dtype=torch.bfloat16 if bfloat16 else torch.float32, log=log,
-            max_gap=max_gap or (0.15 if bfloat16 else 1e-3),
             policy=SimpleNamespace(module=SimpleNamespace(lm=lm)),
             args=SimpleNamespace(run_args=SimpleNamespace(max_gap=max_gap))), gaps, rounding)
     except errors.SettingsError as error:
@@ -195,7 +194,7 @@ def test_the_limit_of_the_comparison_is_what_bfloat16_rounds_in_this_run():
                         compared(gaps, rounding=0.0075))
     assert "compared this kind" in compared({pair: 0.02}, rounding=0.0075, max_gap=0.03)
     assert "more than --max_gap 0.01" in compared({pair: 0.014}, rounding=0.0075, max_gap=0.01)
-    assert "more than --max_gap 0.15" in compared({pair: 0.2}, rounding=3.0)
+    assert "more than 0.15: 2 roundings" in compared({pair: 0.2}, rounding=3.0)
 
 
 # ---- plan.py, turns.py, model.py
@@ -208,6 +207,7 @@ def test_a_pass_that_nothing_needs_is_not_made(flags, old, reference):
     assert (args(**flags).needs_old_logprobs, args(**flags).needs_reference) == (old, reference)
 
 
+def test_what_offload_names_moves():
     moved, p = [], torch.nn.Parameter(torch.zeros(2))
     module = torch.nn.Linear(1, 1)
     module.to = moved.append

@@ -1,5 +1,5 @@
 """A loss or an advantage of a file: what is refused before anything loads, and that the file stays
-the same. Their formulas are in test_losses.py."""
+the same. Their formulas are in test_reference.py."""
 import itertools
 import os
 from pathlib import Path
@@ -98,10 +98,11 @@ def test_far_from_pi_old_a_loss_and_its_gradient_are_finite(name):
     for far, A in itertools.product((500.0, -500.0, 80.0), (1.5, -1.5)):
         old = torch.tensor([-501.0 if far > 0 else -1.0, -1.0])
         logprobs = (old + torch.tensor([far, 0.1])).requires_grad_()
-        found, _ = loss(name, logprobs, old, torch.tensor([A, A]), torch.tensor([0, 0]),
+        found, metrics = loss(name, logprobs, old, torch.tensor([A, A]), torch.tensor([0, 0]),
                         dual_clip=None)
         assert found.dtype == torch.float32 and found.isfinite().all()
         assert gradient(found.sum(), logprobs).isfinite().all()
+        assert not any(x.requires_grad for x in metrics.values())
 
 
 @pytest.mark.parametrize("G", [2, 3])

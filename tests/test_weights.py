@@ -38,7 +38,6 @@ HEAD = "lm_head.weight"
 
 
 def tensors(kind: str, seed: int) -> dict[str, torch.Tensor]:
-    """Of a random model, as save_pretrained has them."""
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(CONFIGS[kind])
     found = {name: torch.randn_like(p) for name, p in lm.named_parameters()}
@@ -77,7 +76,7 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- reports, and their kind ----
+# ---- what a run has ----
 
 def loaded(world, folders: list[Path]) -> list:
     """Of each folder what a run has as weights, a tied head too, or the sentence."""
@@ -93,53 +92,6 @@ def loaded(world, folders: list[Path]) -> list:
 
 def ours(*folders: Path) -> list:
     return results(1, loaded, folders)[0]
-
-
-def test_the_index_decides_and_older_shards_or_a_variant_beside_it_are_not_mixed_in(tmp_path):
-    """A folder was saved again with another count: the perplexity was 1037.9, the old model's, and
-    transformers' 1.0008. (mlx-vlm#1464, diffusers#14769)"""
-    old, new = tensors("qwen2", 0), tensors("qwen2", 1)
-    beside = [(2, 3, ""), (3, 2, ""), (4, 2, ""), (0, 2, ".bf16"), (0, 3, ".fp16"), (0, 2, "")]
-    folders = [tmp_path / str(i) for i in range(len(beside))]
-    for folder, (older, newer, v) in zip(folders, beside, strict=True):
-        write_config(folder, "qwen2")
-        save(folder, old, older, v)
-        save(folder, new, newer)
-    for *found, sentence in results(2, loaded, folders):
-        for folder, weights_there in zip(folders[:-1], found, strict=True):
-            assert same(weights_there, theirs(folder))
-            assert torch.equal(weights_there["model.norm.weight"], new["model.norm.weight"])
-        # transformers reads the old file and vLLM the shards: nobody knows what was meant.
-        assert re.search(f"two models: model.safetensors, .* and {INDEX}, ", sentence)
-    assert torch.equal(theirs(folders[-1])["model.norm.weight"], old["model.norm.weight"])
-
-
-@pytest.mark.parametrize("flaw, said", [
-    ("another layer", rf"model-0000\d-of-00002.safetensors has {re.escape('model.layers.2.mlp')}"),
-    ("other head", "has lm_head.weight, which differs from model.embed_tokens.weight, .* false"),
-    ("twice", "model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both have "),
-    ("index names an absent file", "has no model-00009-of-00009.safetensors. Would work: "),
-    ("index has no map", f"{INDEX} has no weight_map of tensors to files "),
-    ("cut", "-of-00002.safetensors is no whole safetensors file"),
-    ("adapter", "has an adapter_config.json, which is not supported")])
-def test_a_sentence_names_the_file_and_the_tensor(tmp_path, flaw, said):
-    write_config(tmp_path, "qwen2")
-    files = save(tmp_path, tensors("qwen2", 0), 2)
-    FLAWS[flaw](tmp_path, files, random.Random(0))
-    with pytest.raises(SettingsError, match=said):
-        model_files.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
-
-
-def test_a_family_of_shards_without_an_index_must_be_whole_and_alone(tmp_path):
-    write_config(tmp_path, "qwen2")
-    files = save(tmp_path, tensors("qwen2", 0), 2, index=False)
-    assert [path.name for path in model_files.weight_files(str(tmp_path))] == files
-    save(tmp_path, tensors("qwen2", 1), 3, index=False)
-    with pytest.raises(SettingsError, match="-of-00002.saf.* and .*-of-00003.saf.* both have "):
-        model_files.names_in_files(model.skeleton(str(tmp_path)), str(tmp_path))
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(SettingsError, match="has no model-00002-of-00003.safetensors. Would work"):
-        model_files.weight_files(str(tmp_path))
 
 
 # ---- small files ----
@@ -163,7 +115,6 @@ def whole(folder: Path) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """The sentence of a run. "": it may begin."""
     try:
         lm = model.skeleton(str(folder))
         model_files.names_in_files(lm, str(folder))
@@ -176,8 +127,6 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_small_file_that_is_broken_is_named(tmp_path, how):
-    """An empty generation_config.json was a JSONDecodeError, [] an AttributeError, and a page of a
-    server in the place of a template was each prompt."""
     whole(tmp_path)
     assert refusal(tmp_path) == ""
     small = [path for path in tmp_path.rglob("*.j*") if path.is_file()]
@@ -189,6 +138,13 @@ def test_a_small_file_that_is_broken_is_named(tmp_path, how):
         path.write_bytes(text)
 
 
+@pytest.mark.parametrize("ends", ['"2"', '"</s>"', '[2, "x"]', '{"a": 1}', "true", "2.0", "[[2]]"])
+def test_an_end_that_is_no_number_of_a_token_is_named(tmp_path, ends):
+    whole(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    assert "generation_config.json: eos_token_id must be the number" in refusal(tmp_path)
+
+
 def exported(world, folder: str) -> None:
     args = model.ModelArgs()
     policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
@@ -197,7 +153,6 @@ def exported(world, folder: str) -> None:
 
 
 def test_an_export_has_every_small_file_of_its_model(tmp_path):
-    """What is not weights: a trainer reads it, and so does whoever serves the export."""
     whole(tmp_path / "model")
     results(1, exported, str(tmp_path / "model"))
     there = {str(path.relative_to(tmp_path / "model")): path for path in (
@@ -232,7 +187,6 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", (0, 2))
 def test_of_a_repository_the_model_is_fetched_and_nothing_else(hub, count):
-    """It came with every *.safetensors: of a repository of Mistral, twice the bytes."""
     files = save(hub.repository, tensors("qwen2", 0), count)
     save(hub.repository, tensors("qwen2", 1), 2, ".fp16")
     save_file(tensors("qwen2", 2), hub.repository / "consolidated.safetensors")
@@ -282,7 +236,6 @@ def cut(folder: Path, files, rng):
 
 
 def edit(folder: Path, files, rng, change):
-    """change: of the tensors of one file."""
     path = folder / rng.choice(files)
     found = change(load_file(path))
     path.unlink()  # it may be a link
@@ -388,7 +341,6 @@ def link(folder: Path):
 
 
 def make(folder: Path, seed: int) -> dict:
-    """A folder as people leave it → what is in it."""
     rng = random.Random(seed)
     kind = rng.choice(list(CONFIGS))
     old, new = tensors(kind, 2 * seed), tensors(kind, 2 * seed + 1)

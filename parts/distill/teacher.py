@@ -45,7 +45,9 @@ class TaughtRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        return [*super().digested(of_file), self.teacher_ids]
+        found = super().digested(of_file)
+        found[4] = self.teacher_ids
+        return found
 
 
 def add_teacher_prompts(rows: list[Row], tokenizer, args: DataArgs,

@@ -1,11 +1,10 @@
 """pool.py: the workers of `async def` rewards. Each gets many calls at once."""
-import queue
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from errors import Range
 from parts.judges.waiting import PAUSE
-from rewards import Answer, Pool, RewardArgs, Score, Worker
+from rewards import Answer, Pool, RewardArgs, Score
 from worker import Part
 
 TOGETHER = 64  # calls that a worker gets at once
@@ -35,8 +34,9 @@ class TriedAnswer(Answer):
 
 
 class JudgePool(Pool):
-    """Its calls are lists of slices of a batch."""
+    """A worker gets many calls at once."""
     module: ClassVar = "parts.judges.waiting"
+    answer: ClassVar = TriedAnswer
 
     def __init__(self, specs: list[str], args: RewardArgs, retries: int):
         self.retries = retries
@@ -51,22 +51,10 @@ class JudgePool(Pool):
         for i in range(0, len(calls), TOGETHER):
             self.inboxes[0].put(calls[i:i + TOGETHER])
 
-    def call(self, worker: Worker, calls: list[slice]) -> None:
-        """See Pool."""
-        batch = [self.items[call] for call in calls]
-        worker.send(batch)
-        # All tries and pauses of the coroutines, after the other rewards.
-        seconds = self.args.reward_timeout * len(batch[0]) * (self.retries + 2)
-        found = worker.receive(seconds + PAUSE * (2**self.retries - 1) + 1)
-        for call, answers in zip(calls, found, strict=True):
-            self.answers[call] = [TriedAnswer(*of_item) for of_item in answers]
-
-    def failed(self, inbox: queue.Queue, calls: list[slice], error: Exception) -> None:
-        """A lone call has failed. Several are made again, each alone."""
-        if len(calls) == 1:
-            return super().failed(inbox, calls[0], error)
-        for call in calls:
-            inbox.put([call])
+    def seconds(self, batch: list[list]) -> float:
+        """All tries and pauses of the coroutines, after the other rewards."""
+        tries = self.args.reward_timeout * len(batch[0]) * (self.retries + 2)
+        return tries + PAUSE * (2**self.retries - 1) + 1
 
 
 def retries_of(scores: list[Score]) -> int:

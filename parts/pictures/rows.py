@@ -48,7 +48,7 @@ class PicturedRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        return [*super().digested(of_file), [
+        return [*super().digested(of_file)[:-1], [
             of_file(it) if isinstance(it, str) else it for it in self.pictures.sources]]
 
 

@@ -46,7 +46,9 @@ class LearnedRow(Row):
 
     def digested(self, of_file) -> list:
         """See data.Row."""
-        return [*super().digested(of_file), self.target]
+        found = super().digested(of_file)
+        found[3] = self.target
+        return found
 
 
 def keep(rows: list[LearnedRow], spec: str, most: int) -> tuple[list[LearnedRow], str]:

@@ -5,6 +5,7 @@ turns.py asks with a Move.
 import asyncio
 import inspect
 import sys
+import traceback
 from typing import ClassVar, NamedTuple
 
 import worker
@@ -38,7 +39,7 @@ class Reply(Reward):
 
     def values(self, result, items: list[Move]) -> list:
         """Its messages. None: the episode is over."""
-        return [messages(LOOP.run(result) if self.waits else result)]
+        return [messages(result)]
 
 
 def messages(value) -> list[dict] | None:
@@ -62,7 +63,7 @@ def is_message(value) -> bool:
 class Environments:
     """Those of a --reply CLASS that live in this worker, by the seeds of their episodes."""
 
-    groups = False  # as of a worker.Reward
+    groups = waits = False  # as of a worker.Reward
 
     def __init__(self, kind: type):
         self.kind, self.live = kind, {}
@@ -115,16 +116,46 @@ def paid(turns: list[dict]) -> float | None:
 
 # ---- the process ----
 
-def load(part: Part) -> tuple[list, list]:
-    """The function or class of --reply. Of it: its methods; what it needs."""
+class Loaded(NamedTuple):
+    """What a worker calls."""
+    reply: Reply | Environments
+    timeout: float  # seconds for an answer
+
+
+def load(part: Part, timeout: float) -> tuple[Loaded, list]:
+    """The function or class of --reply. Of it: its methods; is it `async def`; what it needs."""
     found = worker.find(part)
     if inspect.isclass(found):
         it = Environments(found)
-        return [it], [it.methods, []]
+        return Loaded(it, timeout), [it.methods, False, []]
     reply, needs = worker.read_signature(part, found, Reply)
-    return [reply], [[], needs]
+    return Loaded(reply, timeout), [[], reply.waits, needs]
+
+
+def score(loaded: Loaded, calls: list[list[Move]]) -> list[list]:
+    """As worker.score. Calls of an `async def` run together."""
+    if not loaded.reply.waits:
+        return worker.score([loaded.reply], calls)
+    return LOOP.run(score_all(loaded, calls))
+
+
+async def score_all(loaded: Loaded, calls: list[list[Move]]) -> list[list]:
+    """Calls the coroutine."""
+    return await asyncio.gather(*(score_one(loaded, moves) for moves in calls))
+
+
+async def score_one(loaded: Loaded, moves: list[Move]) -> list:
+    """The answers of one call."""
+    try:
+        said = await asyncio.wait_for(loaded.reply.start(moves), loaded.timeout)
+        found = loaded.reply.values(said, moves)
+    except MemoryError:  # as in worker.found_by
+        raise
+    except Exception:
+        found = [traceback.format_exc()[-2000:]]
+    return worker.answers([found])
 
 
 def work(fd: int) -> None:
     """See worker.py."""
-    worker.work(fd, load)
+    worker.work(fd, load, score)

@@ -27,6 +27,7 @@ from rewards import Answer, Pool, check_rows, file_of, report
 from rollout import Request, hash_seed
 from worker import ROOT, Part
 
+TOGETHER = 64  # calls of an `async def` that a worker gets at once
 WORDS = "<think>\nt\n</think>\n\nQX7"  # of a turn; some templates drop the first part later
 
 
@@ -84,11 +85,11 @@ class ReplyPool(Pool):
 
     def what(self) -> tuple:
         """See rewards.Pool."""
-        return (self.parts[0],)
+        return self.parts[0], self.args.reward_timeout
 
     def take(self, told: list) -> None:
-        """The methods of a CLASS, and what it needs."""
-        self.methods, self.needs = told
+        """The methods of a CLASS; is a function `async def`; what it needs."""
+        self.methods, self.waits, self.needs = told
 
     def ask(self, moves: list[Move], homes: list[int]) -> list[Answer]:
         """An answer for each. homes: a number for each; the same worker gets all moves of a number,
@@ -97,9 +98,17 @@ class ReplyPool(Pool):
         return super().ask(moves)
 
     def put(self, calls: list[slice]) -> None:
+        """See rewards.Pool. An `async def` answers many at once."""
+        size = TOGETHER if self.waits else 1
+        for number, inbox in enumerate(self.inboxes):
+            mine = [call for call, home in zip(calls, self.homes, strict=True)
+                    if home % len(self.inboxes) == number]
+            for i in range(0, len(mine), size):
+                inbox.put(mine[i:i + size])
+
+    def seconds(self, batch: list[list]) -> float:
         """See rewards.Pool."""
-        for call, home in zip(calls, self.homes, strict=True):
-            self.inboxes[home % len(self.inboxes)].put(call)
+        return super().seconds(batch[:1] if self.waits else batch) + 1
 
 
 def said(text: str) -> dict:

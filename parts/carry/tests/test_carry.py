@@ -1,19 +1,16 @@
 """carry.py: which completions go on, which are trained on, with which seeds and ages."""
-import itertools
 import json
 import math
-from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import tyro
 
 import grpo
-import losses
 import plan
 import test_layouts
 from batch import Completion
@@ -84,7 +81,6 @@ def spread(position: int, i: int) -> int:
 
 
 def one_step(it: Carry, step: int) -> list:
-    """As `train` does: new prompts for each step."""
     it.engine.log.times.clear()
     it.engine.world.step = step
     return it.sample(it.engine, it.stream.next(3))
@@ -94,13 +90,13 @@ def steps(it: Carry, n: int) -> list[list]:
     return [one_step(it, step) for step in range(n)]
 
 
-def by_hand(carry: int, tokens: int, n: int) -> list[list[list[int]]]:
+def by_hand(carry: int, tokens: int, n: int, most: int) -> list[list[list[int]]]:
     """Plainly: the step of each token, of both completions of a prompt, in each step's prompts."""
     flight, found = [], []  # of (whole length, steps of its tokens so far), two a prompt
     for step in range(n):
         while len(flight) < 3 * (1 + carry):
             position = 3 * step + len(flight)
-            flight.append([[spread(position, i), []] for i in (0, 1)])
+            flight.append([[min(most, spread(position, i)), []] for i in (0, 1)])
         while any(len(made) < whole for prompt in flight[:3] for whole, made in prompt):
             for prompt in flight:
                 for one in prompt:
@@ -110,29 +106,23 @@ def by_hand(carry: int, tokens: int, n: int) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("carry, tokens", [(1, 4), (2, 4), (1, 7), (3, 32)])
-def test_a_step_has_the_oldest_prompts_whenever_they_end(carry, tokens):
-    """Which prompts it trains on does not depend on their lengths: no short one overtakes."""
-    it = made(carry, tokens)
-    for step, (samples, expected) in enumerate(zip(steps(it, 12), by_hand(carry, tokens, 12),
-                                                   strict=True)):
+@pytest.mark.parametrize("carry, tokens, most", [(1, 4, 32), (2, 4, 10), (1, 7, 32), (3, 32, 32)])
+def test_a_step_has_the_oldest_prompts_whenever_they_end(carry, tokens, most):
+    """Which prompts it trains on does not depend on their lengths: no short one overtakes. What
+    has `most` tokens and no end is truncated."""
+    it = made(carry, tokens, max_tokens=most)
+    for step, (samples, expected) in enumerate(zip(steps(it, 12), by_hand(
+            carry, tokens, 12, most), strict=True)):
         assert [s.prompt.position for s in samples] == [
             3 * step + k for k in range(3) for _ in (0, 1)]
         for k, s in enumerate(samples):  # whole, once, in order
             n, c = spread(s.prompt.position, k % 2), s.completion
-            assert c.ids.tolist() == [*range(n - 1), END] and not c.truncated and c.tokens == n
+            whole = [*range(n - 1), END] if n <= most else [*range(most)]
+            assert c.ids.tolist() == whole and c.tokens == len(whole)
+            assert c.truncated == (n > most)
             assert c.steps.tolist() == expected[k // 2][k % 2]
             assert np.array_equal(c.logprobs, -c.steps.astype(np.float32) / 8)
         assert len(it.flight) == 3 * carry
-
-
-def test_a_completion_never_has_more_than_max_tokens_and_is_then_truncated():
-    it = made(1, 4, max_tokens=10)
-    lengths = [(spread(s.prompt.position, k % 2), s.completion)
-               for samples in steps(it, 8) for k, s in enumerate(samples)]
-    for whole, c in lengths:
-        assert len(c.ids) == min(whole, 10) and c.truncated == (whole > 10)
-    assert {c.truncated for _, c in lengths} == {True, False}
 
 
 def test_without_a_batch_ahead_a_round_of_all_tokens_is_the_run_without_carry():
@@ -212,128 +202,6 @@ def test_what_does_not_go_with_it_is_one_sentence():
     found = plan.problems(planned("--carry", "1", "--stop", "x"), 1)
     for words in ("--carry needs --engine_correction", "--stop needs whole completions"):
         assert any(one.startswith(words) for one in found), found
-
-
-# ---- what is exact, and what is biased: every outcome of the shipped Carry is enumerated.
-
-STOP, PLACES = 0, 2  # a vocabulary of three tokens, one of which ends; at most two tokens
-POLICIES = torch.randn(2, 3, 3, dtype=torch.float64,  # (step, token before or none, token)
-                       generator=torch.Generator().manual_seed(0))
-REWARDS = torch.tensor([[0.3, 0.3, 0.3], [1.0, -0.5, 0.2], [-1.0, 2.0, 0.7]], dtype=torch.float64)
-
-
-class Branches:
-    """Draws by a script of choices. Where the script ends, it takes the first token."""
-
-    def __init__(self, script: list[int]):
-        self.script, self.taken, self.p = script, [], 1.0
-        times = defaultdict(lambda: 1.0)
-        self.log = SimpleNamespace(time=lambda name: nullcontext(), times=times)
-        self.world = SimpleNamespace(same_phase=lambda *told: None, step=0)
-
-    def complete(self, requests, temperature):
-        return [self.one(request) for request in requests]
-
-    def one(self, request) -> Completion:
-        begun, ids = request.prompt_ids[1:], []
-        logprobs = []
-        while len(ids) < request.room and STOP not in ids:
-            logp = POLICIES[self.world.step][(begun + ids)[-1] if begun + ids else 0]
-            logp = logp.log_softmax(-1)
-            k = len(self.taken)
-            token = self.script[k] if k < len(self.script) else 0
-            self.taken.append(token)
-            self.p *= float(logp[token].exp())
-            logprobs.append(float(logp[token]))
-            ids.append(token)
-        return Completion(np.array(ids, np.int32), np.array(logprobs), STOP not in ids)
-
-
-class ByReadiness(Carry):
-    """What was done before: the first prompts that have ended."""
-
-    def sample(self, engine, prompts):
-        self.step = engine.world.step
-        self.start(prompts)
-        while len(self.flight) < 2:
-            self.start(self.stream.next(1))
-        while not (ready := [g for g in self.flight if not any(self.unfinished([g]))]):
-            self.round(engine)
-        self.flight.remove(ready[0])
-        return [SimpleNamespace(completion=ready[0].completions[0])]
-
-
-def outcomes(kind: type, rounds: int) -> Counter:
-    """{(ids, their steps) of the completion that step 1 trains on: its probability}."""
-    found, script = Counter(), []
-    while True:
-        args = SimpleNamespace(batch=1, group=1, seed=0, temperature=1.0, max_tokens=PLACES,
-                               carry_args=CarryArgs(1, rounds))
-        stream = SimpleNamespace(position=0)
-
-        def following(n, stream=stream):
-            stream.position += n
-            return [SimpleNamespace(position=stream.position - n + k,
-                                    row=SimpleNamespace(prompt_ids=[9])) for k in range(n)]
-
-        stream.next, engine = following, Branches(script)
-        it = kind(args, stream)
-        for step in range(2):
-            engine.world.step = step
-            samples = it.sample(engine, stream.next(1))
-        c = samples[0].completion
-        found[tuple(c.ids.tolist()), tuple(c.steps.tolist())] += engine.p
-        script = engine.taken
-        while script and script[-1] == 2:  # its last choice that has another one
-            script.pop()
-        if not script:
-            return found
-        script = [*script[:-1], script[-1] + 1]
-
-
-def gradient(found: Counter, correction: str) -> torch.Tensor:
-    """The expected gradient of step 1, in the logits (3, 3) of its policy."""
-    logits = POLICIES[1].clone().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    for (ids, steps), p in found.items():
-        places = [*zip((0, *ids), ids, steps, strict=False)]
-        logp = torch.stack([logits.log_softmax(-1)[a, b] for a, b, _ in places])
-        engine = torch.stack([POLICIES[step].log_softmax(-1)[a, b] for a, b, step in places])
-        row, factors = torch.zeros(len(ids), dtype=torch.long), 1
-        if correction != "none":
-            factors, _ = losses.engine_correction(
-                logp.detach(), engine, row, n_rows=1, kind=correction, low=0.0, high=1e9)
-        A = REWARDS[ids[0], ids[-1]].expand(len(ids))
-        loss, _ = losses.clip_loss(
-            logp, logp.detach(), A, row, clip_low=0.2, clip_high=0.2, dual_clip=None)
-        total = total + p * (loss * factors).sum()
-    total.backward()
-    return logits.grad
-
-
-def exact() -> torch.Tensor:
-    """The gradient of minus the expected reward of the policy of step 1."""
-    logits = POLICIES[1].clone().requires_grad_()
-    p = logits.softmax(-1)
-    value = p[0, STOP] * REWARDS[STOP, STOP] + sum(
-        p[0, a] * p[a, b] * REWARDS[a, b] for a, b in itertools.product((1, 2), range(3)))
-    (-value).backward()
-    return logits.grad
-
-
-def off(kind: type, rounds: int, correction: str) -> float:
-    found = outcomes(kind, rounds)
-    assert sum(found.values()) == pytest.approx(1, abs=1e-12)
-    return float((gradient(found, correction) - exact()).norm() / exact().norm())
-
-
-def test_the_expected_gradient_in_order_is_exact_with_sequence_truncate_and_not_by_readiness():
-    """Over all outcomes, and over which completion is trained on. sequence_truncate has no bound
-    here. truncate weighs a token by its own ratio alone: a later token keeps the old prefix."""
-    assert off(Carry, 1, "sequence_truncate") < 1e-12
-    assert off(Carry, 1, "none") > off(Carry, 1, "truncate") > 0.01
-    assert off(ByReadiness, 1, "sequence_truncate") > 0.1  # no correction sees a selection
-    assert off(ByReadiness, PLACES, "sequence_truncate") < 1e-12  # a round of all tokens
 
 
 # ---- the script

@@ -41,7 +41,7 @@ def tagged(said):
 @pytest.mark.parametrize("function, cases", [
     (gsm8k.gsm8k, [
         ("first 18, then 20", "18", 0), ("#### 17\n\nNext question: 18", "#### 18", 0),
-        ("#### none, but 18", "18", 1), ("10-5", "5", 1), ("", "18", 0)]),
+        ("#### none, but 18", "18", 1), ("", "18", 0)]),
     (verifiers.math_reward, [
         ("It is $14/3$.", r"\frac{14}{3}", 1), (r"\boxed{72}", "48+24=72\n#### 72", 1),
         ("?", "72", 0)]),
@@ -110,7 +110,7 @@ def test_a_coroutine_of_a_group_is_one_call(own):  # noqa: F811
 
 def test_coroutines_and_others_are_added_up(own):  # noqa: F811
     own("async def trl(completions, level, **columns):\n    await asyncio.sleep(0)\n"
-        "    assert level == [2, 2]\n"
+        "    assert columns['trainer_state'].global_step == 7 and level == [2, 2]\n"
         "    return [len(text) for text in completions]\n"
         "def g(completion): return 3\nclient = []\n"
         "async def alone(completion):   # a client that lives longer than one call\n"

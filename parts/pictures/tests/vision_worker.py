@@ -1,5 +1,5 @@
-"""What test_vision.py and test_qwen_vl.py ask of an engine that sees, on two ranks: FOLDER, the
-answers' file, the model in FOLDER, --tp, --lora_rank."""
+"""What test_vision.look asks of an engine that sees, on two ranks: FOLDER, the answers' file, the
+model in FOLDER, --tp, --lora_rank."""
 import os
 import pickle
 import sys
@@ -20,11 +20,13 @@ import model
 import plan
 import run
 from checkpoint import export_model
-from parts.lora import lora
+from house import module
 from parts.pictures import engine as pictured
 from parts.pictures import seeing
 from rollout import Engine, EngineArgs, Request
 from test_vision import fabricate, in_float64, naive
+
+lora = module("parts.lora.lora")
 
 HEAT = 0.9  # the temperature
 
@@ -69,7 +71,7 @@ def engine_run(folder: str, out: str, name: str, tp: str, rank: str) -> None:
     module = model.build(kind, source, world, weights)
     policy = made_of(module, world, weights, model.OptimizerArgs(),
                      plan.changed(grpo.Args(), train_vision=not rank))
-    made = fabricate(path, "split")
+    made = fabricate(path)
     rows = list({id(s.prompt.row): s.prompt for s in made}.values())
     engine = engine_of(source, world, policy, rows, int(tp),
                        lora.taking(Engine, policy.config) if rank else Engine)
@@ -127,7 +129,6 @@ def controls(world, folder, policy, engine, rows, samples, found: dict) -> None:
 
 
 def in_a_line(micro) -> torch.Tensor:
-    """Positions as of a text, on all axes."""
     return micro.inputs["position_ids"].expand(3, 1, -1)
 
 

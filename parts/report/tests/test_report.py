@@ -1,7 +1,4 @@
 """tools/report.py: the page of a run, also in a real browser. (test_script.py has a real run.)"""
-import base64
-import gzip
-import json
 import random
 import re
 import shutil
@@ -9,21 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from house import write_run
+from house import parts, write_run
 from parts.report import report
 from tracked import ROOT
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
            "\0\x1b[31m\x7f\x85\u2028\u202eabc\ud83d\ufeff", "y" * 100_000, "<!--<script>", ""]
-
-
-def parts(page: Path) -> tuple[dict, list]:
-    """The data of a page: its head, its blocks; None for one that is left out."""
-    def unpacked(text: str):
-        return json.loads(gzip.decompress(base64.b64decode(text)))
-
-    data = json.loads(re.search('<script id="data"[^>]*>(.*?)</script>', page.read_text())[1])
-    return unpacked(data["head"]), [unpacked(x) if x else None for x in data["blocks"]]
 
 
 def made_up(prompt: int, n: int, rng, text: str | None = None) -> dict:

@@ -1,11 +1,9 @@
-"""sft.py learns of a chat what transformers' {% generation %} marks in its template."""
+"""sft.py learns of a chat what the assistant says: its ends and limits, the plan, runs. What
+transformers marks by {% generation %} is learned: test_ends.py."""
 import itertools
 import json
-import os
-import subprocess
 from functools import partial
 from math import exp
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,62 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import data
 import plan
 import sft
-from data import Prompt
 from errors import SettingsError
 from examples import tiny
-from fakes import World
-from forked import PYTHON
 from learning import begin_with
 from parts.sft import targets as chats
-from parts.sft.supervised import given, held_out_metrics
+from ranks import script
 from shapes import shape_of
+from templates import CHAT, ROLE, SAID, template, tokenizer_of, with_traits
 from tracked import ROOT
-
-# Published templates. The text in «» is what the assistant says: transformers' {% generation %} in
-# the reference, nothing in what is tested.
-TURN = ("{% for m in messages %}{% if m['role'] == 'assistant' %}ASSISTANT{% else %}OTHER{% endif "
-        "%}{% endfor %}{% if add_generation_prompt %}HEADER{% else %}TAIL{% endif %}")
-
-
-def template(other: str, assistant: str, header: str, before: str = "", tail: str = "") -> str:
-    return before + TURN.replace("OTHER", other).replace("ASSISTANT", assistant).replace(
-        "HEADER", header).replace("TAIL", tail)
-
-
-ROLE, SAID, TRIMMED = "{{ m['role'] }}", "{{ m['content'] }}", "{{ m['content'] | trim }}"
-NOT_LAST = "{% if not loop.last %}{{ '\\n' }}{% endif %}"
-DEFAULT = ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen, a helpful "
-           "assistant.<|im_end|>\n{% endif %}")
-TEMPLATES = {  # name: (control tokens, the last is eos_token; what ends a turn; template)
-    "qwen2.5": ("<|im_start|> <|im_end|>", "<|im_end|>", template(
-        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", f"<|im_start|>assistant\n«{SAID}<|im_end|>»\n",
-        "<|im_start|>assistant\n", DEFAULT)),
-    "llama 3": ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>", "<|eot_id|>",
-                template(
-        f"<|start_header_id|>{ROLE}<|end_header_id|>\n\n{TRIMMED}<|eot_id|>",
-        f"<|start_header_id|>assistant<|end_header_id|>\n\n«{TRIMMED}<|eot_id|>»",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|begin_of_text|>")),
-    "mistral": ("<s> [INST] [/INST] </s>", "</s>", template(
-        f"[INST] {SAID} [/INST]", f"« {SAID}</s>»", "", "<s>")),
-    "phi 3": ("<|user|> <|assistant|> <|system|> <|end|> <|endoftext|>", "<|end|>", template(
-        f"<|{ROLE}|>\n{SAID}<|end|>\n", f"<|assistant|>\n«{SAID}<|end|>»\n", "<|assistant|>\n",
-        tail="<|endoftext|>")),
-    "olmo 2": ("<|user|> <|assistant|> <|endoftext|>", "<|endoftext|>", template(
-        f"<|{ROLE}|>\n{SAID}\n", f"<|assistant|>\n«{SAID}<|endoftext|>»{NOT_LAST}",
-        "<|assistant|>\n", "<|endoftext|>"))}
-CHAT = [{"role": "user", "content": "Sort 31"}, {"role": "assistant", "content": "13"},
-        {"role": "user", "content": " what\n\nelse? "},
-        {"role": "assistant", "content": "true or false\n  <b>yes</b>"},
-        {"role": "user", "content": "no"}, {"role": "assistant", "content": "é 99"}]
-
-
-def tokenizer_of(controls: str, text: str):
-    made, controls = tiny.make_tokenizer(), controls.split()
-    made.add_special_tokens({"additional_special_tokens": controls, "eos_token": controls[-1]})
-    made.chat_template = text.replace("«", "").replace("»", "")
-    if text.startswith(controls[0]):  # Llama's and Mistral's put it before each text, not only
-        begin_with(made, controls[0])  # before a chat
-    return made
 
 
 def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
@@ -82,26 +32,6 @@ def load(tmp_path, rows: list[dict], tokenizer, ends=None, **flags):
                             make=partial(chats.make_row, eos_ids=ends))
     kept, words = chats.keep(found, str(path), args.max_tokens)
     return kept, note + words
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_learned_is_what_the_template_says(tmp_path, name):
-    controls, turn_ends, text = TEMPLATES[name]
-    tokenizer = tokenizer_of(controls, text)
-    ends = tokenizer.convert_tokens_to_ids([*{turn_ends, tokenizer.eos_token}])
-    (row,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer, ends)
-    end = "{% endgeneration %}"
-    # Jinja takes away a newline after a block.
-    marked = text.replace("«", "{% generation %}").replace("»\n", end + "{{ '\\n' }}")
-    marked = marked.replace("»", end)
-    theirs = tokenizer.apply_chat_template(CHAT, chat_template=marked, return_dict=True,
-                                           return_assistant_tokens_mask=True)
-    ids, learned = row.target
-    n = len(row.prompt_ids) + len(ids)
-    assert row.prompt_ids + ids == theirs["input_ids"][:n]
-    assert [0] * len(row.prompt_ids) + learned == theirs["assistant_masks"][:n]
-    assert not any(theirs["assistant_masks"][n:]) and sum(learned) > 6
-    assert learned[-1] and ids[-1] == tokenizer.convert_tokens_to_ids(turn_ends)
 
 
 def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tmp_path):
@@ -127,26 +57,16 @@ def test_a_template_that_ends_no_turn_is_learned_with_the_header_that_follows(tm
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_in_one_sentence(tmp_path):
     """Qwen3's drops the thoughts of earlier turns. One turn is no trouble."""
-    controls, _, text = TEMPLATES["qwen2.5"]
-    thoughts = text.replace(f"«{SAID}", "{% if not loop.last %}{{ m['content'].split('</think>')"
-                            "[-1] }}{% else %}{{ m['content'] }}{% endif %}")
-    tokenizer = tokenizer_of(controls, thoughts)
+    tokenizer = tokenizer_of("<|im_start|> <|im_end|>", template(
+        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n", "<|im_start|>assistant\n{% if not loop.last %}"
+        "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>"
+        "\n", "<|im_start|>assistant\n"))
     thought = [CHAT[0], {"role": "assistant", "content": "<think>a</think>13"}]
     (row,), _ = load(tmp_path, [{"messages": thought}], tokenizer)
     assert all(row.target[1])
     with pytest.raises(SettingsError, match="row 1 .* rewrites '<think>a</think>13' before .* Would"
                        " work: one row for each turn"):
         load(tmp_path, [{"messages": thought}, {"messages": thought + CHAT[2:4]}], tokenizer)
-
-
-def with_traits(opens: bool, drops: bool, trims: bool, ends: bool):
-    """A tokenizer whose template opens a thought where the model is asked, drops thoughts, trims
-    what is said, ends turns."""
-    said = "m['content']" + ".split('</think>')[-1]" * drops
-    return tokenizer_of("<|im_start|> <|im_end|>", template(
-        f"<|im_start|>{ROLE}\n{SAID}<|im_end|>\n",
-        f"<|im_start|>assistant\n{{{{ {said}{' | trim' * trims} }}}}{'<|im_end|>' * ends}\n",
-        "<|im_start|>assistant\n" + "<think>\n" * opens))
 
 
 def one_word(text: str) -> str:
@@ -195,30 +115,16 @@ def test_a_turn_may_begin_with_what_the_template_writes(tmp_path, traits):
     assert seen == {cause for cause, there in expected.items() if there}
 
 
-def test_prompt_and_answer_are_a_chat_of_two_messages(tmp_path):
+def test_rows_without_a_template_and_what_nobody_answers(tmp_path):
     tokenizer = tiny.make_tokenizer()
-    rows, note = load(tmp_path, [
-        {"messages": CHAT[:2]}, {"prompt": "Sort 31", "completion": "13"},
-        {"question": "Sort 31", "answer": "13"},
-        {"prompt": CHAT[:1], "completion": [CHAT[1]], "answer": "other"},
-        {"messages": [*CHAT[:2], CHAT[2]]}], tokenizer)  # what nobody answers is left out
-    assert len({(row.prompt, tuple(row.prompt_ids), str(row.target)) for row in rows}) == 1
-    assert "3 to 3 tokens, 15 in all to learn" in note
+    rows, note = load(tmp_path, [{"messages": CHAT[:2]}, {"messages": CHAT[:3]}], tokenizer)
+    assert str(rows[0].target) == str(rows[1].target) and "3 to 3 tokens, 6 in all" in note
     tokenizer.chat_template = None
     (row,), _ = load(tmp_path, [{"messages": CHAT[:4]}], tokenizer)
     end = tokenizer.eos_token
     assert tokenizer.decode(row.target[0]) == (
         f"13{end}\n\n{CHAT[2]['content']}\n\n{CHAT[3]['content']}{end}")
     assert sum(row.target[1]) == len(tokenizer(f"13{end}{CHAT[3]['content']}{end}")["input_ids"])
-
-
-def test_a_system_message_stands_before_the_chat(tmp_path):
-    controls, _, text = TEMPLATES["qwen2.5"]
-    tokenizer = tokenizer_of(controls, text.replace(DEFAULT, ""))
-    (plain,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer)
-    (row,), _ = load(tmp_path, [{"messages": CHAT}], tokenizer, system="no")
-    assert "no" in row.prompt and len(row.prompt_ids) > len(plain.prompt_ids)
-    assert row.target == plain.target
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -235,10 +141,7 @@ def test_a_turn_has_ids_of_its_own_where_a_tokenizer_would_join(tmp_path, begins
 
 
 @pytest.mark.parametrize("row, words", [
-    ({"messages": CHAT[:1]}, "needs a message of the role assistant"),
-    ({"messages": "Sort"}, "messages must be a list of"),
     ({"prompt": "Sort 31"}, "a row to learn needs messages, or a prompt and a text in one of"),
-    ({"prompt": "x", "answer": "\ud800"}, "row 0 .* surrogates not allowed"),
     ({"prompt": "x", "answer": "1" * 300}, "--max_tokens 301 keeps it")])
 def test_rows_that_teach_nothing_are_refused(tmp_path, row, words):
     with pytest.raises(SettingsError, match=words):
@@ -302,25 +205,6 @@ def plainly(folder, rows) -> tuple[float, float]:
     return tuple(sum(numbers) / len(found) for numbers in zip(*found, strict=True))
 
 
-def test_the_loss_of_held_out_rows_has_the_temperature_of_the_loss_that_is_learned(tmp_path):
-    """A fork may change both: they are compared with each other."""
-    rows, _ = load(tmp_path, [{"messages": CHAT[:2]}], tiny.make_tokenizer())
-    seen = []
-
-    def logprobs(micro, temperature, mode):
-        seen.append(temperature)
-        zeros = torch.zeros(len(micro.targets))
-        return zeros, zeros
-
-    args, world = plan.changed(sft.Args(), temperature=0.7, lr=1e-3), World()
-    policy = SimpleNamespace(logprobs=logprobs, backward=lambda loss: None, step=lambda lr: 1.0,
-                             metrics={})
-    sft.learn(args, world, policy, [given(Prompt(0, rows[0]))], lr=1e-3)
-    held_out_metrics(SimpleNamespace(
-        args=args, world=world, policy=policy, inputs=SimpleNamespace(eval_rows=rows)))
-    assert seen == [0.7, 0.7]
-
-
 @pytest.mark.parametrize("flags", [["--lr", "3e-3"], ["--lr", "1e-2", "--lora_rank", "8"]])
 def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_exports(tmp_path,
                                                                                     flags):
@@ -330,16 +214,11 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     rows = [{"question": f"Sort {n}", "answer": "".join(sorted(str(n)))} for n in numbers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = tiny.ensure(str(ROOT / "runs"))
-    options = dict(cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-                   capture_output=True)
-    done = subprocess.run(
-        [PYTHON, ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
-         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-         --eval_every 1 --save_every 1 --no-report""".split(), *flags], **options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = script(ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
+        --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
+        --eval_every 1 --save_every 1 --no-report""".split(), *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
-        made = subprocess.run([PYTHON, ROOT / "tools/export.py", "runs/x", *step], **options)
-        assert made.returncode == 0, made.stderr[-3000:]
+        script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
     _, last, same = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert last == same and len(same) > 4

@@ -7,7 +7,6 @@ import sys
 from contextlib import closing
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import data
@@ -46,12 +45,13 @@ class Dice:
         return None if n == 3 else f"roll {self.rolls[-1]}"
     def reward(self):
         if self.row["kind"] == "none": return None
+        if self.row["kind"] == "nan": return float("nan")
         if self.row["kind"] == "count": return len(self.rolls)
         return sum(self.rolls) / 1e9
     def close(self):
         Path(self.row["answer"], "closed").open("a").write("x")
 """
-KINDS = ["plain", "plain", "raise", "plain", "none", "plain"]
+KINDS = ["plain", "plain", "raise", "nan", "none", "plain"]
 
 
 @pytest.fixture
@@ -60,30 +60,35 @@ def spec(tmp_path):
     return f"{tmp_path}/dice.py:Dice"
 
 
-def rolled(world, spec, kinds, folder, max_turns=4):
-    """Episodes of these kinds → their completions."""
-    return play(world, spec, kinds, max_turns, 10.0, room=200, answer=str(folder))[1]
+def rolled(world, spec, kinds, folder, max_turns=4, reward="turns"):
+    return play(world, spec, kinds, max_turns, 10.0, room=200, answer=str(folder),
+                reward=(reward,))[1]
 
 
 def seen(done):
     return [(c.ids.tolist(), c.turns, c.failed) for c in done]
 
 
-def test_an_environment_keeps_its_state_and_gives_the_reward(spec, tmp_path):
+def test_an_environment_keeps_its_state_gives_the_reward_and_pays_its_turns(spec, tmp_path):
+    """A turn is paid what the reward grows by."""
     done = rolled(ALONE, spec, KINDS, tmp_path)
-    assert [c.failed for c in done] == [kind == "raise" for kind in KINDS]
+    assert [c.failed for c in done] == [kind in ("raise", "nan") for kind in KINDS]
     for kind, c in zip(KINDS, done, strict=True):
-        if kind == "raise":
+        if c.failed:
             continue
         own = [turn for turn in c.turns if turn["role"] == "assistant"]
         rolls = [int(t["content"][5:]) for t in c.turns if t["role"] == "user"]
         assert len({*rolls}) == len(rolls) == len(own) - 1
-        reward = c.turns[-1]["reward"]
+        reward, paid = c.turns[-1]["reward"], [turn["paid"] for turn in own]
         assert (reward is None) == (kind == "none") and environment(c.turns) == reward
-        if kind == "plain" and len(own) == 3:  # its last roll was not put in
-            assert sum(rolls) / 1e9 < reward
+        if kind == "plain":
+            assert sum(paid) == pytest.approx(reward, abs=1e-15)
+            assert paid[:len(rolls)] == pytest.approx([roll / 1e9 for roll in rolls], abs=1e-15)
+            assert len(own) < 3 or sum(rolls) / 1e9 < reward  # its last roll was not put in
     made, closed = (len((tmp_path / name).read_text()) for name in ("made", "closed"))
-    assert made == len(KINDS) and closed == made - 1  # "raise" is not closed
+    assert made == len(KINDS) and closed == made - 2  # what failed is not closed
+    only, = rolled(ALONE, spec, ["plain"], tmp_path, reward="environment")
+    assert not any("paid" in turn for turn in only.turns)
 
 
 def test_an_environment_sees_the_last_allowed_turn(spec, tmp_path):
@@ -93,9 +98,9 @@ def test_an_environment_sees_the_last_allowed_turn(spec, tmp_path):
     assert len(whole) > 2 and {c.turns[-1]["reward"] for c in whole} == {2}
 
 
-def test_a_dead_worker_changes_no_other_episode(spec, tmp_path):
+def test_a_dead_worker_changes_no_other_episode_and_no_payment(spec, tmp_path):
     """What dies itself fails; the environments that died with it are made again."""
-    kinds = ["exit" if kind == "raise" else "plain" for kind in KINDS]
+    kinds = ["plain", "plain", "exit", "plain", "plain", "plain"]
     whole = rolled(ALONE, spec, ["plain"] * 6, tmp_path)
     made = (tmp_path / "made").stat().st_size
     done = rolled(ALONE, spec, kinds, tmp_path)
@@ -213,59 +218,3 @@ def test_killed_in_the_middle_of_episodes_and_resumed(flags, tmp_path):
         assert all(row["reward/turns"] == row["reward/mean"] for row in kept)
         rows = read(tmp_path / "runs/x/samples/step_00005.jsonl")
         assert all("paid" in turn for row in rows for turn in row["turns"][::2])
-
-
-# ---- rewards of turns
-
-PAYS = """
-import random
-class Grows:
-    def __init__(self, row, seed):
-        self.row, self.dice, self.total = row, random.Random(seed), 0.125
-    def reply(self, turns):
-        self.total += self.dice.randrange(8) / 8
-        return f"{self.total}"
-    def reward(self):
-        return {"unscored": None, "nan": float("nan")}.get(self.row["kind"], self.total)
-"""
-@pytest.fixture
-def pays(tmp_path):
-    (tmp_path / "pays.py").write_text(PAYS)
-    return f"{tmp_path}/pays.py:"
-
-
-def grown(world, pays, kinds, reward=("turns",)):
-    done = play(world, f"{pays}Grows", kinds, 3, 30.0, 300, reward=reward)[1]
-    return [(c.turns, c.failed, c.truncated) for c in done]
-
-
-def test_a_turn_is_paid_what_the_reward_of_its_environment_grows_by(pays):
-    for turns_, failed, cut in grown(ALONE, pays, ["plain"] * 8):
-        mine = [turn["paid"] for turn in turns_ if "paid" in turn]
-        totals = [float(turn["content"]) for turn in turns_ if turn["role"] == "user"]
-        assert not failed and sum(mine) == turns_[-1]["reward"] == environment(turns_)
-        assert np.cumsum(mine).tolist()[:len(totals)] == totals
-        assert cut or len(mine) == 3
-    unscored = grown(ALONE, pays, ["unscored"] * 3)
-    assert [environment(turns_) for turns_, *_ in unscored] == [None] * 3
-    assert all(failed for _, failed, _ in grown(ALONE, pays, ["nan"] * 3))
-    (only, _, _), = grown(ALONE, pays, ["plain"], ("environment",))
-    assert not any("paid" in turn for turn in only)
-
-
-def test_every_rank_has_the_same_payments(pays):
-    kinds = ["plain"] * 5
-    alone = grown(ALONE, pays, kinds)
-    assert all(found == alone for found in ranks.results(2, grown, pays, kinds))
-
-
-def test_a_dead_worker_changes_no_payment(spec, tmp_path):
-    """The environments that died with it are asked for their turns again."""
-    found = []
-    for kinds in (["plain"] * 6, ["plain", "plain", "exit", "plain", "plain", "plain"]):
-        done = play(ALONE, spec, kinds, 4, 10.0, 200, str(tmp_path), ("turns",))[1]
-        found.append([(c.turns, c.failed) for c in done])
-    for i, (one, two) in enumerate(zip(*found, strict=True)):
-        assert one == two or i == 2
-        assert found[0][i][1] or sum(t["paid"] for t in one[0] if "paid" in t) == pytest.approx(
-            one[0][-1]["reward"], abs=1e-15)

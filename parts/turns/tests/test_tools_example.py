@@ -18,7 +18,7 @@ from parts.turns import turns
 from parts.turns.replies import Move, messages
 from parts.turns.turns import said
 from rewards import RewardArgs
-from test_sft import tokenizer_of
+from templates import tokenizer_of
 from tracked import ROOT
 from worker import load_file
 

@@ -1,5 +1,5 @@
 """Run by torchrun or alone from test_turns.py: `turns_worker.py MODEL REPLY OUT`: episodes with the
-real engine, what it was asked and gave, and the trainer's log-probs. Rank 0 writes OUT."""
+real engine, and the trainer's log-probs of all their turns. Rank 0 writes OUT."""
 import json
 import sys
 from contextlib import nullcontext
@@ -36,13 +36,11 @@ def main(folder: str, reply: str, out: str) -> None:
                     eos_ids=[0, 2], seed=0, kv_cache=2**28, log=log, trained=[policy],
                     tokenizer=tokenizer)
     engine.load(policy.weights(engine.dtype))
-    rounds, generate = [], engine.generate
+    seeds, generate = [], engine.generate
 
     def noted(requests, temperature):
-        made = generate(requests, temperature)
-        rounds.append([(r.prompt_ids, r.seed, c.ids.tolist(), c.logprobs.tolist())
-                       for r, c in zip(requests, made, strict=True)])
-        return made
+        seeds.extend(r.seed for r in requests)
+        return generate(requests, temperature)
 
     engine.generate = noted
     kinds = ("plain", "raise", "tools", "hang", "long")
@@ -58,15 +56,13 @@ def main(folder: str, reply: str, out: str) -> None:
     there = Batch(samples)
     found = there.score(world, 2048, "score", lambda micro: policy.logprobs(micro, 0.9)[0])
     gap = float((found - families.engine_logprobs(there)).abs().max())
-    rounding, done = families.rounding(folder, there, 0.9), [s.completion for s in samples]
+    rounding = families.rounding(folder, there, 0.9)
     if world.rank == 0:
         Path(out).write_text(json.dumps({
-            "rounds": rounds, "gap": gap, "rounding": rounding,
-            "samples": [dict(
-                ids=c.ids.tolist(), logprobs=c.logprobs.tolist(), sampled=c.sampled.tolist(),
-                truncated=c.truncated, failed=c.failed, turns=c.turns,
-                prompt=s.prompt.row.prompt_ids, kind=s.prompt.row.columns["kind"])
-                for s, c in zip(samples, done, strict=True)]}))
+            "seeds": len({*seeds}), "turns": len(seeds), "gap": gap, "rounding": rounding,
+            "samples": [dict(truncated=s.completion.truncated, failed=s.completion.failed,
+                             turns=s.completion.turns, kind=s.prompt.row.columns["kind"])
+                        for s in samples]}))
     engine.close()
 
 
