@@ -244,7 +244,7 @@ def become(request: dict, files: list[int]) -> None:
             status = 1
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()      # the end of an interpreter, without its walk through all objects
+    threading._shutdown()  # the end of an interpreter, without its walk through all objects
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

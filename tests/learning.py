@@ -49,11 +49,11 @@ class Case:
 @dataclass
 class Outcome:
     """What one rank saw of a case. Tensors are its own shards; `whole` joins those of all ranks."""
-    gradients: list[list[torch.Tensor]] = field(default_factory=list)      # [step][parameter]
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)  # [step][parameter]
     before: list[torch.Tensor] = field(default_factory=list)
     after: list[torch.Tensor] = field(default_factory=list)
     metrics: list[dict] = field(default_factory=list)
-    micros: list[tuple] = field(default_factory=list)      # (phase, budget, [(rows, tokens) …])
+    micros: list[tuple] = field(default_factory=list)  # (phase, budget, [(rows, tokens) …])
 
 
 def whole(shards: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -99,15 +99,15 @@ def fabricate(kind: str, prompts: int, group: int = GROUP, seed: int = 0) -> lis
             reward = round(rng.random(), 2)
             if kind == "mixed":
                 if p % 4 == 1:
-                    reward = 0.5                        # a group without any difference
+                    reward = 0.5  # a group without any difference
                 if p % 4 == 2 and g > 0 or (p, g) == (0, 3):
-                    reward = None                       # a group with one scored; one unscored
+                    reward = None  # a group with one scored; one unscored
             elif kind in ("unscored", "equal"):
                 reward = None if kind == "unscored" else 1.0
             ids = np.array([rng.randrange(VOCAB) for _ in range(length)], np.int32)
             logprobs = np.array([-4.2 + 0.3 * rng.gauss(0, 1) for _ in range(length)], np.float32)
             sampled = np.ones(length, bool)
-            if kind == "mixed" and g % 2:               # replies: ids that nobody sampled
+            if kind == "mixed" and g % 2:  # replies: ids that nobody sampled
                 holes = np.random.default_rng(len(samples)).random(max(0, length - 2)) < 0.5
                 sampled[1:-1] = holes
             samples.append(Sample(
@@ -142,7 +142,7 @@ class Spy(model.Policy):
         return super().step(lr)
 
     def shards(self) -> list[torch.Tensor]:
-        self.module.reshard()           # after a forward without backward, the root is whole
+        self.module.reshard()  # after a forward without backward, the root is whole
         return [p.detach().to_local().clone() for p in self.module.parameters()]
 
 

@@ -18,7 +18,7 @@ class Live(TorchDispatchMode):
     def __enter__(self):
         self.resize = resize = torch.UntypedStorage.resize_
 
-        def resized(storage, size):          # FSDP frees a gathered weight so, and makes it again
+        def resized(storage, size):  # FSDP frees a gathered weight so, and makes it again
             resize(storage, size)
             if id(storage) in self.sizes:
                 self.count(id(storage), size)
@@ -39,7 +39,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        given = {id(storage) for storage in storages((args, kwargs))}       # a view makes nothing
+        given = {id(storage) for storage in storages((args, kwargs))}  # a view makes nothing
         for storage in storages(out):
             if id(storage) not in self.sizes and id(storage) not in given:
                 weakref.finalize(storage, self.gone, id(storage))

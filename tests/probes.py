@@ -1,22 +1,11 @@
-"""One rank without a process group, and a small model that keeps its gradients."""
-from types import SimpleNamespace
-
+"""The gradient of one update, for docs/learn/choices_and_gap.md."""
 import torch
 
 import grpo
 import learning
 import model
 import test_packing
-from learning import fabricate
-
-
-class World(SimpleNamespace):
-    """One rank without a process group."""
-    rank, size, device = 0, 1, torch.device("cpu")
-
-    def __init__(self):
-        super().__init__(same_phase=lambda *_: None, gather=lambda x: x, sum=lambda x: x,
-                         max=lambda x: x)
+from fakes import World
 
 
 class Spy(model.Policy):
@@ -40,5 +29,5 @@ class Spy(model.Policy):
 def gradient(samples="mixed", **flags) -> torch.Tensor:
     """Of one grpo.learn of 7 prompts x 4 completions, over all parameters."""
     args, policy, reference = learning.arguments(**flags), Spy(), Spy(0.05)
-    grpo.learn(args, World(), policy, fabricate(samples, 7), lr=1e-3, reference=reference)
+    grpo.learn(args, World(), policy, learning.fabricate(samples, 7), lr=1e-3, reference=reference)
     return policy.gradients[0]

@@ -70,7 +70,7 @@ def _rank(function, rank: int, size: int, port: int, path: str, timeout: float, 
     try:
         world = dist.join(timeout)
         outcome = ("ok", function(world, *args))
-        with contextlib.suppress(RuntimeError):      # all end together; some tests break that
+        with contextlib.suppress(RuntimeError):  # all end together; some tests break that
             world.barrier()
     except BaseException:
         outcome = ("error", traceback.format_exc())

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import evaluate
+import fakes
 import learning
 import model
-import probes
 import test_packing
 from batch import Batch, Micro
 from rollout import Engine, hash_seed
@@ -24,24 +24,29 @@ def test_log_probs_are_at_least_float32():
 
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_not_applied(gradient):
-    layer, world = torch.nn.Linear(2, 1), probes.World()
-    trained = model.Trained(layer, world, model.ModelArgs(), model.OptimizerArgs())
+    layer = torch.nn.Linear(2, 1)
+    trained = model.Trained(layer, fakes.World(), model.ModelArgs(), model.OptimizerArgs())
     before = [p.detach().clone() for p in layer.parameters()]
     layer.weight.grad, layer.bias.grad = torch.tensor([[gradient, 1.0]]), torch.ones(1)
     assert not trained.step(0.1) < float("inf") and layer.weight.grad is None
     assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
-    layer.weight.grad = torch.ones(1, 2)
-    assert trained.step(0.1) > 0 and not torch.equal(layer.weight, before[0])
 
 
-def test_the_end_token_is_trained_on():
+def test_the_optimizer_uses_the_rate_it_is_given():
+    """In another project the rate in the log was not the optimizer's."""
+    layer, optimizer = torch.nn.Linear(3, 1, bias=False), model.OptimizerArgs(betas=(0.0, 0.0))
+    trained = model.Trained(layer, fakes.World(), model.ModelArgs(), optimizer)
+    before = layer.weight.detach().clone()
+    trained.backward(layer(torch.ones(1, 3)).sum())
+    trained.step(0.25)  # Adam's first step is lr · sign(gradient)
+    assert torch.allclose(before - layer.weight, torch.full((1, 3), 0.25), atol=1e-6)
+
+
+def test_the_end_token_is_trained_on_and_each_completion_has_its_own_seed():
+    """Neighbours with seed + i share streams."""
     done = SimpleNamespace(token_ids=[5, 6, 2], logprobs=SimpleNamespace(logprobs=[-0.5] * 3),
                            finish_reason="stop", routed_experts=None)
     assert Engine.completion(None, done).ids.tolist() == [5, 6, 2]
-
-
-def test_each_completion_has_a_seed_of_its_own():
-    """Neighbours with seed + i share streams."""
     assert len({hash_seed(0, "train", p, i) for p in range(64) for i in range(8)}) == 512
 
 

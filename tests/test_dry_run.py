@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import fakes
 import grpo
 import model
 import plan
 import ppo
-from dist import KEYS, World
+from dist import KEYS
 from fakegpu import FakeGpu, on_gpu
 from house import adapters, module
 from tools.prove import LONGEST, PROMPT, VOCAB, fabricate
@@ -24,24 +25,16 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
 
 
-class Alone(World):
-    """One rank, without a process group."""
-
-    def gather(self, mine):
-        return mine
-
+class Alone(fakes.World):
     def sum(self, tensor):
         assert not on_gpu(tensor), "gloo takes tensors of the host"
         return tensor
 
     max = sum
 
-    def same_phase(self, phase, count):
-        pass
 
-
-def world() -> World:
-    return Alone(0, 1, 0, 1, GPU, None, 60.0)
+def world() -> Alone:
+    return Alone(device=GPU)
 
 
 def trained(kind, wrapper, folder, args, monkeypatch):

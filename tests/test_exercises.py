@@ -34,7 +34,7 @@ HOLE, TEMPERATURE = ("the reward is high without a right answer",
     (9, "rollout/logprob_gap_mean", "reward/mean", "not what tells it"),
     (12, HOLE, "nothing is wrong", "ends at"),
     pytest.param(7, "ReduceOp.MAX", "ReduceOp.MIN", "rank 1 is told", marks=pytest.mark.slow),
-    pytest.param(8, "        worker.kill()", "        # worker.kill()", "still runs",
+    pytest.param(8, "        worker.kill()", "  # worker.kill()", "still runs",
                  marks=pytest.mark.slow)])
 def test_a_wrong_repair_fails_and_is_told_why(number, old, new, why):
     assert SOLUTIONS[number].count(old) == 1

@@ -2,13 +2,11 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-import data
 import families
 import grpo
 import inputs
@@ -19,7 +17,6 @@ from errors import SettingsError
 from examples import tiny
 from house import SCRIPTS, kept, needs
 from ranks import results
-from tools import float64
 
 # The head's scale, bound or bias; buffers outside rotary embeddings; other names of layers.
 RISKY = kept(("Mistral", "Qwen3.5", "Gemma 2", "Gemma 3", "Gemma 4", "Granite", "Cohere", "Phi",
@@ -120,30 +117,6 @@ def test_the_table_in_the_docs_has_what_was_tried():
     assert all(float(gap) < 1e-5 for row in rows for gap in row[3:] if gap != "-")
 
 
-def swapped(world, folder: str) -> list:
-    """The first row's log-probs, with one neighbour and with another."""
-    weights, draw, found = model.ModelArgs(dtype="float64"), np.random.default_rng(0), []
-    module = float64.build(model.LogprobModel, folder, world, weights)
-    policy = model.Policy(module, world, weights, model.OptimizerArgs())
-    mine = data.Row(0, "", draw.integers(3, 320, 50).tolist(), None, {}, "")
-    done = [families.Completion(draw.integers(3, 320, 24).astype(np.int32),
-                                np.zeros(24, np.float32), False) for _ in range(4)]
-    for i in (1, 2):
-        other = data.Row(i, "", draw.integers(3, 320, 50).tolist(), None, {}, "")
-        prompts = [data.Prompt(row.index, row) for row in (mine, mine, other)]
-        batch = families.scored(prompts, [done[0], done[i], done[i + 1]])
-        micro, = batch.micros(world, [0, 1, 2], 1000, "update")
-        logprobs, _ = policy.logprobs(micro, 1.0)
-        found.append(logprobs.detach()[micro.row == micro.rows.index(0)])
-    return found
-
-
-def test_nothing_goes_from_a_row_to_its_neighbour_where_a_layer_has_a_state(found):
-    """Neither from another prompt's row nor from a completion of the same prompt."""
-    one, other = results(1, swapped, f"{found[0]}/Qwen3.5")[0]
-    assert len(one) == 24 and (one - other).abs().max() < 1e-12
-
-
 def refused(folder) -> list[str]:
     """The sentences of a run and of --plan."""
     found, args = [], plan.changed(
@@ -174,14 +147,6 @@ def test_other_models_are_refused_in_one_sentence(tmp_path, kind, options, words
     tiny.make_tokenizer().save_pretrained(tmp_path)
     for sentence in refused(tmp_path):
         assert re.search(words, sentence), sentence
-
-
-def test_a_word_means_a_name_a_type_or_a_type_that_nobody_tried():
-    assert families.names_of("Gemma 2") == ["Gemma 2"]
-    assert families.names_of("exaone4") == ["EXAONE 4", "EXAONE 4, one kind"]
-    assert families.names_of("stablelm") == ["stablelm"] and families.CASES.pop("stablelm")
-    with pytest.raises(SystemExit, match="^error: nope is neither a causal language model of tra"):
-        families.names_of("nope")
 
 
 @needs("states", "sft")

@@ -1,111 +1,109 @@
 """What a GPU would meet, as far as it can be seen without one: torch.cuda and vLLM are stubs."""
-import sys
 from functools import partial
-from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dist
+import fakes
 import grpo
 import inputs
 import model as head
 import plan
 import rollout
-from dist import World
 from errors import SettingsError
+from house import module
 from plan import GIB
 
-ROOT = Path(__file__).parent.parent
+# ---- mistakes
 
 
-def gpus(monkeypatch, count: int, name="NVIDIA H100"):
+def gpus(monkeypatch, count: int):
     """This machine has so many GPUs, and torch sees them."""
     for function, value in dict(is_available=count > 0, device_count=count,
-                                get_device_name=name).items():
+                                get_device_name="NVIDIA H100").items():
         monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
 
 
-# ---- mistakes ----
-
-def test_more_ranks_than_gpus(monkeypatch):
-    """It was "AssertionError: Invalid device id", from inside torch."""
+def test_more_ranks_than_gpus_and_a_driver_that_is_too_old(monkeypatch):
+    """It was "AssertionError: Invalid device id", from inside torch; with the old driver, of which
+    torch sees no GPU, the run took the CPU in silence."""
     gpus(monkeypatch, 2)
     assert dist.gpu_mistakes(2) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert dist.gpu_mistakes(4) == [
-        f"4 ranks on this machine need 4 GPUs, and torch {torch.__version__} sees 2 "
-        f"(CUDA_VISIBLE_DEVICES is 0,1). Would work: torchrun --nproc_per_node 2."]
-
-
-def test_a_driver_that_is_too_old(monkeypatch):
-    """torch sees no GPU then, and the run took the CPU in silence."""
-    gpus(monkeypatch, 0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(dist.os.path, "exists", lambda path: path == "/dev/nvidia0")
     said, = dist.gpu_mistakes(4)
-    assert "need 4 GPUs, and torch " in said and "version 580" in said
-    assert "CUDA_VISIBLE_DEVICES= for a run on the CPU" in said
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # they are hidden on purpose
-    assert dist.gpu_mistakes(4) == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(dist.os.path, "exists", lambda path: False)  # a machine without one
-    assert dist.gpu_mistakes(4) == []
+    assert "sees 2 (CUDA_VISIBLE_DEVICES is 0,1). Would work: torchrun --nproc_per_node 2." in said
+    gpus(monkeypatch, 0)
+    for there, hidden, words in (True, None, "version 580"), (True, "", ""), (False, None, ""):
+        monkeypatch.setattr(dist.os.path, "exists", lambda path, there=there: (
+            there and path == "/dev/nvidia0"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if hidden is not None:  # on purpose
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        found = dist.gpu_mistakes(4)
+        assert bool(found) == bool(words) and words in "".join(found)
 
 
 def test_they_are_said_with_the_other_mistakes_and_before_weights_load(monkeypatch):
     gpus(monkeypatch, 1)
-    args = plan.changed(grpo.Args(), batch=0)
     with pytest.raises(SettingsError) as caught:
-        inputs.read_inputs(args, 2, 2)
+        inputs.read_inputs(plan.changed(grpo.Args(), batch=0), 2, 2)
     assert "1. 2 ranks on this machine need 2 GPUs" in str(caught.value)
     assert "--batch must be at least 1" in str(caught.value)
 
 
-# ---- the engine ----
+# ---- the engine
 
-@pytest.mark.parametrize("gib, name, expected", [  # as the installed vLLM's get_batch_defaults
-    (24, "NVIDIA GeForce RTX 4090", (8192, 256)), (None, "", (8192, 256)),
-    (79.1, "NVIDIA H100 80GB HBM3", (16384, 1024))])
-def test_the_plan_knows_what_vllm_chooses(gib, name, expected):
+@pytest.mark.parametrize("gib, expected", [  # as the installed vLLM's get_batch_defaults
+    (24, (8192, 256)), (None, (8192, 256)), (79.1, (16384, 1024))])
+def test_the_plan_knows_what_vllm_chooses(gib, expected):
     card = gib and gib * GIB
     assert rollout.engine_limits(rollout.EngineArgs(), card) == expected
     assert rollout.engine_limits(rollout.EngineArgs(max_num_seqs=5), card)[1] == 5
 
 
-class Llm:
-    """vLLM's LLM, as far as making one goes. Its worker on a GPU leaves one thread."""
-
-    def __init__(self, folder, **options):
-        Llm.options = options
-        torch.set_num_threads(1)
-
-    def apply_model(self, function):
-        pass
-
-
-@pytest.mark.parametrize("device, given, passed", [
-    ("cuda", 0, None), ("cuda", 64, 64), ("cpu", 0, 256), ("cpu", 64, 64)])
-def test_threads_are_restored_and_vllm_chooses_its_sequences(device, given, passed, monkeypatch):
-    stub = ModuleType("vllm")
-    stub.LLM = Llm
-    monkeypatch.setitem(sys.modules, "vllm", stub)
-    monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
+@pytest.mark.parametrize("device, given, passed, part, level", [
+    ("cuda", 0, None, "", 2), ("cuda", 64, 64, "lora", 1), ("cpu", 0, 256, "", 0),
+    ("cpu", 64, 64, "", 0)])
+def test_what_vllm_is_asked_for(device, given, passed, part, level, monkeypatch):
+    """Threads are restored. An engine that keeps its base keeps it asleep."""
+    llm, threads, kind = fakes.without_vllm(monkeypatch), [3], rollout.Engine
+    if part:
+        kind = module("parts.lora.lora").taking(kind, {"r": 4, "target_modules": ["q"]})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    threads = [3]
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append(n))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    rollout.Engine(
-        "folder", World(0, 1, 0, 1, torch.device(device), None),
-        rollout.EngineArgs(max_num_seqs=given), tokenizer=None, eos_ids=[], dtype=torch.bfloat16,
-        max_len=64, max_tokens=32, seed=0, kv_cache=0, log=None, trained=[])
-    assert Llm.options["max_num_seqs"] == passed
+    engine = kind(
+        "folder", fakes.World(device=device), rollout.EngineArgs(max_num_seqs=given),
+        tokenizer=None, eos_ids=[], dtype=torch.bfloat16, max_len=64, max_tokens=32, seed=0,
+        kv_cache=0, log=None, trained=[])
+    assert llm.options["max_num_seqs"] == passed and llm.options["enable_prefix_caching"]
     assert threads[-1] == (3 if device == "cuda" else 1)  # on a CPU vLLM has its own threads
+    assert engine.sleep_level == level and llm.options["enable_sleep_mode"] == bool(level)
 
 
-# ---- the head ----
+def test_an_engine_on_a_gpu_sleeps_between_its_turns(monkeypatch):
+    """The trainer's weights leave the GPU first; the cache comes when the new weights are there."""
+    engine, said = fakes.engine_of(), []
+    engine.on_gpu, engine.asleep, engine.sleep_level = True, True, 2
+    engine.world.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("room"))
+    engine.trained = [SimpleNamespace(move=lambda device: said.append(device.type))]
+    engine.llm = SimpleNamespace(
+        sleep=lambda level: said.append(f"sleep {level}"), wake_up=lambda tags: said.extend(tags),
+        collective_rpc=lambda name, kwargs: said.append(name), reset_prefix_cache=lambda: True)
+    policy = SimpleNamespace(weights=lambda dtype: iter(()))
+    for _ in range(2):
+        with engine.generating(policy):
+            said.append("generate")
+    assert said == 2 * ["cpu", "wait", "room", "weights", "reload_weights", "kv_cache", "generate",
+                        "sleep 2", "cuda"]
+
+
+# ---- the head
 
 @pytest.mark.parametrize("temperature, entropy", [(0.7, "value"), (1.0, "grad")])
 def test_compiled_the_head_gives_the_same_numbers(temperature, entropy, monkeypatch):

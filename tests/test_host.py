@@ -28,4 +28,4 @@ def test_padding_costs_nothing():
     (short, tokens), (long, more) = found
     assert more == tokens + 16_000
     assert long.total / short.total < 1.1 * more / tokens
-    assert long.largest <= 8 * more        # no tensor has more than one number a token
+    assert long.largest <= 8 * more  # no tensor has more than one number a token

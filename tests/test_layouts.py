@@ -23,7 +23,7 @@ from learning import difference
 
 ROOT = Path(__file__).parent.parent
 SAME = ("reward/mean", "loss/policy", "policy/entropy", "grad/norm", "eval/pass@1")
-SEVEN = (352487, 510432, 294736, 375098, 519634, 541867, 826491)   # no multiple of most layouts
+SEVEN = (352487, 510432, 294736, 375098, 519634, 541867, 826491)  # no multiple of most layouts
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -61,7 +61,7 @@ def launch(folder: Path, *flags: str, ranks_each=1, machines=1,
                 for machine, process in enumerate(launched)]
     finally:
         for process in launched:
-            process.terminate()                        # torchrun ends its ranks
+            process.terminate()  # torchrun ends its ranks
 
 
 def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
@@ -73,9 +73,9 @@ def run(folder: Path, *flags: str, ranks_each=1, machines=1, steps=2) -> Ran:
     assert len(written) == 1 and written[0].parent == folder / "0/runs", "only rank 0 writes"
     rows = [json.loads(line) for line in open(written[0] / "metrics.jsonl")]
     files = sorted((written[0] / "samples").iterdir())
-    assert len(rows) == len(files) == steps + 2                    # an evaluation before, one after
+    assert len(rows) == len(files) == steps + 2  # an evaluation before, one after
     assert rows[0]["eval/rows"] == rows[-1]["eval/rows"] == 7
-    for row in rows[1:-1]:                                         # each completion counts once
+    for row in rows[1:-1]:  # each completion counts once
         assert row["batch/trained"] + row["batch/dropped"] == row["rollout/completions"] == 20
         assert row["rollout/logprob_gap_max"] < 1e-4, "the engine is not the policy"
     weights = load_file(written[0] / "model/model.safetensors")

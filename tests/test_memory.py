@@ -44,13 +44,12 @@ def planned(script, ranks: int, model_name: str, gpu_gb: float, n_rows=7473, **f
 
 # ---- the plan ----
 
-@pytest.mark.parametrize("group", [32, 64])
-def test_situation_4_fits_with_the_flags_it_names(group):
-    flags = dict(batch=8, group=group, max_tokens=4096)
-    found = planned(grpo, 4, QWEN_7B, 80, **flags)
-    assert not found.fits and found.sentence().startswith(
-        "does not fit: 157.3 of 80 GiB per GPU, in training. The largest part is micro-batch, "
-        "123.4 GiB. Would work: --checkpointing")
+def test_situation_4_needs_as_much_with_twice_the_completions():
+    for group in 32, 64:
+        found = planned(grpo, 4, QWEN_7B, 80, batch=8, group=group, max_tokens=4096)
+        assert not found.fits and found.sentence().startswith(
+            "does not fit: 157.3 of 80 GiB per GPU, in training. The largest part is micro-batch, "
+            "123.4 GiB. Would work: --checkpointing")
 
 
 @pytest.mark.parametrize("gpu_gb", [40, 60, 80])
@@ -146,59 +145,6 @@ def test_a_critic_needs_what_the_policy_needs():
     assert found["critic"][1] == sum(found[name][1] for name in ("weights", "gradients", "moments"))
 
 
-# ---- never all logits ----
-
-def plain(hidden, head, targets, temperature):
-    logp = (head(hidden) / temperature).log_softmax(-1)
-    return logp.gather(-1, targets.view(-1, 1)).view(-1), -(logp.exp() * logp).sum(-1)
-
-
-@pytest.mark.parametrize("chunk", [7, 100])
-@pytest.mark.parametrize("entropy", ["none", "value", "grad"])
-def test_the_chunked_head_is_exact(chunk, entropy):
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, up = (torch.randn(*shape, generator=g, dtype=torch.float64)
-                          for shape in ((100, 16), (300, 16), (2, 100)))
-    targets = torch.randint(300, (100,), generator=g)
-    outcomes = []
-    for head in (lambda *a: model.token_logprobs(*a, chunk, entropy), plain):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logp, ent = head(h, lambda x, w=w: x @ w.T, targets, 0.7)
-        ((logp * up[0]).sum() + ((ent * up[1]).sum() if entropy == "grad" else 0)).backward()
-        ent = ent if entropy != "none" else torch.zeros(100)
-        outcomes.append((logp, ent, h.grad, w.grad))
-    for ours, theirs in zip(*outcomes, strict=True):
-        same = difference(ours.detach(), theirs.detach()) < 1e-14
-        assert same or not theirs.any() and not ours.any()
-
-
-def test_the_heads_temporaries_do_not_grow_with_the_micro_batch():
-    vocab, hidden, chunk, peaks = 2000, 8, 16, {}
-    weight = torch.randn(vocab, hidden, requires_grad=True)
-
-    def head(h):
-        return h @ weight.T
-
-    for n in (64, 256, 1024):
-        h, t = torch.randn(n, hidden, requires_grad=True), torch.zeros(n, dtype=torch.long)
-        with Live() as live:
-            logp, entropy = model.token_logprobs(h, head, t, 1.0, chunk, "value")
-            logp.sum().backward()
-        weight.grad = None
-        peaks[n] = live.peak
-        assert live.largest <= chunk * vocab * 4         # nothing is larger than a chunk's logits
-
-    def chunks(count):
-        return (count + 1) * chunk * vocab * 4
-
-    assert peaks[64] <= chunks(plan.UPDATE_HEAD) + 3 * weight.nbytes
-    assert peaks[1024] - peaks[64] <= (1024 - 64) * (3 * hidden + 8) * 4     # states, results
-    h, t = torch.randn(1024, hidden), torch.zeros(1024, dtype=torch.long)
-    with torch.no_grad(), Live() as live:
-        model.token_logprobs(h, head, t, 1.0, chunk, "value")
-    assert live.peak <= chunks(plan.SCORE_HEAD) + 1024 * (hidden + 8) * 4
-
-
 # ---- what the trainer holds ----
 
 def all_on_two(world, folder: str) -> dict:
@@ -245,7 +191,7 @@ def stream_weights(world, folder: str) -> tuple[int, int, int]:
 
 def test_weight_sync_streams(two_ranks):
     for peak, largest, everything in (found["sync"] for found in two_ranks[1]):
-        assert largest <= peak <= 4 * largest      # its parts, the whole, and the one before
+        assert largest <= peak <= 4 * largest  # its parts, the whole, and the one before
         assert peak < everything / 4
 
 
@@ -285,7 +231,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
 def test_a_micro_batch_takes_what_the_plan_says(tmp_path):
     make_wide(str(tmp_path))
     for i, (peak, planned) in enumerate(results(1, worst_peaks, str(tmp_path))[0]):
-        assert (0.4 if i % 2 else 0.74) < peak / planned < 1, i   # it overestimates a score pass
+        assert (0.4 if i % 2 else 0.74) < peak / planned < 1, i  # it overestimates a score pass
 
 
 # ---- no knob changes the maths ----
@@ -362,9 +308,9 @@ def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
 def test_the_worst_micro_batch_fills_the_budget_and_no_row_is_too_long(tokens, keys):
     micro = trial.worst_micro(tokens, 32, keys, 64, torch.device("cpu"))
     assert tokens - 32 / keys <= micro.tokens <= max(tokens, 2)  # no other completion fits
-    lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]     # prompt and completion
+    lengths = [sum(micro.batch.sizes[row][1:]) for row in micro.rows]  # prompt and completion
     assert max(lengths) <= 32
-    if tokens > 64:     # and attention gathers nearly as many keys as it may
+    if tokens > 64:  # and attention gathers nearly as many keys as it may
         assert 0.9 * keys * tokens <= sum(lengths) <= keys * tokens
 
 

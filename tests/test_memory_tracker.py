@@ -144,7 +144,7 @@ def measured(name: str, ranks: int, tokens: int, *, grad: bool, c: int, checkpoi
                 lora = module("parts.lora.lora")
                 lora.put_in(lm, lora.LoraArgs(rank), torch.float32)
             root = (model.ValueModel if critic else model.LogprobModel)(lm, head_chunk)
-            if critic:                          # it is on meta until the weights are filled in
+            if critic:  # it is on meta until the weights are filled in
                 root.head = torch.nn.Linear(text.config.hidden_size, 1, bias=False)
             root.eval()
             model.shard(root, blocks_of, mesh, compute, torch.float32, checkpointing, False)

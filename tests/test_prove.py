@@ -102,7 +102,10 @@ def test_a_mistake_breaks_its_promise(name, tmp_path):
 
 
 @pytest.mark.parametrize("numbers, words", [
-    ("012345", "--group 4"), ("34", "ppo.py"), ("3", "--lora_rank 4 --kl_loss_coef 0.1 --group 2"),
+    ("012345", "--group 4"), ("34", "ppo.py"),
+    ("01", "ppo.py --minibatches 3 --kl_reward_coef 0.05 --gamma 0.99 --entropy_coef 0.01 "
+           "--engine_correction truncate --aggregation sequence"),
+    ("3", "--lora_rank 4 --kl_loss_coef 0.1 --group 2"),
     ("3", "--loss {}/mine.py:soft --group 2"),  # a loss needs no registration
     ("2", "--loss tests/often.py:clip_cov --advantage grpo --group 4"),
     ("1", "--advantage variants/turn_credit.py:turn_credit --reward turns --group 4 "

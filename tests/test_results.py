@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import log
@@ -20,12 +19,12 @@ ROOT = Path(__file__).parent.parent
 # ---- examples/instructions.py
 
 def test_rows_come_from_the_seed_and_no_held_out_prompt_is_trained_on():
-    train, test = (instructions.rows(20, 0, split) for split in ("train", "test"))
-    assert train == instructions.rows(20, 0, "train") != instructions.rows(20, 1, "train")
-    everything = [instructions.rows(20, seed, "train") for seed in range(5)]
-    assert not {r["prompt"] for r in test} & {r["prompt"] for rows in everything for r in rows}
-    assert len({row["prompt"] for row in train}) == 140
-    assert [row["data_source"] for row in train[:7]] == [*instructions.KINDS]
+    train = [instructions.rows(20, seed, "train") for seed in range(5)]
+    assert train[0] == instructions.rows(20, 0, "train") != train[1]
+    test = {row["prompt"] for row in instructions.rows(20, 0, "test")}
+    assert not test & {row["prompt"] for rows in train for row in rows}
+    assert len({row["prompt"] for row in train[0]}) == 140
+    assert [row["data_source"] for row in train[0][:7]] == [*instructions.KINDS]
 
 
 @pytest.mark.parametrize("rule, good, bad", [
@@ -49,41 +48,9 @@ def test_the_reward_is_1_where_the_rule_is_followed_and_0_for_hostile_completion
 
 # ---- tools/compare.py
 
-def paired(rng):
-    a = 0.5 + 0.1 * rng.normal(size=3)       # what a seed's prompts do to both
-    b = a + 0.03 + 0.02 * rng.normal(size=3)
-    return dict(enumerate(a)), dict(enumerate(b)), 2
-
-
-def unpaired(rng):
-    a, b = 0.5 + 0.02 * rng.normal(size=10), 0.53 + 0.06 * rng.normal(size=4)
-    return dict(enumerate(a)), dict(enumerate(b, 7)), 2
-
-
-def of_rows(rng):
-    """100 rows are right or wrong, and a hard one is often hard for both."""
-    hard = rng.uniform(size=100)
-    other = np.where(rng.uniform(size=100) < 0.5, hard, rng.uniform(size=100))
-    passed = (hard < 0.5).astype(float), (other < 0.53).astype(float)
-    return *(dict(enumerate(side)) for side in passed), 20
-
-
-@pytest.mark.parametrize("sides, how", [
-    (paired, "paired, 3"), (unpaired, "Welch, 10 and 4"), (of_rows, "paired, 100")])
-def test_an_interval_holds_the_truth_as_often_as_it_promises(sides, how):
-    rng, repeats, held = np.random.default_rng(7), 400, 0
-    for _ in range(repeats):
-        a, b, least = sides(rng)
-        text = compare.report("x", a, b, "seeds", least)
-        low, high = map(float, re.search(r"95 %: (\S+) to (\S+) ", text).groups())
-        held += low <= 0.03 <= high
-        assert how in text
-    error = 4 * np.sqrt(0.95 * 0.05 / repeats)   # four standard errors: 4.4 %
-    assert abs(held / repeats - 0.95) < error + 0.005   # three digits are printed
-
-
 def made(folder: Path, seed: int, rewards: list[float], passes=None, **args) -> str:
-    """A run. passes: the reward of each row in its last evaluation; the first one has 0.3."""
+    """A run. passes: the reward of each row in its last evaluation; the first one has 0.3. The rows
+    have one text before all pictures, as those of `./run.sh vision`."""
     metrics = [{"step": i, "reward/mean": r, "reward/exact": r / 2, "policy/entropy": None}
                for i, r in enumerate(rewards, 1)]
     kept = {}
@@ -91,9 +58,9 @@ def made(folder: Path, seed: int, rewards: list[float], passes=None, **args) -> 
         score = sum(p == 1 for p in passes) / len(passes)
         metrics = [{"step": 0, "eval/pass@1": 0.3}, *metrics,
                    {"step": len(rewards), "eval/pass@1": score}]
-        kept["eval_00000"] = []
-        kept[f"eval_{len(rewards):05d}"] = [
-            {"prompt": f"p{i}", "rewards": {"exact": p, "coin": 1}} for i, p in enumerate(passes)]
+        kept = {"eval_99999": [], "eval_100000": [
+            {"prompt": "How many?", "images": [f"{i}.png"], "answer": f"{i}",
+             "rewards": {"exact": p, "coin": 1}} for i, p in enumerate(passes)]}
     return str(write_run(folder, metrics, kept, seed=seed, eval_pass=1.0, **args))
 
 
@@ -130,34 +97,13 @@ def test_one_run_a_side_claims_nothing_about_seeds(tmp_path, capsys):
     assert "an interval needs 20 rows" in printed(capsys, few[0], "--", few[1])
 
 
-def test_a_row_is_its_text_its_pictures_and_its_answer(tmp_path, capsys):
-    """`./run.sh vision`: one text before all pictures. Its control has other answers."""
-    for name, passes in ("a", [1, 0, 1, 0]), ("b", [1, 1, 0, 0]), ("other", [1, 1, 1, 1]):
-        rows = [{"prompt": "How many?", "images": [f"{i}.png"], "answer": f"{i}{name == 'other'}",
-                 "rewards": {"exact": float(passed)}} for i, passed in enumerate(passes * 6)]
-        write_run(tmp_path / name, [], {"eval_00001": rows}, eval_pass=1.0)
-    text = printed(capsys, tmp_path / "a", "--", tmp_path / "b")
-    assert "A 0.500   B 0.500   B - A +0.000" in text and "paired, 24 rows" in text
+def test_a_row_with_another_answer_is_another_row(tmp_path):
+    """The control of `./run.sh vision` has the same texts and pictures."""
+    for name in "ab":
+        row = {"prompt": "?", "images": ["0.png"], "answer": name, "rewards": {"exact": 1.0}}
+        write_run(tmp_path / name, [], {"eval_00001": [row]}, eval_pass=1.0)
     with pytest.raises(SystemExit, match="share no step with reward/mean, and no evaluation"):
-        compare.main([str(tmp_path / "a"), "--", str(tmp_path / "other")])
-
-
-def test_names_are_ordered_by_their_numbers(tmp_path, capsys):
-    """As text, eval_99999 is the last evaluation, and kk-10 comes before kk-2."""
-    for side, last in ("a", 0.0), ("b", 1.0):
-        rows = {step: [{"prompt": f"p{i}", "rewards": {"exact": passed}} for i in range(20)]
-                for step, passed in (("99999", 1 - last), ("100000", last))}
-        write_run(tmp_path / side, [], {f"eval_{step}": found for step, found in rows.items()},
-                  eval_pass=1.0)
-    assert "A 0.000   B 1.000" in printed(capsys, tmp_path / "a", "--", tmp_path / "b")
-    steps = {f"eval_{step}": [] for step in (*range(99_996, 100_000), 100_000)}
-    run = write_run(tmp_path / "c", [], steps)
-    if has("report"):
-        report = module("parts.report.report")
-        assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
-    for seed in (10, 2, 1):
-        made(tmp_path / f"kk/kk-{seed}", seed, [0.5])
-    assert [run.args["seed"] for run in plot.runs_in(tmp_path / "kk")] == [1, 2, 10]
+        compare.main([str(tmp_path / "a"), "--", str(tmp_path / "b")])
 
 
 def test_mistakes_are_one_sentence(tmp_path):
@@ -177,35 +123,31 @@ def test_mistakes_are_one_sentence(tmp_path):
 
 # ---- tools/plot.py, tools/samples.py
 
+def drawn(monkeypatch, capsys, *words) -> str:
+    """What plot.py prints, with single spaces."""
+    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, words)])
+    plot.main()
+    return re.sub(" +", " ", capsys.readouterr().out)
+
+
 def test_runs_that_differ_in_the_seed_only_are_one_curve(tmp_path, monkeypatch, capsys):
-    for seed, low in ((0, 0.1), (1, 0.3)):
+    for seed, low in ((10, 0.1), (2, 0.3)):
         made(tmp_path / f"a-{seed}", seed, [low] * 3 + [low + 0.5] * 10, [1, 1, 1, 0], lr=1e-5)
     made(tmp_path / "b", 0, [0.0] * 13, lr=1e-4)
-    monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--out", f"{tmp_path}/out.png"])
-    plot.main()
-    shown = re.sub(" +", " ", capsys.readouterr().out)
+    shown = drawn(monkeypatch, capsys, tmp_path, "--out", f"{tmp_path}/out.png")
     assert "a, 2 seeds\n reward, first 3 steps 0.200 (0.100 to 0.300)\n" in shown
     assert " last 10 0.700 (0.600 to 0.800)\n pass@1 before 0.300\n after 0.750\n" in shown
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     made(tmp_path / "c", 0, [0.0] * 13, lr=1e-4, versions={"commit": "another"})
-    assert [len(runs) for runs in plot.find([tmp_path])] == [2, 1, 1]
-
-
-def test_the_reward_of_a_plot_is_the_one_that_is_named(tmp_path, monkeypatch, capsys):
-    """A control trains on a coin, and its page promises the task's reward."""
-    for name, task in ("job", 0.9), ("control", 0.1):
-        metrics = [{"step": i, "reward/mean": 0.5, "reward/exact": task} for i in range(1, 14)]
-        write_run(tmp_path / name, metrics, {}, kind=name)
-    drawn = []
-    monkeypatch.setattr(plot, "draw", lambda groups, path, rewards: drawn.append(rewards))
-    monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--reward", "exact"])
-    plot.main()
-    shown = re.sub(" +", " ", capsys.readouterr().out)
-    assert drawn == [("reward/exact",)]
-    assert shown.index("last 10 0.100") < shown.index("job") < shown.index("last 10 0.900")
-    monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path), "--reward", "won"])
+    assert [[run.args["seed"] for run in runs] for runs in plot.find([tmp_path])] == [
+        [2, 10], [0], [0]]  # by their numbers
+    # A control trains on a coin, and its page promises the task's reward.
+    found = []
+    monkeypatch.setattr(plot, "draw", lambda groups, path, rewards: found.append(rewards))
+    shown = drawn(monkeypatch, capsys, tmp_path, "--reward", "exact")
+    assert found == [("reward/exact",)] and " last 10 0.350 (0.300 to 0.400)\n" in shown
     with pytest.raises(SystemExit, match="has no reward/won. Would work: --reward mean or exact"):
-        plot.main()
+        drawn(monkeypatch, capsys, tmp_path, "--reward", "won")
 
 
 def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monkeypatch):
@@ -224,26 +166,33 @@ def test_a_legend_has_seeds_or_the_names_that_differ_and_no_paths(tmp_path, monk
     assert legends == [["seed 0", "seed 1"], plot.titles(both)]  # one run needs none
 
 
-def test_a_reward_is_tried_on_the_kept_completions(tmp_path, monkeypatch, capsys):
+def test_completions_are_shown_and_a_reward_is_tried_on_them(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
         "def near(completion, answer, **row):\n    return float(completion[:1] == answer[:1])\n"
         "def needy(completion, level, **row):\n    return 1.0\n")
-    said = ["12", "13", "21", "21"]  # of two prompts
+    said = ["13", "12", "21", "22"]  # of two prompts
     rows = [{"position": i // 2, "prompt": "p", "completion": text, "answer": "12", "tokens": 2,
              "truncated": False, "turns": [{"role": "assistant", "content": text}],
-             "reward": float(text == "12")} for i, text in enumerate(said)]
-    write_run(tmp_path / "run", [], {"step_00001": rows})
-    monkeypatch.setattr("sys.argv", ["score.py", str(tmp_path / "run"), f"{tmp_path}/mine.py:near",
-                                     "--show", "1"])
-    score.main()
-    first, kept, new, _, shown = capsys.readouterr().out.splitlines()
+             "reward": None if text == "22" else float(text == "12")}
+            for i, text in enumerate(said)]
+    folder = str(write_run(tmp_path / "run", [], {"step_00001": rows}))
+
+    def run(tool, *words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["", folder, *words])
+        tool.main()
+        return capsys.readouterr().out
+
+    for sort, expected in ("step", said), ("reward", ["22", "13", "21", "12"]):
+        shown = run(samples, "--sort", sort)
+        assert re.findall(r"^(\d\d)$", shown, re.M) == expected
+        assert "--- prompt\np\n--- assistant\n22" in shown
+    first, kept, new, _, shown = run(score, f"{tmp_path}/mine.py:near", "--show", "1").splitlines()
     assert first == "4 completions in 2 groups"
-    assert re.search(r"run's reward +mean +0.250 +groups that differ +50.0%", kept)
+    assert re.search(r"run's reward +mean +0.333 +groups that differ +50.0%   unscored 1", kept)
     assert re.search(r"near +mean +0.500 +groups that differ +0.0%   unscored 0", new)
     assert shown == "  0 -> 1 [0] p -> 13"
-    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "run"), f"{tmp_path}/mine.py:needy"])
     with pytest.raises(SystemExit, match="needy needs 'level', which samples/ does not keep"):
-        score.main()
+        run(score, f"{tmp_path}/mine.py:needy")
 
 
 def test_the_speedrun_counts_the_training_before_the_goal():
@@ -255,18 +204,6 @@ def test_the_speedrun_counts_the_training_before_the_goal():
     assert speedrun.reached(rows[:3])[0] == float("inf")
     assert speedrun.text([(4.0, 2, 10)] * 5).startswith("4.0 s (4.0 to 4.0), 2.0 steps, 10 tokens")
     assert speedrun.text([(4.0, 2, 10), (float("inf"), 35, 9)]) == "1 of 2 seeds reach 0.95"
-
-
-def test_completions_are_shown_in_order_or_the_worst_first(tmp_path, monkeypatch, capsys):
-    write_run(tmp_path, [], {"step_00001": [
-        {"reward": r, "prompt": "p", "turns": [{"role": "assistant", "content": f"c{r}"}]}
-        for r in (0.5, None, 0.0)]})
-    for sort, expected in (("step", ["0.5", "None", "0.0"]), ("reward", ["None", "0.0", "0.5"])):
-        monkeypatch.setattr("sys.argv", ["samples.py", str(tmp_path), "--sort", sort])
-        samples.main()
-        shown = capsys.readouterr().out
-        assert re.findall("^c(.*)", shown, re.M) == expected
-        assert "--- prompt\np\n--- assistant\ncNone\n" in shown
 
 
 # ---- results/
@@ -317,7 +254,7 @@ def test_finished_runs_become_a_file_that_reads_as_they_do(tmp_path):
         "grad/norm": {2: 1.5}, "eval/pass@1": {0: 0.25, 2: 0.75}, "eval/rows": {0: 4, 2: 4}}
     assert job["versions"] == {"torch": "2"} and job["seeds"]["1"]["commit"] == "c"
     ends = [plot.ends(run, "reward/exact") for run in runs]
-    assert table.passed(job, ends) == "0 of 2"   # 0.5 at the end, and 1.0 was asked
+    assert table.passed(job, ends) == "0 of 2"  # 0.5 at the end, and 1.0 was asked
     with pytest.raises(SettingsError, match="a-0 has not finished, or its flags are not those of"):
         collect.job_of([folders[0], folders[0]], "./run.sh", "")
 

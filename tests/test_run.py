@@ -8,57 +8,26 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-import tyro
 
 import dist
 import evaluate
-import grpo
 import log
 import losses
 import run
-from batch import Completion, Sample
-from data import Prompt, Row
 from errors import SettingsError
+from fakes import args, run_of, sample
 from flags import RunArgs
-from house import module
 from log import NotWritten
-from rewards import Score
-from tools import compare, export, plot, samples
-
-report = module("parts.report.report")
+from tools import export
 
 ROOT = Path(__file__).parent.parent
-NOW = datetime(2024, 2, 3, 4, 5, 6)
-
-
-def args(*flags: str):
-    return tyro.cli(grpo.Args, args=flags, use_underscores=True,
-                    config=(tyro.conf.OmitArgPrefixes,))
-
-
-def made(folder: Path, *flags: str, **more) -> run.Run:
-    """A run without models. Its log says into `said`."""
-    it = object.__new__(run.Run)
-    world = SimpleNamespace(rank=0, any_rank=bool, again="./run.sh --name x")
-    stop = SimpleNamespace(agreed=lambda: False)
-    vars(it).update(
-        args=args("--eval_data", "tiny", "--steps", "4", *flags), world=world, settings={},
-        start=4, kl_coef=0.0, stream=MagicMock(), stop=stop, said=[],
-        policy=MagicMock(), critic=None, engine=None,
-        scorer=MagicMock(),
-        inputs=SimpleNamespace(eval_rows=[1], source="source", ends=[]))
-    it.stream.state = dict
-    it.log = MagicMock(folder=folder, bad_steps=0, rows=[], say=it.said.append)
-    it.close = MagicMock()
-    vars(it).update(more)
-    return it
 
 
 # ---- evaluations
 
 def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
-    it = MagicMock(args=args("--eval_data", "tiny", "--eval_samples", "3", "--eval_temperature",
-                             "0.7", "--group", "5", "--temperature", "1.5"))
+    it = MagicMock(args=args(eval_data="tiny", eval_samples=3, eval_temperature=0.7, group=5,
+                             temperature=1.5))
     it.inputs.eval_rows, scored = ["a", "b"], []
     monkeypatch.setattr(evaluate, "score_samples", lambda *all: scored.append(all[2]))
     monkeypatch.setattr(evaluate, "evaluation_metrics", lambda samples, args: {})
@@ -71,16 +40,10 @@ def test_an_evaluation_has_its_own_temperature_and_samples(monkeypatch):
                                        decode=it.engine.tokenizer.decode)
 
 
-def sample(i: int, value: float | None, source: str = "a") -> Sample:
-    row = Row(i, f"p{i}", [1], "", {}, source)
-    completion = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), False)
-    return Sample(Prompt(i, row), completion, "", Score(value, {"exact": value}, None))
-
-
 def test_one_overall_pass_rate_and_one_of_each_source():
     found = evaluate.evaluation_metrics(
-        [sample(0, 1.0), sample(1, 0.0), sample(2, 0.0, "b"), sample(3, None, "b")],
-        evaluate.EvalArgs())
+        [sample(1.0, 0, source="a"), sample(0.0, 1, source="a"), sample(0.0, 2, source="b"),
+         sample(None, 3, source="b")], evaluate.EvalArgs())
     assert found["eval/pass@1"] == 0.25 and found["eval/rows"] == 4 and found["eval/unscored"] == 1
     assert found["eval/a/pass@1"] == 0.5 and found["eval/b/pass@1"] == 0
     assert found["eval/reward"] == pytest.approx(1 / 3)  # a judge that fails is no 0
@@ -89,15 +52,16 @@ def test_one_overall_pass_rate_and_one_of_each_source():
     line = log.Log(Path(), SimpleNamespace(rank=0), 3).evaluation_line({"step": 3} | found)
     assert line.startswith("evaluation after 3 steps: pass@1 0.250 (0.")
     assert "a/pass@1 0.500 (" in line and "b/pass@1 0.000 (" in line
-    assert not any(key.startswith("eval/a/") for key in evaluate.evaluation_metrics(
-        [sample(0, 1.0), sample(1, None)], evaluate.EvalArgs()))  # one source has no own line
+    assert not any(key.startswith("eval/x/") for key in evaluate.evaluation_metrics(
+        [sample(1.0, 0), sample(None, 1)], evaluate.EvalArgs()))  # one source has no own line
 
 
 def test_the_groups_that_would_teach_nothing_are_those_without_an_advantage():
     """A completion without a score is no value of its own."""
     rewards = [1, 1, 1, 1, 1, None, 1, None, None, None, None, None, 1, 0, None, 1, 0, 0]
-    samples = [sample(i // 3, value) for i, value in enumerate(rewards)]
-    found = evaluate.evaluation_metrics(samples, evaluate.EvalArgs(eval_samples=3))
+    found = evaluate.evaluation_metrics(
+        [sample(value, i // 3) for i, value in enumerate(rewards)],
+        evaluate.EvalArgs(eval_samples=3))
     advantages = losses.group_advantages(
         torch.tensor([r or 0.0 for r in rewards]), 3, kind="dr_grpo", eps=0.0,
         scored=torch.tensor([r is not None for r in rewards]))
@@ -117,20 +81,18 @@ def test_the_interval_covers_the_true_rate(rate, n):
     assert covered >= 180
 
 
-# ---- what is kept of a step
+# ---- what is kept
 
 @pytest.mark.parametrize("step, shown", [(0, True), (1, False), (3, True)])
 def test_a_step_is_recorded(tmp_path, monkeypatch, step, shown):
     """--steps is 4: each second step, and the last one."""
     written, engine = [], MagicMock()
-    it = made(tmp_path, "--samples_every", "2", engine=engine)
+    it = run_of(tmp_path, args(steps=4, samples_every=2), engine=engine)
     monkeypatch.setattr(run, "write_samples", lambda *all, **o: written.append((all, o)))
     it.record(step, ["all"])
     kept = (it.log, f"step_{step + 1:05d}", ["all"]), dict(show=3, decode=engine.tokenizer.decode)
     assert written == ([kept] if shown else [])
 
-
-# ---- checkpoints and the end
 
 @pytest.mark.parametrize("now, coef", [(0.1, 0.07), (0.3, 0.3)])
 def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeypatch, now, coef):
@@ -140,8 +102,8 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
     monkeypatch.setattr(run.checkpoint, "load", lambda *all: loaded.append(all))
 
     def ppo(kl_reward_coef: float) -> run.Run:
-        it = made(tmp_path, "--keep", "3", engine=MagicMock(), kl_coef=kl_reward_coef, settings={
-            "kl_reward_coef": kl_reward_coef}, stream=SimpleNamespace(position=0))
+        it = run_of(tmp_path, args(keep=3), engine=MagicMock(), kl_coef=kl_reward_coef, settings={
+            "kl_reward_coef": kl_reward_coef})
         it.args.critic_args, it.args.kl_target, it.inputs.rows = True, 0.1, ["a row"]
         it.engine.state.return_value = {"flight": ["a group"]}
         return it
@@ -160,16 +122,11 @@ def test_a_checkpoint_has_the_state_and_a_resumed_run_takes_it(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("steps, flags, after", [
-    (35, "", [4, 8, 12, 16, 20, 24, 28, 32, 35]), (3, "", [1, 2, 3]), (35, "--save_every 0", []),
-    (35, "--eval_only", []), (7, "--save_every 3", [3, 6, 7])])
+    (35, {}, [4, 8, 12, 16, 20, 24, 28, 32, 35]), (3, {}, [1, 2, 3]), (35, {"save_every": 0}, []),
+    (35, {"eval_only": True}, []), (7, {"save_every": 3}, [3, 6, 7])])
 def test_about_ten_checkpoints_are_kept_unless_told_otherwise(tmp_path, steps, flags, after):
-    it = made(tmp_path, "--steps", str(steps), *flags.split())
+    it = run_of(tmp_path, args(steps=steps, **flags))
     assert [step for step in range(1, steps + 1) if step in it.saves] == after
-
-
-@pytest.mark.parametrize("every, evaluations", [("0", [0]), ("2", [0, 2])])
-def test_the_end_is_evaluated_once(tmp_path, every, evaluations):
-    assert [*made(tmp_path, "--eval_every", every).evaluations] == evaluations  # of 4 steps
 
 
 @pytest.mark.parametrize("started, argv, size, local, command", [
@@ -179,8 +136,7 @@ def test_the_end_is_evaluated_once(tmp_path, every, evaluations):
      "bin/torchrun --nproc_per_node 4 grpo.py --name a-b --system 'Be kind.' "
      "(with your flags of torchrun)"),
     (None, ["ppo.py", "--name=a-b"], 4, 2,
-     "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b "
-     "(with your flags of torchrun)")])
+     "bin/torchrun --nproc_per_node 2 ppo.py --name=a-b (with your flags of torchrun)")])
 def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, local, command):
     monkeypatch.setattr(run.sys, "argv", argv)
     monkeypatch.setattr(run.sys, "executable", f"{run.os.getcwd()}/bin/python")
@@ -188,32 +144,27 @@ def test_a_run_says_the_command_that_goes_on(monkeypatch, started, argv, size, l
     assert run.again(SimpleNamespace(size=size, local_size=local), "a-b") == command
 
 
-def test_sigterm_in_the_last_evaluation_saves_the_run(tmp_path, monkeypatch):
-    saved = []
-    monkeypatch.setattr(run.checkpoint, "save", lambda *all: saved.append(all[3]["step"]))
-    monkeypatch.setattr(run.Run, "evaluate", lambda it, step: None)
-    it = made(tmp_path, stop=SimpleNamespace(agreed=lambda: True))
-    assert it.finish() == 75 and saved == [4] and not it.log.finish.called
-    assert "ended after 4 of 4 steps. This goes on: ./run.sh --name x" in it.said[-1]
+# ---- the end
 
-
-def test_an_evaluation_alone_leaves_a_run_as_it_is(tmp_path, monkeypatch):
-    """No export, no done.json, no grade."""
-    monkeypatch.setattr(run.Run, "evaluate", lambda it, step: None)
-    monkeypatch.setattr(run.Run, "export", lambda it: pytest.fail("exported"))
-    it = made(tmp_path, "--eval_only", "--no-report", stop=None)
-    assert it.finish() == 0 and not it.log.finish.called
-
-
-@pytest.mark.parametrize("rank, missed", [(0, False), (0, True), (1, True)])
-def test_the_status_of_every_rank_is_the_grade_of_rank_0(tmp_path, monkeypatch, rank, missed):
-    order, world = [], SimpleNamespace(rank=rank, any_rank=lambda flag: flag or rank > 0)
-    monkeypatch.setattr(run.Run, "evaluate", lambda it, step: order.append(step))
-    monkeypatch.setattr(run.Run, "export", lambda it: order.append("export"))
+@pytest.mark.parametrize("flags, stops, rank, missed, status, order", [
+    ({}, False, 0, False, 0, [4, "export", "done 4"]), ({}, False, 0, True, 1, [
+        4, "export", "done 4"]),
+    ({}, False, 1, True, 1, [4, "export", "done 4"]),  # rank 0 missed it
+    ({}, True, 0, False, 75, [4, "saved 4"]),  # SIGTERM in the last evaluation
+    (dict(eval_only=True), False, 0, False, 0, [4])])
+def test_how_a_run_ends(tmp_path, monkeypatch, flags, stops, rank, missed, status, order):
+    found, it = [], run_of(tmp_path, args(eval_data="tiny", steps=4, **flags))
+    for name, say in dict(evaluate="{}", export="export").items():
+        monkeypatch.setattr(run.Run, name, lambda it, step="", say=say: found.append(
+            step if step != "" else say))
+    monkeypatch.setattr(run.checkpoint, "save", lambda *all: found.append(
+        f"saved {all[3]['step']}"))
     monkeypatch.setattr(run.log, "grade", lambda *all: missed)
-    it = made(tmp_path, "--no-report", world=world)
-    it.log.finish = lambda steps: order.append(f"done {steps}")
-    assert it.finish() == int(missed) and order == [4, "export", "done 4"]
+    it.world.rank, it.world.any_rank = rank, lambda flag: flag or rank > 0
+    it.log.finish = lambda steps: found.append(f"done {steps}")
+    it.stop.agreed = lambda: stops
+    assert it.finish() == status and found == order
+    assert ("ended after 4 of 4 steps. This goes on: ./run.sh --name x" in it.log.said[-1]) == stops
 
 
 @pytest.mark.parametrize("flags, missed", [
@@ -223,9 +174,8 @@ def test_the_status_of_every_rank_is_the_grade_of_rank_0(tmp_path, monkeypatch, 
     ({"target_reward": (0.2, 0.99), "target_eval": (0.01, 0.97)},
      ["--target_reward", "--target_eval"])])
 def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags, missed):
-    rewards = [0.0, 0.1, 0.2] + [0.95] * 10
     rows = [{"reward/mean": r, "time/step": 1.0, "rollout/tokens": 7, "grad/norm": 1.0}
-            for r in rewards]
+            for r in [0.0, 0.1, 0.2] + [0.95] * 10]
     rows = [{"eval/rows": 9, "eval/pass@1": 0.05}, *rows, {"eval/rows": 9, "eval/pass@1": 0.97}]
     said = []
     monkeypatch.setattr(log, "draw_curve", lambda log: None)
@@ -237,8 +187,6 @@ def test_a_run_is_graded_by_both_ends_of_both_numbers(monkeypatch, capsys, flags
     assert "reward, first 3 and last 10 of 13 steps: 0.100 -> 0.950" in said
     assert "held-out pass@1, before and after: 0.050 -> 0.970" in said
 
-
-# ---- how a process ends: dist.run
 
 PEER = RuntimeError("[/a/gloo/transport/tcp/pair.cc:5] Read error: Connection reset by peer")
 
@@ -260,7 +208,7 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
     monkeypatch.setattr("faulthandler.enable", lambda **options: None)
     monkeypatch.setattr(dist.os, "_exit", leave)
     monkeypatch.setattr(dist.World, "joined", SimpleNamespace(again="./run.sh --name x"))
-    main = MagicMock(side_effect=[ending])             # an exception is raised, a number returned
+    main = MagicMock(side_effect=[ending])  # an exception is raised, a number returned
     with pytest.raises(SystemExit) as ended:
         dist.run(main)
     said, is_bug = capsys.readouterr().err, "failed" in words
@@ -274,44 +222,12 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
         assert traced != isinstance(ending, SettingsError)
 
 
-def test_sigterm_on_any_rank_is_agreed_on(monkeypatch):
-    handlers = {}
-    monkeypatch.setattr(dist.signal, "signal", lambda number, act: handlers.update({number: act}))
-    asked = []
-    stop = dist.Stop(SimpleNamespace(any_rank=lambda flag: asked.append(flag) or "agreed"))
-    assert stop.agreed() == "agreed"
-    handlers[dist.signal.SIGTERM](15, None)
-    assert stop.agreed() == "agreed" and asked == [False, True]
-
-
 def test_a_machine_without_git_has_versions_too(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert log.versions()["commit"] == ""
 
 
-# ---- the tools on odd folders
-
-@pytest.mark.parametrize("tool, file, text, words", [
-    (plot, "args.json", "", "args.json is damaged"),
-    (report, "samples/eval_00001.jsonl", '{"pro\n\n', "eval_00001.jsonl is damaged"),
-    (compare, "args.json", None, "args.json cannot be read"),
-    (samples, "samples/other.txt", "", "no completions in ")])
-def test_a_tool_on_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, tool, file, text, words):
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "args.json").write_text('{"seed": 0, "steps": 1, "eval_pass": 1.0}')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    if text is None:
-        (tmp_path / file).unlink()
-    else:
-        (tmp_path / file).write_text(text)
-    flags = [str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["tool.py", *flags])
-    with pytest.raises(SystemExit, match=f"^error: .*{words}") as error:
-        if tool is compare:
-            compare.main([*flags, "--", str(ROOT / "results/kk.json")])
-        else:
-            tool.main()
-    assert "\n" not in str(error.value)
+# ---- odd folders
 
 
 @pytest.mark.parametrize("run_name, step, to, words", [
@@ -340,13 +256,13 @@ def test_a_command_that_would_write_over_a_finished_run_is_refused(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/x").mkdir(parents=True)
     (tmp_path / "runs/x/done.json").write_text('{"steps": 60}')
+    now, more = datetime(2024, 2, 3, 4, 5, 6), args(name="x", steps=90)
     with pytest.raises(SettingsError, match="runs/x is finished, with 60 steps"):
-        log.choose_folder(args("--name", "x"), NOW)
-    assert log.choose_folder(args(), NOW) == Path("runs/grpo-20240203-040506")
-    more = args("--name", "x", "--steps", "90")
-    assert log.choose_folder(more, NOW) == Path("runs/x")
+        log.choose_folder(args(name="x", steps=60), now)
+    assert log.choose_folder(args(), now) == Path("runs/grpo-20240203-040506")
+    assert log.choose_folder(more, now) == Path("runs/x")
     with pytest.raises(SettingsError, match="runs/x is finished and has no checkpoint"):
         run.checkpoint.newest(more, SimpleNamespace(gather=list), Path("runs/x"), {})
     (tmp_path / "runs/x/args.json").touch()
     with pytest.raises(SettingsError, match="runs/x exists; choose another, or --resume"):
-        log.choose_folder(args("--name", "x", "--steps", "90", "--no-resume"), NOW)
+        log.choose_folder(args(name="x", steps=90, resume=False), now)

@@ -114,15 +114,6 @@ def test_ruff_finds_nothing():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_file_that_a_user_puts_beside_the_project_is_not_its_own(tmp_path):
-    (tmp_path / "ours.py").write_text("")
-    (tmp_path / "theirs.py").write_text("")
-    assert len(tracked(tmp_path)) == 2  # without git nobody can say whose it is
-    for words in ("init", "-q"), ("add", "ours.py"):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    assert tracked(tmp_path) == [tmp_path / "ours.py"]
-
-
 def sizes() -> dict[str, int]:
     return {name: path.stat().st_size for name, path in FILES.items()}
 

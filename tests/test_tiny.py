@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import ranks
 from errors import SettingsError
-from examples import kk, tiny
+from examples import tiny
 from forked import PYTHON
 
 ROOT = Path(tiny.__file__).parent.parent
@@ -48,18 +48,6 @@ def test_warm_up_never_shows_a_test_question(quick, monkeypatch):
     with torch.random.fork_rng():
         tiny.teach(tiny.make_model(TOKENIZER), TOKENIZER, tiny.TASKS["sort"], 0)
     assert len(seen) == 3 * 128 and not any(map(tiny.held_out, seen))
-
-
-@pytest.mark.parametrize("teacher, right, clumsy, share", [
-    (tiny.sort_digits, lambda reply, answer: reply == answer, 0.75, 0.25),
-    (tiny.knights, kk.kk01, 1.0, (1 / 4 + 1 / 8) / 2),  # a guess among 4 or 8
-    (tiny.game, lambda turns, secret: turns[-1] == secret, 1.0, 1 - (14 / 15) ** 4)])
-def test_a_teacher_is_as_clumsy_as_asked(teacher, right, clumsy, share):
-    rng = random.Random(0)
-    for mistakes, expected in (0.0, 1.0), (clumsy, share):
-        found = [right(reply, answer) for _, answer, reply in
-                 (teacher(rng, mistakes) for _ in range(2000))]
-        assert abs(sum(found) / 2000 - expected) < 0.04  # four standard errors
 
 
 # ---- the tokenizer

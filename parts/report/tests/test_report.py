@@ -64,6 +64,13 @@ def test_a_large_run_is_under_the_limit_and_what_has_no_room_is_named(tmp_path, 
     assert {b["lacks"] for b in head["blocks"] if b["step"] not in kept} == {"completions"}
 
 
+def test_files_are_read_in_the_order_of_their_numbers(tmp_path):
+    """As text, eval_99999 is the last one."""
+    names = [f"eval_{step}" for step in (*range(99_996, 100_000), 100_000)]
+    run = write_run(tmp_path / "a", [], dict.fromkeys(names, []))
+    assert [step for *_, step, _ in report.sample_files([run])][:2] == [99_996, 100_000]
+
+
 def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sentence(
         tmp_path, monkeypatch, capsys):
     folder = run_of(tmp_path / "a", 3, lambda step: [made_up(0, 4, random.Random(step))])
@@ -145,7 +152,7 @@ def small(tmp_path_factory) -> Path:
         put = [True, True, False, False, True, True]
         talk = [{"role": "assistant", "content": "x"}, {"role": "user", "content": HOSTILE[0]}]
         found[21] |= {"sampled": put, "turns": talk}
-        for name in "token_texts", "sampled":              # of an older run, or an evaluation
+        for name in "token_texts", "sampled":  # of an older run, or an evaluation
             del found[22][name]
         found[22] |= {"turns": talk, "completion": HOSTILE[0]}
         for row in found if step == 4 else []:
@@ -163,7 +170,7 @@ def put_in(browser, name: str, value: str) -> int:
     browser.evaluate(f"""(() => {{ const e = document.getElementById('f-{name}');
         e.value = {value!r}; e.dispatchEvent(new Event('input')); }})()""")
     if name == "step":
-        browser.evaluate("choose()")                       # it is awaited
+        browser.evaluate("choose()")  # it is awaited
     return int(browser.text_content("#count").split(" ")[0])
 
 
@@ -180,7 +187,7 @@ def test_it_opens_without_an_error_asks_for_nothing_and_fits(browser, small):
         assert (ink < 230 < 690 < back) if scheme == "light" else (ink > 610 > 150 > back)
 
 
-def test_it_opens_where_most_completions_have_an_advantage_and_shows_curves(browser, small):
+def test_it_opens_where_most_completions_have_an_advantage_and_one_step_moves_all(browser, small):
     """With bands over seeds, a healthy range, and a mark where it is left."""
     opened(browser, small)
     head, _ = parts(small)
@@ -196,11 +203,7 @@ def test_it_opens_where_most_completions_have_an_advantage_and_shows_curves(brow
     assert browser.locator("polygon").count() and browser.locator("rect").count()
     assert "eval/pass@140.50.25 to 0.625" in "".join(
         browser.locator("#evals tr").all_text_contents())
-
-
-def test_a_share_is_drawn_from_0_to_1_and_one_step_moves_curves_and_completions(browser, small):
-    """A clip_frac of 0 had an axis from −1 to 1, and two controls had two steps."""
-    opened(browser, small)
+    # A clip_frac of 0 had an axis from −1 to 1, and two controls had two steps.
     axis = browser.evaluate("""[...charts.find(([f]) => f.textContent.startsWith('eval/pass@1'))[0]
         .querySelectorAll('text')].map(e => e.textContent)""")
     assert axis[:3] == ["0", "0.5", "1"] and "steps done; up: share" in axis

@@ -1,0 +1,122 @@
+"""Fakes: a rank without others, an engine without vLLM, a run without models, made-up samples."""
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+
+import dist
+import plan
+import rollout
+import run
+from batch import Completion, Sample
+from data import Prompt, Row
+from house import SCRIPTS
+from rewards import Score
+
+
+class World(dist.World):
+    """A rank whose collectives give its own part."""
+
+    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu"):
+        super().__init__(rank, size, rank, size, torch.device(device), None,
+                         again="./run.sh --name x")
+
+    def gather(self, mine):
+        return list(mine)
+
+    def sum(self, tensor):
+        return tensor
+
+    max = sum
+
+    def same_phase(self, name, count):
+        pass
+
+
+class Log:
+    """It measures nothing. `said` has its lines."""
+
+    def __init__(self):
+        self.said = []
+        self.say = self.said.append
+
+    def time(self, name):
+        return nullcontext()
+
+
+def args(script: str = "grpo", **flags):
+    """The script's Args with these flags, wherever they live."""
+    return plan.changed(SCRIPTS[script].Args(lr=1e-3), **flags)
+
+
+def rows(n: int) -> list[Row]:
+    return [Row(i, f"p{i}", [i], "a", {}, "rows") for i in range(n)]
+
+
+def completion(n: int = 3, sampled=None, **more) -> Completion:
+    return Completion(np.arange(n, dtype=np.int32), np.zeros(n, np.float32), False, sampled, **more)
+
+
+def sample(reward: float | None = None, i: int = 0, text: str = "", source: str = "x",
+           answer: object = "a", done: Completion | None = None, **more) -> Sample:
+    """A completion of row i with this reward."""
+    row = Row(i, f"p{i}", [1], answer, {}, source)
+    return Sample(Prompt(i, row), done or completion(), text,
+                  Score(reward, {"exact": reward}, None), **more)
+
+
+def engine_of(rank: int = 0, size: int = 1, tp: int = 1) -> rollout.Engine:
+    """Without vLLM. Its completions are those of `completion`."""
+    it = object.__new__(rollout.Engine)
+    vars(it).update(
+        world=World(rank, size), args=rollout.EngineArgs(tp=tp), log=Log(), engines=size // tp,
+        seed=7, max_tokens=9, eos_ids=[4, 6], bar=False, on_gpu=False, dtype=torch.float32,
+        complete=lambda requests, temperature: [completion() for _ in requests])
+    return it
+
+
+def run_of(folder, given=None, **more) -> run.Run:
+    """A run without models, in front of its end. log.said has what it says."""
+    it = object.__new__(run.Run)
+    world = World()
+    inputs = SimpleNamespace(
+        rows=rows(4), eval_rows=rows(2), plan=SimpleNamespace(longest=50, text=str), kv_cache=5.0,
+        source="start", reference=None, tokenizer=None, waits=[], ends=[4], notes=[])
+    vars(it).update(
+        args=given or args(eval_data="tiny", steps=4), world=world, inputs=inputs, settings={},
+        start=4, kl_coef=0.0, stream=SimpleNamespace(position=0, state=dict),
+        stop=SimpleNamespace(agreed=lambda: False), reference=None, critic=None, engine=None,
+        policy=SimpleNamespace(engine=lambda kind, *given: kind), scorer=MagicMock(),
+        close=MagicMock())
+    it.log = MagicMock(folder=folder, bad_steps=0, rows=[], said=[], world=world, writing=False)
+    it.log.say = it.log.said.append
+    vars(it).update(more)
+    return it
+
+
+class Llm:
+    """vLLM's LLM, as far as making one goes. Its worker on a GPU leaves one thread."""
+    options, asked = {}, []
+
+    def __init__(self, folder, **options):
+        Llm.options = options
+        torch.set_num_threads(1)
+
+    def apply_model(self, function):
+        pass
+
+    def generate(self, prompts, params, **options):
+        Llm.asked = params
+        return []
+
+
+def without_vllm(monkeypatch) -> type[Llm]:
+    """What is imported from vLLM in this test is a stub."""
+    stub = ModuleType("vllm")
+    stub.LLM, stub.SamplingParams = Llm, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setattr(rollout, "prepare_environment", lambda *_: None)
+    return Llm
