@@ -66,12 +66,12 @@ class Shape:
 
 # ---- what it computes, and what its files say ----
 
-NEVER = -100.0  # added to the logit of an id that no policy samples: vLLM's lowest
+NEVER = -100.0  # added to the logit of an id that no policy samples: vLLM allows no less
 
 
 class Family:
     """What one model brings. config: transformers' own."""
-    types: tuple[str, ...] = ()  # their model_type; a text model may have any other
+    types: tuple[str, ...] = ()  # model types of a part's family; a text model may have any other
     auto = "AutoModelForCausalLM"  # of transformers
     never: tuple[int, ...] = ()  # ids that no policy samples
 
@@ -101,14 +101,15 @@ class Family:
         return ()
 
     def maker(self, make, args, files, spec: str):
-        """data.load's `make` for the rows of `spec`. files: inputs.ModelFiles."""
+        """What makes a row of the data `spec`: `make`, as data.make_row, or what extends it. files:
+        inputs.ModelFiles."""
         return make
 
     # ---- in files ----
 
     def pieces(self, name: str, tensor, first: int = 0):
-        """Yields what files have of a parameter: (name, tensor, its first row there). tensor: its
-        rows from `first` on."""
+        """Yields what the files have of a parameter: (name, tensor, its first row in the file).
+        tensor: rows of the parameter, from its row `first` on."""
         yield name, tensor, first
 
     # ---- in a forward ----
@@ -131,7 +132,7 @@ class Family:
         """Decides which weights are trained. args: of the script; None: the defaults."""
 
     def follow(self, lm, args):
-        """Once, before a policy is trained; not of a critic."""
+        """Prepares a policy, once, to be watched in its forwards (`around`); a critic is not."""
 
     def around(self, micro):
         """A context for a forward of that policy."""
@@ -148,12 +149,13 @@ class Family:
         return kind
 
     def first(self, rows: list[Row]) -> list[Row]:
-        """In the order in which they are compared (run.compare_policies)."""
+        """The rows, those first that run.compare_policies should compare."""
         return rows
 
     def largest(self, rows: list[Row], text_row):
-        """text_row: a function (tokens of its prompt, of its micro-batch) → Row; or one whose rows
-        need more."""
+        """For a trial of the largest micro-batch, a function (tokens of its prompt, of the
+        micro-batch) → Row. text_row is such a function; a family's own may make rows that need
+        more, by what the data has."""
         return text_row
 
     def shape(self, lm) -> Shape:

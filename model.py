@@ -1,4 +1,4 @@
-"""model.py: the weights: load, shard (FSDP2), log-probs and values, optimizer steps, export."""
+"""model.py: the weights: load, shard (FSDP2), log-probs and values, optimizer steps."""
 import math
 from dataclasses import dataclass
 from functools import cache, partial
@@ -67,7 +67,7 @@ def of_logits(logits, targets, temperature: float, entropy: str):
 @cache
 def compiled():
     """`of_logits` in few passes over the logits. One graph serves every n > 1: a chunk that is
-    computed again in the backward must meet the graph of its forward."""
+    computed again in the backward must use the graph of its forward."""
     return torch.compile(of_logits, dynamic=True)
 
 
@@ -131,7 +131,7 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     with as_sentence(unfit):
         lm = family.skeleton(dtype)
         family.parts(lm)[0].set_attn_implementation("packed")
-    lm.base_model.do_not_compile = True  # vLLM may put a __call__ that reads it into the class
+    lm.base_model.do_not_compile = True  # vLLM may give the class a __call__ that reads this
     return lm
 
 
@@ -142,8 +142,8 @@ def compute_dtype(args: ModelArgs, device: torch.device):
 
 
 def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True, seed: int = 0):
-    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. What is not trained
-    has no master weights. seed: of what no file has."""
+    """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. A model that is not
+    trained has no master weights in float32. seed: of the parameters that no file has."""
     compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
@@ -153,7 +153,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
         sizes, dims = (world.size // args.shard_size, args.shard_size), ("replicate", "shard")
     mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=dims)
     offload = args.cpu_offload or (not trained and "reference" in args.offload)
-    # What FSDP shards: the first ModuleList of each part.
+    # What FSDP shards beside the root: the first ModuleList of each module that the family names.
     layers = [layer for part in root.family.parts(lm)
               for layer in next((m for m in part.modules() if isinstance(m, nn.ModuleList)), [])]
     shard(root, layers, mesh, compute, master, args.checkpointing, offload)
@@ -193,22 +193,23 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
 
 
 def whole(tensor):
-    """A collective."""
+    """The full tensor of one that FSDP has sharded. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def hidden_states(family, lm, inputs, source):
-    """(n, H) at `source`, which may repeat. On a CPU the gradient of x[source] depends on the
-    threads; that of index_select does not. On CUDA it is a sum by atomics, in any order."""
+    """(n, H) at the places `source` of the packed input (batch.Micro), which may repeat. On a CPU
+    the gradient of x[source] depends on the threads; that of index_select does not. On CUDA both
+    are sums by atomics, in any order."""
     return family.hidden(lm, inputs).flatten(0, 1).index_select(0, source)
 
 
 class Model(nn.Module):
     """A language model."""
-    frozen = False  # its weights stay, so they need no float32
+    frozen = False  # True: its weights are not trained, so they need no float32
 
     def start(self, seed: int):
-        """Fills, after `to_empty`, the parameters that are in no file."""
+        """Fills the parameters that no file has. Here there are none; those of parts/lora are."""
 
 
 class LogprobModel(Model):
@@ -239,7 +240,7 @@ class LogprobModel(Model):
                        temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, keep, **inputs):
-        """transformers' own forward of one row, at the positions `keep` → (keep, V)."""
+        """transformers' own forward of one row. keep: m positions → logits (m, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         text = self.family.parts(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
@@ -292,7 +293,7 @@ class Trained:
             loss.backward()
 
     def step(self, lr: float) -> float:
-        """One AdamW step on the clipped gradient → its norm. Not finite: no step."""
+        """One AdamW step on the clipped gradient → the norm before. Not finite: no step."""
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)))
         if math.isfinite(norm):
             self.optimizer.param_groups[0]["lr"] = lr
@@ -311,10 +312,11 @@ class Trained:
 
 
 class Policy(Trained):
-    """The language model that is trained, or the reference model."""
+    """The language model that is trained, or the reference model, whose optimizer has nothing to
+    do. A part extends it: parts/lora."""
 
     def __init__(self, module, world, model_args, args, flags=None):
-        """flags: all of the script, for the family; None: as they are."""
+        """flags: the script's Args, for the family; None: their defaults."""
         lm, self.family = module.lm, module.family
         self.family.freeze(lm, flags)
         self.family.follow(lm, flags)
@@ -338,7 +340,8 @@ class Policy(Trained):
         return self.run(micro, micro.targets, temperature, entropy, formula)
 
     def weights(self, dtype=None):
-        """Yields (name, full tensor) of each weight, one at a time. A collective: use it up."""
+        """Yields (name, full tensor) of each weight that files have, one at a time. A collective:
+        every rank must go through all of it."""
         for name, stored in self.module.lm.state_dict().items():  # names tied weights twice
             if name in self.left_out:
                 continue
@@ -376,7 +379,7 @@ class Critic(Trained):
 
 
 def learning_rate(step: int, steps: int, peak: float, args: OptimizerArgs):
-    """The rate of a step, from 0: warm-up, then the schedule."""
+    """The rate of a step, counted from 0: first the warm-up, then the schedule."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     done = (step - args.warmup_steps) / max(1, steps - args.warmup_steps)

@@ -243,7 +243,8 @@ def problems(args, ranks: int, n_rows: int | None = None, n_eval: int = 0, shape
 
 # ---- memory ----
 #
-# Bytes: c of a number in the computation (--dtype), m of a trained weight, its gradient, a moment.
+# c: bytes of a number in the computation (--dtype). m: bytes of a trained weight, of its gradient,
+# and of each of its two moments.
 
 GIB = 2**30
 SET_ASIDE = 2.0 * GIB  # CUDA's context, buffers of NCCL and cuBLAS, fragmentation
@@ -266,11 +267,12 @@ class Memory:
         model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        # A rank keeps 1 / ranks of the weights.
+        # A rank keeps 1 / ranks of the weights; it may be a fraction, or infinite.
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
-        self.added = self.taken = 0  # parameters that alone are trained; bytes that the engine gets
+        # Of a part: parameters that are added and trained alone; bytes of them in the engine.
+        self.added = self.taken = 0
         for group in groups(self.args):
             if hasattr(group, "added"):
                 self.added, self.taken = group.added(shape), group.engine_bytes(shape, self.c)
@@ -325,6 +327,7 @@ class Memory:
         if phase.name == "score" and other and other.params > shape.params:
             shape = other  # it scores too
         root = shape.vocab * shape.hidden if critic else shape.root
+        # FSDP holds the whole root, and of the layers this one and the next.
         gathered = c * (root + root / self.ranks + 2 * shape.layer)
         again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
         kept = shape.layers if update and not again else 1  # layers, for backward
@@ -342,7 +345,7 @@ class Memory:
         layers, logits = tokens * size, copies * 4 * min(tokens, chunk) * shape.vocab
         if critic:
             logits = 0
-        # A score pass never holds a layer's work and logits, and the sum adds both.
+        # A score pass never holds a layer's work and logits at once, but the sum adds both.
         if not update:
             layers, logits = max(layers - logits, tokens * 8 * c * shape.hidden), logits
         return gathered + layers, logits
@@ -367,7 +370,7 @@ class Memory:
         else:  # what one call can use, and one sequence at least
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
-        self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM has a block
+        self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM keeps a block
         # A sync holds the largest weight, the embedding, four times; there is no cache yet.
         awake = weights + work + max(self.cache, 4 * c * shape.vocab * shape.hidden)
         return awake, graphs if card and e.sleep_level else awake
