@@ -209,7 +209,7 @@ class Model(nn.Module):
     frozen = False  # True: its weights are not trained, so they need no float32
 
     def start(self, seed: int):
-        """Fills the parameters that no file has. Here there are none; those of parts/lora are."""
+        """Fills the parameters that no file has. Here there are none: a part may add some."""
 
 
 class LogprobModel(Model):
@@ -313,7 +313,7 @@ class Trained:
 
 class Policy(Trained):
     """The language model that is trained, or the reference model, whose optimizer has nothing to
-    do. A part extends it: parts/lora."""
+    do. A part may extend it."""
 
     def __init__(self, module, world, model_args, args, flags=None):
         """flags: the script's Args, for the family; None: their defaults."""
