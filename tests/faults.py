@@ -32,8 +32,9 @@ FLAGS = ("--batch 4 --group 4 --minibatches 2 --max_tokens 12 --max_prompt_token
 def model(task: str = "sort") -> str:
     """A tiny model's folder, made once for all runs of this checkout."""
     sys.path.insert(0, str(ROOT))
-    from examples import squares, tiny
+    from examples import tiny
     if task == "squares":
+        from examples import squares
         squares.main(ROOT / "runs/squares")
         return str(ROOT / "runs/squares/model")
     return tiny.ensure(str(ROOT / "runs"), task)

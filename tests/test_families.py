@@ -101,6 +101,7 @@ WRONG = {  # what the trainer alone computes otherwise; the window shows in the 
     "lfm2": dict(layer_types=["conv", "full_attention"])}
 
 
+@needs("states")
 def test_a_trainer_without_an_engine_is_compared_with_transformers(tmp_path):
     for kind, options in WRONG.items():
         families.make(kind, f"{tmp_path}/{kind}", families.options_of(kind) | options)

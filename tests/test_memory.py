@@ -20,7 +20,7 @@ from batch import Batch, Micro, pack
 from dist import KEYS
 from errors import SettingsError
 from examples import tiny
-from house import module
+from house import module, needs
 from learning import difference, fabricate
 from live import Live
 from model_files import shape_from
@@ -148,7 +148,7 @@ def test_a_critic_needs_what_the_policy_needs():
 # ---- what the trainer holds ----
 
 def all_on_two(world, folder: str) -> dict:
-    return {"sync": stream_weights(world, folder), "phases": run_phases(world, folder),
+    return {"sync": stream_weights(world, folder), "phases": trial and run_phases(world, folder),
             "knobs": {name: learn_with(world, folder, knob) for name, knob in KNOBS.items()}}
 
 
@@ -228,6 +228,7 @@ def worst_peaks(world, folder: str) -> list[tuple[float, float]]:
     return found
 
 
+@needs("trial")
 def test_a_micro_batch_takes_what_the_plan_says(tmp_path):
     make_wide(str(tmp_path))
     for i, (peak, planned) in enumerate(results(1, worst_peaks, str(tmp_path))[0]):
@@ -295,6 +296,7 @@ def run_phases(world, folder: str) -> tuple[dict, bool, bool]:
     return peaks, same, all(p.grad is None for p in policy.module.parameters())
 
 
+@needs("trial")
 def test_the_worst_case_leaves_everything_as_it_was(two_ranks):
     found = [found["phases"] for found in two_ranks[1]]
     for peaks, same, clean in found:
@@ -332,6 +334,7 @@ def out_of_memory(world, folder: str, whom: tuple[int, ...]) -> None:
     trial.measure_phases(plan.Plan(args, world.size, 64, 0), world, learning.VOCAB, policy)
 
 
+@needs("trial")
 @pytest.mark.parametrize("whom", [(1,), (0, 1)])
 def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(two_ranks, whom):
     # The other rank is in a collective that the first will never join.

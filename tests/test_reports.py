@@ -6,7 +6,7 @@ import pytest
 
 import test_docs
 from examples import tiny
-from house import module
+from house import module, needs
 from test_docs import FLAGS, ROOT, TEXT, blocks, rows
 from test_script import script
 
@@ -38,6 +38,7 @@ def printed(command: str, place) -> str:
     return " ".join(done.stdout.split())
 
 
+@needs("other_systems")
 def test_the_words_of_the_errors_are_on_the_page():
     text = " ".join(TEXT[PAGE].split())
     for words in ("only support equal chunk. Got size of DataProto 2 and chunk 4",
@@ -85,6 +86,7 @@ def test_a_flag_of_another_system_has_its_name_here(words, sentences):
     assert other_systems.theirs(words.split()) == sentences
 
 
+@needs("other_systems")
 def test_the_command_line_says_so():
     done = script("--num_generations", "3")
     assert done.returncode == 2 and "TRL's --num_generations is --group here." in done.stderr

@@ -107,8 +107,8 @@ def test_the_words_of_a_reward(own):
     for number in "1. .5 1e-1 -0.5 +2 1E3 0 1_0 5.e+0".split():
         for spec in f"exact:{number}", f"own.py:f:{number}":
             assert rewards.parse([spec])[0].weight == float(number)
-    assert rewards.parse(["own.py:f", "examples/squares.py:squares"]) == [  # here or there
-        Part("f", 1, "own.py"), Part("squares", 1, f"{rewards.ROOT}/examples/squares.py")]
+    assert rewards.parse(["own.py:f", "examples/coin.py:coin"]) == [  # here or there
+        Part("f", 1, "own.py"), Part("coin", 1, f"{rewards.ROOT}/examples/coin.py")]
     for number in "x 1,5 inf nan 1e999 - 1:2".split():
         with pytest.raises(SettingsError, match="finite number") as error:
             rewards.parse([f"exact:{number}"])
