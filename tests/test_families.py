@@ -94,14 +94,13 @@ def without_engine(world, folder: str) -> dict[str, str]:
     return {kind: families.compare(f"{folder}/{kind}", "float32", False, world) for kind in WRONG}
 
 
-WRONG = {  # what the trainer alone computes otherwise; the window shows in the longest row alone,
+WRONG = kept({  # what the trainer alone computes otherwise; the window shows in the longest row,
     # and the state of a convolution in a completion behind its neighbour
     "llama": dict(logit_scale=0.5), "olmoe": dict(sliding_window=200),
     "olmo2": dict(is_causal=False), "gemma3_text": dict(use_bidirectional_attention=True),
-    "lfm2": dict(layer_types=["conv", "full_attention"])}
+    "lfm2": dict(layer_types=["conv", "full_attention"])})
 
 
-@needs("states")
 def test_a_trainer_without_an_engine_is_compared_with_transformers(tmp_path):
     for kind, options in WRONG.items():
         families.make(kind, f"{tmp_path}/{kind}", families.options_of(kind) | options)
