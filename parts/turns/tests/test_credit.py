@@ -77,8 +77,7 @@ class World:
         index, batch = index.flatten(), self.batch
         lengths = batch.tokens[index]
         row = torch.arange(len(index)).repeat_interleave(lengths)
-        begin = lengths.cumsum(0) - lengths
-        place = torch.tensor(batch.starts)[index][row] + torch.arange(len(row)) - begin[row]
+        place = torch.cat([batch.places[i] for i in index.tolist()])
         turn, paid, engine = (x[place] for x in batch.turns())
         A = estimate(batch.rewards[index], G, scored=torch.ones(len(index), dtype=torch.bool),
                      eps=0.0, parts={}, trained=None, row=row, lengths=lengths, turn=turn,
