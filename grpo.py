@@ -1,6 +1,6 @@
 """grpo.py: group-relative policy optimization and its family.     https://arxiv.org/abs/2402.03300
 
-    python grpo.py                                   one rank, the tiny model that tiny.py makes
+    python grpo.py                                   one rank, the model of examples/tiny.py
     torchrun --nproc_per_node 4 grpo.py --batch 8    four ranks; any number makes the same update
     python grpo.py --plan --ranks 64 --batch 512     what 64 ranks would run, without running it
 
@@ -136,8 +136,8 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
           reference: Policy | None = None, phase=nullcontext) -> dict[str, float]:
     """One step of learning from N samples: --epochs x --minibatches optimizer steps → metrics.
 
-    Metrics and new weights are the same on every rank, on any number of ranks, with any number of
-    tokens in a micro-batch (--update_tokens, --score_tokens).
+    Metrics and new weights are the same on every rank, and but for rounding on any number of ranks,
+    with any number of tokens in a micro-batch (--update_tokens, --score_tokens).
     """
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion

@@ -1,6 +1,6 @@
 """ppo.py: proximal policy optimization with a critic.            https://arxiv.org/abs/1707.06347
 
-    python ppo.py                                    one rank, the tiny model that tiny.py makes
+    python ppo.py                                    one rank, the model of examples/tiny.py
     torchrun --nproc_per_node 4 ppo.py --batch 8     four ranks; any number makes the same update
 
 One step is grpo.py's with one difference. A critic predicts the return from every token on. The

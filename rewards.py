@@ -128,7 +128,7 @@ def report(pool, log, errors: list[str | None], calls: int) -> None:
 # ---- the flags and the rows ----
 
 def parse(specs: list[str]) -> list[Part]:
-    """The words of --reward → parts. One SettingsError has all mistakes."""
+    """The words of --reward → parts. SettingsError: all mistakes."""
     parts, mistakes = [], []
     for spec in specs:
         match = re.fullmatch(r"(?:(.+\.py):)?(\w+)(?::(.+))?", spec)
