@@ -18,7 +18,7 @@ import run
 from batch import Batch
 from data import Prompt
 from fakes import args, completion, engine_of, rows, run_of
-from house import module, needs
+from house import has, module, needs
 from plan import Plan
 from rewards import Answer
 from rollout import Request, hash_seed
@@ -146,10 +146,11 @@ def test_a_resumed_run_is_restored_before_its_policies_are_compared(tmp_path, mo
     it, kept = run_of(tmp_path), []
     monkeypatch.setattr(flags, "Pool", lambda *given: SimpleNamespace(wait=int, progress={}))
     for name, fake in dict(
-            try_worst_case=lambda it: None, build_models=lambda *given: ("policy", None, None),
+            build_models=lambda *given: ("policy", None, None),
             build_engine=lambda it: f"engine of {it.policy}",
             compare_policies=lambda it: kept.append(it.engine)).items():
         monkeypatch.setattr(run, name, fake)
+    monkeypatch.setattr(run, "try_worst_case", lambda it: None, raising=has("trial"))
     monkeypatch.setattr(run.dist, "Stop", lambda world: "stop")
     monkeypatch.setattr(run.Run, "restore", lambda it, saved: kept.append(saved))
     for saved, start in (None, 0), (SimpleNamespace(state={"step": 4}), 4):
