@@ -22,7 +22,7 @@ def names_of(files: dict[str, str]) -> set[str]:
         name, posixpath.dirname(name), posixpath.basename(name),
         posixpath.basename(name).partition(".")[0])}
     for name, text in files.items():
-        if name.endswith((".py", ".sh", ".html")):
+        if name.endswith((".py", ".sh", ".html")) and "other_systems" not in name:
             found |= {*re.findall(r"[A-Za-z_]\w+", text), *re.findall(r'"([a-z]+/[\w@]+)"', text)}
         if name.endswith(".py") and not {"tests", "bench"} & {*name.split("/")}:
             found |= {f"--{flag}" for flag in re.findall(r"^    (\w+): .* = ", text, re.M)}

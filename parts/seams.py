@@ -105,6 +105,7 @@ SEAMS = {
     "other_systems": [
         ("flags.py", "from parts.other_systems.other_systems import theirs\n", ""),
         ("flags.py", '["", *theirs(sys.argv[1:]), said', '["", said'),
+        ("docs/use/recipes.md", "`python grpo.py --num_generations 3` says so too. ", ""),
     ],
     "trial": [
         ("flags.py", "from parts.trial.trial import TrialArgs\n", ""),

@@ -70,7 +70,7 @@ class House:
 
     def without(self, *names: str) -> "House":
         """The house that is left. Raises Mistake if a seam is not what the table says."""
-        if not {*self.here()} - {*names, "variants"}:
+        if not {*self.here()} - {*names}:
             names += "parts",  # with the last one the folder and this command go too
         gone = {file for name in names for file in self.of(name)}
         files = {file: text for file, text in self.files.items() if file not in gone}
@@ -188,6 +188,16 @@ def write(root: Path, before: Files, after: Files) -> None:
             (root / file).write_bytes(text.encode(errors="surrogateescape"))
 
 
+def agreed(names: list[str], files: int) -> bool:
+    """Whether who is asked says yes. Without a terminal nobody does."""
+    try:
+        said = input(f"delete {', '.join(names)} ({files} files)? [y/N] ")
+    except EOFError:
+        print()
+        return False
+    return said.strip().lower() in ("y", "yes")
+
+
 def main(words: list[str], root: Path = ROOT) -> int:
     """The exit status."""
     try:
@@ -202,7 +212,7 @@ def main(words: list[str], root: Path = ROOT) -> int:
     except Mistake as error:
         print(f"error: {error}.", file=sys.stderr)
         return 2
-    if "--yes" not in words and input(f"delete {', '.join(names)}? [y/N] ").strip() != "y":
+    if "--yes" not in words and not agreed(names, len(house.files) - len(left.files)):
         print("nothing is deleted")
         return 1
     write(root, house.files, left.files)
