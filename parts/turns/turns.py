@@ -112,7 +112,7 @@ class ReplyPool(Pool):
 
     def seconds(self, batch: list[list]) -> float:
         """See rewards.Pool."""
-        return super().seconds(batch[:1] if self.waits else batch) + 1
+        return self.args.reward_timeout + 1 if self.waits else super().seconds(batch)
 
 
 def said(text: str) -> dict:

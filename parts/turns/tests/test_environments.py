@@ -137,6 +137,33 @@ def test_a_class_that_cannot_be_used_is_refused(tmp_path, code, reward, words):
         turns.check(args, bridge().tokenizer, [END], tiny.VOCAB, rows)
 
 
+# ---- `async def`
+
+ASYNC = """import asyncio, os
+begun = 0
+async def reply(turns, answer):
+    global begun
+    begun += 1
+    if answer == "ends":
+        os._exit(1)
+    while answer == "all" and begun < 4:  # until all four are asked
+        await asyncio.sleep(0.01)
+    return str(answer)
+"""
+
+
+@pytest.mark.parametrize("answers, expected", [
+    (["all"] * 4, ["all"] * 4), (["a", "ends", "b", "c"], ["a", None, "b", "c"])])
+def test_one_worker_answers_many_at_once_and_each_alone_if_it_ends(tmp_path, answers, expected):
+    (tmp_path / "waits.py").write_text(ASYNC)
+    moves = [Move({"prompt": "q", "answer": answer}, i, [said("a")], []) for i, answer in
+             enumerate(answers)]
+    with closing(ReplyPool([f"{tmp_path}/waits.py:reply"], RewardArgs(1, 20.0))) as pool:
+        pool.wait()
+        found = [answer.values[0] for answer in pool.ask(moves, homes=[*range(4)])]
+    assert [it and it[0]["content"] for it in found] == expected
+
+
 # ---- those of examples/
 
 @pytest.mark.parametrize("name, module, words", [
