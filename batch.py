@@ -1,4 +1,4 @@
-"""batch.py: the global batch, the same on every rank, and how it is cut and packed.
+"""batch.py: the global batch, its minibatches, and how micro-batches are packed.
 
     batch → minibatches    one optimizer step each; their rows are fixed by the samples' order
     minibatch → ranks → micro-batches    for memory (dist.balance); this never changes the maths

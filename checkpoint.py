@@ -1,4 +1,4 @@
-"""checkpoint.py: the whole state of a run, to disk and back, on any number of ranks; the export.
+"""checkpoint.py: save and resume: state of a run, digests of rows and weights; the export.
 
     runs/NAME/checkpoints/step_N/   after N steps; step_N.partial until it is whole
         __R_0.distcp, .metadata     rank R's part of weights and AdamW's state; their index

@@ -1,4 +1,4 @@
-"""data.py: rows → prompts: messages, chat template, end-of-sequence ids, the order of the rows.
+"""data.py: rows → prompts: messages, chat template, end-of-sequence ids, the order of rows.
 
 docs/use/data_and_rewards.md has the forms of rows. Messages come first: as people store them → as
 chat templates want them. Where they cannot be read a ValueError names the message and the key.

@@ -1,4 +1,4 @@
-"""dist.py: ranks. Split a list over them, gather it, balance token work, agree, start and end.
+"""dist.py: ranks: split a list over them, pad, balance, gather, agree; start and end.
 
 The global batch is the same list on every rank, and the splits are pure functions of it: ranks
 cannot disagree about who does what.

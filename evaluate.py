@@ -1,4 +1,4 @@
-"""evaluate.py: completions of every evaluation row → pass@1 and pass@k, with intervals.
+"""evaluate.py: completions of held-out rows → pass@1 and pass@k, with intervals.
 
 A completion passes when its first --reward that applies is at least --eval_pass. Its seed depends
 on its row and not on the step, so evaluations of two policies are paired.

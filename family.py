@@ -1,6 +1,6 @@
-"""family.py: what a family of models brings beside its weights. Here: a dense text model.
+"""family.py: what a family of models brings beside its weights: here a dense text model.
 
-model_files.family_of chooses. A part whose models need more extends Family, and Shape.
+model_files.family_of chooses. Where models need more, a subclass of Family, and of Shape, has it.
 """
 from collections import Counter
 from contextlib import nullcontext
@@ -71,7 +71,7 @@ NEVER = -100.0  # added to the logit of an id that no policy samples: vLLM allow
 
 class Family:
     """What one model brings. config: transformers' own."""
-    types: tuple[str, ...] = ()  # model types of a part's family; a text model may have any other
+    types: tuple[str, ...] = ()  # model types of a subclass; a text model may have any other
     auto = "AutoModelForCausalLM"  # of transformers
     never: tuple[int, ...] = ()  # ids that no policy samples
 

@@ -1,4 +1,4 @@
-"""flags.py: the flags that all training scripts share, those of the loss, and the command line.
+"""flags.py: the flags that scripts share, with their defaults, and the command line.
 
 --loss and --advantage take a name of losses.py, or FILE.py:NAME: a function of a file, as in
 variants/. The file is found from the current folder or from the project's, and loaded before

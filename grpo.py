@@ -72,12 +72,6 @@ class Args(flags.LossArgs, CommonArgs):
                 or self.kl_reward_coef > 0 or flags.own("advantage", self.advantage).uses_old)
 
     @property
-    def token_advantages(self) -> bool:
-        """Whether tokens of a completion have different advantages."""
-        return (flags.own("advantage", self.advantage).per == "token"
-                or (self.advantage == "reinforce++" and self.kl_reward_coef > 0))
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the starting model is loaded too, for a KL term."""
         return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
@@ -94,8 +88,8 @@ class Args(flags.LossArgs, CommonArgs):
 
 
 def train(args: Args) -> int:
-    """The loop → exit status. Every line is the same on all ranks."""
-    run = set_up(args)  # check, join, open, resume, build
+    """The loop → exit status. Every rank runs every line."""
+    run = set_up(args)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations:
@@ -207,7 +201,6 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 policy.backward((w * loss).sum())  # FSDP sums the gradients of the ranks
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))  # also if the gradient is 0: momentum goes on
-    # policy.metrics: of the model's family.
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
 
 
@@ -234,7 +227,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: of all tokens
+            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: unsampled tokens too
     in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
     if args.advantage == "reinforce++":  # A_t = sum over u >= t of ([u is last] R - beta k1_u)
         rewards = losses.token_rewards(
@@ -259,6 +252,7 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     parts = {part.name: (part.weight, batch.part(part.name))
              for part in parse_rewards(list(args.reward))}
     own = flags.own("advantage", args.advantage)
+    # The number of each token's turn; at the last token of a turn, what an environment paid for it.
     turn, paid, engine_logprobs = batch.turns()  # (M,)
     row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
     A = own.function(

@@ -1,4 +1,4 @@
-"""inputs.py: all that can be known from flags and files, before any weight is loaded."""
+"""inputs.py: what a run works with, found before weights load: model, tokenizer, rows."""
 import os
 import re
 from contextlib import suppress

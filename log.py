@@ -1,4 +1,6 @@
-"""log.py: what a person sees and keeps of a run: lines, metrics, samples, grade. Rank 0 writes.
+"""log.py: what a person sees and keeps of a run: lines, metrics, samples, the grade.
+
+Rank 0 writes.
 
     runs/NAME/  args.json  plan.txt  metrics.jsonl  samples/  curve.png  checkpoints/  model/
 """

@@ -1,4 +1,4 @@
-"""losses.py: the formulas that most runs use: pure functions of tensors. Others are in variants/.
+"""losses.py: advantages, GAE, losses, KL: formulas of tensors. Others are in variants/.
 
 The global batch has P prompts with G completions each (`group`), N = P·G completions in request
 order, and M sampled tokens. Numbers of a completion are (N,). Numbers of a token are (M,) in the
@@ -92,7 +92,8 @@ def group_advantages(rewards, group, *, kind, eps, scored):
 
 
 def batch_std(rewards, scored):
-    """The standard deviation of the global batch's scored rewards, ddof 1."""
+    """The standard deviation of the global batch's scored rewards, ddof 1. For an --advantage of a
+    file."""
     x = rewards[scored]
     return ((x - x.mean()).square().sum() / max(1, len(x) - 1)).sqrt()
 

@@ -1,4 +1,4 @@
-"""model.py: the weights: load, shard (FSDP2), log-probs and values, optimizer steps."""
+"""model.py: the trainer's weights: load, shard (FSDP2), log-probs, values, optimizer steps."""
 import math
 from dataclasses import dataclass
 from functools import cache, partial
@@ -40,8 +40,8 @@ def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str)
 
 
 def in_chunks(part, chunk: int, *tensors):
-    """What `part` makes of tensors (n, …): several (n,). Backward computes the logits again, so
-    memory is a few times chunk × V."""
+    """What `part` makes of tensors (n, …): several (n,). Of more than one chunk backward computes
+    the logits again, so memory is a few times chunk × V."""
     if len(tensors[0]) <= chunk:
         return part(*tensors)
     if torch.is_grad_enabled():
@@ -131,7 +131,8 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     with as_sentence(unfit):
         lm = family.skeleton(dtype)
         family.parts(lm)[0].set_attn_implementation("packed")
-    lm.base_model.do_not_compile = True  # vLLM may give the class a __call__ that reads this
+    # vLLM, in this process, may give transformers' class a __call__ that reads this.
+    lm.base_model.do_not_compile = True
     return lm
 
 
@@ -143,7 +144,7 @@ def compute_dtype(args: ModelArgs, device: torch.device):
 
 def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True, seed: int = 0):
     """A sharded LogprobModel or ValueModel (`kind`) with a folder's weights. A model that is not
-    trained has no master weights in float32. seed: of the parameters that no file has."""
+    trained has no master weights in float32. seed: for what `start` fills."""
     compute, sizes, dims = compute_dtype(args, world.device), (world.size,), None
     master = torch.promote_types(compute, torch.float32) if trained else compute
     lm = skeleton(folder, compute if kind.frozen else master)
@@ -206,10 +207,10 @@ def hidden_states(family, lm, inputs, source):
 
 class Model(nn.Module):
     """A language model."""
-    frozen = False  # True: its weights are not trained, so they need no float32
+    frozen = False  # True: only what is added to its weights is trained; they need no float32
 
     def start(self, seed: int):
-        """Fills the parameters that no file has. Here there are none: a part may add some."""
+        """Fills the parameters that a subclass adds: no file has them."""
 
 
 class LogprobModel(Model):
@@ -229,7 +230,7 @@ class LogprobModel(Model):
         logits = self.lm.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.family.never:
-            logits.detach()[..., self.family.never] += NEVER  # a constant: without a gradient
+            logits.detach()[..., self.family.never] += NEVER  # no policy samples these ids
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def forward(self, inputs, source, targets, temperature, entropy, formula=None):
@@ -240,7 +241,8 @@ class LogprobModel(Model):
                        temperature / self.scale, self.chunk, entropy)
 
     def plain_logits(self, keep, **inputs):
-        """transformers' own forward of one row. keep: m positions → logits (m, V)."""
+        """transformers' own forward of one row, for the comparison of run.py. keep: m positions →
+        logits (m, V)."""
         capped = getattr(self.lm.config, "attn_logit_softcapping", None)
         text = self.family.parts(self.lm)[0]
         text.set_attn_implementation("eager" if capped else "sdpa")
@@ -313,7 +315,7 @@ class Trained:
 
 class Policy(Trained):
     """The language model that is trained, or the reference model, whose optimizer has nothing to
-    do. A part may extend it."""
+    do. A subclass may train what it adds to the model instead."""
 
     def __init__(self, module, world, model_args, args, flags=None):
         """flags: the script's Args, for the family; None: their defaults."""
@@ -326,7 +328,7 @@ class Policy(Trained):
         self.left_out = {"lm_head.weight"} if type(lm).__name__.startswith("Gemma2") else set()
 
     def run(self, micro: Micro, *inputs):
-        """As Trained.run, in what the family puts around it."""
+        """As Trained.run, within the family's context (a dense text model has none)."""
         with self.family.around(micro):
             return super().run(micro, *inputs)
 
@@ -354,7 +356,7 @@ class Policy(Trained):
         return value
 
     def beginning(self):
-        """The model that training started from, if its weights are still here. Else None."""
+        """The model that training started from, if this one still has its weights: here None."""
         return None
 
     def engine(self, kind: type, args, inputs) -> type:

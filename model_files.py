@@ -1,4 +1,4 @@
-"""model_files.py: which model a folder has, and which files and tensors are that model.
+"""model_files.py: which files of a folder are the model, and of which family it is.
 
 A run loads what transformers loads, or it is refused.
 """

@@ -1,4 +1,4 @@
-"""plan.py: the sizes and the memory of a step, from the settings alone, and what is wrong there.
+"""plan.py: memory and sizes of a step, from the settings alone, and what is wrong there.
 
 docs/use/memory_and_machines.md has the formulas in words. Each is an upper bound.
 """
@@ -102,13 +102,13 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # copies that batch.py makes of a token's keys, at most
+    keys: int  # keys that attention gathers for a token of the budget, on average, at most
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        # Micro-batches without a row: dist.balance splits others before it makes one.
+        # Rows of padding, a micro-batch each: there are fewer rows than micro-batches.
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
@@ -159,8 +159,8 @@ class Plan:
                 passes.append(("critic score", rows, critic.critic_score_tokens))
         if self.n_eval and not a.needs_rollouts:  # rows have their completions
             passes.append(("score", self.n_eval, a.score_tokens))
-        # Completions share their prompt's tokens, and each copies its keys: less than group + 1 a
-        # token. batch.py allows no more than KEYS.
+        # Completions share their prompt's tokens, but each copies the prompt's keys for its
+        # attention: on average less than group + 1 a token. dist.cut allows KEYS.
         keys = min(KEYS, a.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -267,11 +267,11 @@ class Memory:
         model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        # A rank keeps 1 / ranks of the weights; it may be a fraction, or infinite.
+        # A rank keeps 1 / self.ranks of the weights. It may be a fraction (Shape.cuts) or infinite.
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:  # the GPU keeps none
             self.ranks = float("inf")
-        # Of a part: parameters that are added and trained alone; bytes of them in the engine.
+        # Parameters that flags add, which alone are trained, and their bytes in the engine.
         self.added = self.taken = 0
         for group in groups(self.args):
             if hasattr(group, "added"):
@@ -305,7 +305,7 @@ class Memory:
         critic = reference = 0.0
         if args.critic_args:  # it has all of these too
             critic = weights + 3 * gradients
-        if args.needs_reference and (shape.reference or not self.added):  # else: the policy
+        if args.needs_reference and (shape.reference or not self.added):  # else it is the policy's
             reference = self.c * (shape.reference or shape).params / self.ranks
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference
@@ -327,16 +327,19 @@ class Memory:
         if phase.name == "score" and other and other.params > shape.params:
             shape = other  # it scores too
         root = shape.vocab * shape.hidden if critic else shape.root
-        # FSDP holds the whole root, and of the layers this one and the next.
+        # FSDP holds the whole root, its shard of it as the computation needs it, and of the layers
+        # this one and the next.
         gathered = c * (root + root / self.ranks + 2 * shape.layer)
         again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
         kept = shape.layers if update and not again else 1  # layers, for backward
         mlp, layer = 4 * c * shape.wide, shape.layer_bytes(c, phase.keys)
+        # In backward two of an MLP's four columns have gradients. A score pass has the MLP or the
+        # rest of one layer.
         size = kept * layer + mlp / 2 if update else max(mlp, layer - mlp)
         size += 8 * c * shape.hidden  # what goes from layer to layer, and behind the last
         if again:
             size += shape.layers * c * shape.hidden
-        if update and not self.added:  # gradients before FSDP reduces them
+        if update and not self.added:  # gradients before FSDP reduces them; the head is half a root
             gathered += self.m * (shape.layer + root / 2)
         whole, each = shape.beside(c, args, update)
         gathered, size = gathered + whole, size + each

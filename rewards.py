@@ -1,4 +1,4 @@
-"""rewards.py: completions → numbers, in the processes of worker.py.
+"""rewards.py: completions → scores, by workers; one that hangs is killed.
 
     --reward math:1 format:0.2    a weighted sum of built-in rewards
     --reward mine.py:tidy:0.5     your own function: worker.py
@@ -30,7 +30,7 @@ from worker import Item, Part, names_twice
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # the run ends after so many failed calls, if no batch of them has an answer
+FAILED_CALLS = 8  # the run ends after so many calls, in batches without one answer
 
 
 @dataclass
@@ -57,9 +57,9 @@ class Answer:
     error: str | None  # None: nothing failed
 
     def score(self, parts: list[Part]) -> Score:
-        """The weighted sum of the values. A value of NaN, which is None in a list of TRL's form:
-        this reward does not apply to the row, and the others count. A value of None: the reward
-        failed, and the completion has no score."""
+        """The weighted sum of the values. NaN: this reward does not apply to the row (functions of
+        TRL's form return None for it), and the others count. None: it failed, or cannot say, and
+        the completion has no score."""
         known = {part: value for part, value in zip(parts, self.values, strict=True)
                  if value is not None and not math.isnan(value)}
         found = {part.name: known.get(part) for part in parts}
@@ -74,7 +74,7 @@ class Answer:
 # ---- a batch ----
 
 def score_samples(run, samples: list, group: int) -> None:
-    """Gives samples texts and scores. `group` neighbours share a prompt. A collective."""
+    """Gives samples texts and scores; every rank calls it. `group` neighbours share a prompt."""
     run.world.same_phase("reward", len(samples))
     with run.log.time("reward"):
         size = group if run.scorer.groups else 1  # completions of a call
@@ -136,7 +136,8 @@ def parse(specs: list[str]) -> list[Part]:
         path, weight = path and file_of(path), math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
-        taken = [part.name for part in parts] + (["mean", "std", "turns"] if path else [])
+        metrics = ["mean", "std", "turns"] if path else []  # reward/mean is one
+        taken = [part.name for part in parts] + metrics
         if not (os.path.isfile(path) if path else name in REWARDS):
             what = f"file, here or in {ROOT}" if path else "reward"
             mistakes.append(f"--reward {spec}: no such {what}.")
@@ -158,7 +159,7 @@ def parse(specs: list[str]) -> list[Part]:
 
 
 def file_of(path: str) -> str:
-    """Here, or in the project, as of --loss."""
+    """In the current folder or, as for --loss, in the project's."""
     return path if os.path.isfile(path) else os.path.join(ROOT, path)
 
 
@@ -185,8 +186,8 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
 # ---- the processes ----
 
 class Worker:
-    """A process that leads a session: all that its rewards fork is killed with it. It runs the
-    `work` of a module: worker.py, or that of a part. what: the arguments of `load` there."""
+    """A process that leads a session: all that its rewards fork is killed with it. It runs
+    `work` of a module, such as worker.py. what: the arguments of `load` there."""
 
     def __init__(self, module: str, what: tuple, seconds: float):
         self.received, self.code = b"", None
@@ -290,7 +291,8 @@ class Pool:
         return self.answers
 
     def put(self, calls: list[slice]) -> None:
-        """Puts calls into the inboxes, in lists: a worker gets all of a list at once."""
+        """Puts calls into the inboxes, in lists: a worker gets all of a list at once. Here each is
+        alone in its list."""
         for call in calls:
             self.inboxes[0].put([call])
 

@@ -1,4 +1,4 @@
-"""rollout.py: the colocated vLLM engine.
+"""rollout.py: the colocated vLLM engine: new weights go in, completions come out.
 
 Each rank runs an engine in its own process. With --tp K, K neighbouring ranks are one engine. Every
 completion is a request with a seed of its own: what is sampled does not depend on the layout.

@@ -1,4 +1,4 @@
-"""run.py: what all training scripts share: set-up, saving, evaluation, the end.
+"""run.py: set-up, the comparison of engine and trainer, evaluation, saving, the end.
 
 Before the first step engine, trainer and transformers are compared.
 """

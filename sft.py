@@ -79,7 +79,7 @@ class Args(CommonArgs):
 
 def train(args: Args) -> int:
     """The loop → exit status. Every line is the same on all ranks."""
-    run = set_up(args, Supervised)  # check, join, open, resume, build
+    run = set_up(args, Supervised)  # join, check, open, build, resume
     for step in range(run.start, run.end):
         run.world.step = step
         if step in run.evaluations:

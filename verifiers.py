@@ -1,9 +1,10 @@
-"""verifiers.py: a completion and the row's answer → a number. --reward names those in REWARDS.
+"""verifiers.py: the built-in rewards: a completion and the row's answer → a number.
 
-A completion is hostile text: parse it, never evaluate it. **row has the row's columns, prompt,
-tokens and truncated. The first half reads a number as people and models write it: `plain` rewrites
-its many forms (full-width digits, other minus signs, thousands set apart, powers of ten, fractions,
-roots), and `number_of` reads a text that is one number and nothing else.
+--reward names those in REWARDS. A completion is hostile text: parse it, never evaluate it. **row
+has the row's columns, prompt, tokens and truncated. The first half reads a number as people and
+models write it: `plain` rewrites its many forms (full-width digits, other minus signs, thousands
+set apart, powers of ten, fractions, roots), and `number_of` reads a text that is one number and
+nothing else.
 """
 import ast
 import functools

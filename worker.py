@@ -1,8 +1,8 @@
-"""worker.py: the process that calls rewards, and that rewards.py may kill. It imports no torch.
+"""worker.py: the process that calls a reward's function. rewards.py may kill it.
 
-A function of a reward file is found, called, and its result checked. The names of its parameters
-show whether it takes one completion (ours) or lists (TRL's): docs/use/data_and_rewards.md.
-examples/adapters.py is for functions of verl and EasyR1.
+It imports no torch. A function of a reward file is found, called, and its result checked. The names
+of its parameters show whether it takes one completion (ours) or lists (TRL's):
+docs/use/data_and_rewards.md. examples/adapters.py is for functions of verl and EasyR1.
 """
 import contextlib
 import ctypes
@@ -249,7 +249,7 @@ def received(pipe: socket.socket):
 
 
 def work(fd: int, load=load, score=score) -> None:
-    """The life of a worker. fd: of its socket. load, score: what a part has in their place."""
+    """The life of a worker. fd: of its socket. load, score: another module may give its own."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the trainer
     # What a reward forks cannot answer, and does not keep the socket open.
     os.register_at_fork(after_in_child=functools.partial(os.closerange, fd, fd + 1))

@@ -3,7 +3,6 @@
     python bench/trl.py                   everything, about 40 minutes on 2 quiet cores
     python bench/trl.py --quick           a short run of each piece: only to see that it works
     python bench/trl.py --parts speed     or curves; --workloads, --seeds and --steps: less of them
-    python bench/trl.py --parts vision    with pictures: 2 minutes
     python bench/trl.py --parts real      SmolLM2-135M-Instruct on short instructions, --seeds seeds
 
 TRL has its own environment, .venv-trl, made on first use (about 1.5 GB). Where it cannot be made,
@@ -26,9 +25,6 @@ curves  The model of tiny.py that mostly sorts downwards, the same prompts at ea
 real    The same with the model and the rows of `./run.sh real`, and the seconds of a step (median
         without the first two; of all seeds). The model is made first: examples/smollm2.py. The
         picture is runs/trl_real.png.
-vision  Prompts with a picture (examples/squares.py): its random model, 64 completions of about 64
-        tokens. All weights are trained. TRL has no engine here, so it has no gap to one; ours is
-        printed.
 
 TRL generates with transformers, in one batch until its longest completion ends. On CPU its other
 ways were not better:
@@ -61,7 +57,7 @@ from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForC
 from transformers.utils.logging import disable_progress_bar
 
 import data
-from examples import squares, tiny
+from examples import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL, PYTHON, RUNS = "1.16.0", ROOT / ".venv-trl/bin/python", ROOT / "runs"
@@ -245,33 +241,6 @@ def speed(names: list[str], steps: int, threads: int, micro: int) -> None:
                   flush=True)
 
 
-def vision(steps: int, threads: int) -> None:
-    folder, path = RUNS / "squares", RUNS / "trl-prompts.jsonl"
-    squares.main(folder)
-    model, most, completions = str(folder / "model"), 64, 64
-    texts = [json.loads(line) for line in open(folder / "train.jsonl")]
-    drawn = [texts[p.row] for p in data.Stream(range(len(texts)), 0).next(steps * 8)]
-    path.write_text("".join(json.dumps({
-        "prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"],
-        "image": str(folder / row["image"])}) + "\n" for row in drawn))
-    same = ("--model", model, "--lr", 1e-9, "--seed", 0, "--steps", steps, "--group", GROUP,
-            "--max_tokens", most)
-    base = ours("trl-vision-ours", threads, *same, "--batch", completions // GROUP, "--data",
-                folder / "train.jsonl", "--max_prompt_tokens", 64, "--train_vision", "--reward",
-                "bench/trl_side.py:letters")
-    other = theirs("trl-vision-theirs", threads, *same, "--prompts", path, "--completions",
-                   completions, "--micro", 32, "--warmup", 0, "--reward", "letters_of_chats",
-                   "--pictures")
-    print("\n| with pictures | s/step, median (range) | length | gap |\n|---|---|---|---|")
-    for name, ran in ("grpo.py", base), ("TRL, no checkpointing", other):
-        counted = ran.steps[SKIPPED:]
-        seconds = np.array([step["time/step"] for step in counted])
-        length = np.mean([step["rollout/length_mean"] for step in counted])
-        gap = max(step.get("rollout/logprob_gap_max", math.nan) for step in counted)
-        print(f"| {name} | {np.median(seconds):.2f} ({seconds.min():.2f}–{seconds.max():.2f}) | "
-              f"{length:.1f} | {gap:.0e} |")
-
-
 # ---- do they learn alike? ------------------------------------------------------------------------
 
 def curves(seeds: int, steps: int, threads: int, batch: int = 16) -> None:
@@ -363,7 +332,7 @@ def picture(a: np.ndarray, b: np.ndarray, title: str, file: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("speed", "curves", "real", "vision"),
+    parser.add_argument("--parts", nargs="+", choices=("speed", "curves", "real"),
                         default=("speed", "curves"))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=7,
@@ -386,7 +355,5 @@ if __name__ == "__main__":
         speed(a.workloads, a.steps, a.threads, a.micro)
     if "curves" in a.parts:
         curves(a.seeds, a.curve_steps, a.threads)
-    if "vision" in a.parts:
-        vision(a.steps, a.threads)
     if "real" in a.parts:
         real(a.seeds, a.curve_steps, a.threads)

@@ -1,4 +1,4 @@
-"""A guessing game: find a number from 1 to 15 in four guesses. See parts/turns/.
+"""A guessing game: find a number from 1 to 15 in four guesses.
 
     python grpo.py --model tiny:guess --data tiny:guess --reply examples/guess.py:reply \\
         --reward examples/guess.py:won

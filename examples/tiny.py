@@ -27,13 +27,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from errors import SettingsError
 from examples import guess
 from model_files import family_of
+from parts.experts.tiny import make_mixture
 
 
 def sort_digits(rng, clumsy):
@@ -104,9 +103,9 @@ Task = namedtuple("Task", "sample batch skill_steps habit_steps clumsy")
 TASKS = {"sort": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
          "kk": Task(knights, batch=64, skill_steps=240, habit_steps=40, clumsy=0.7),
          "guess": Task(game, batch=64, skill_steps=200, habit_steps=30, clumsy=0.7),
-         # A teacher for distill.py: no bad habits.
+         # A teacher: no bad habits.
          "skilled": Task(sort_digits, batch=128, skill_steps=100, habit_steps=0, clumsy=0.0),
-         # A mixture of experts learns the same: docs/use/memory_and_machines.md.
+         # A mixture of experts learns the same.
          "experts": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
          # Mostly right, so it needs no reward: docs/use/start.md.
          "sharpen": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.4)}
@@ -162,20 +161,6 @@ def make_model(tokenizer):
         num_attention_heads=4, num_key_value_heads=4,  # heads of 32: vLLM's least on CPU
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.05,
         eos_token_id=end, pad_token_id=pad, dtype="float32", architectures=["Qwen2ForCausalLM"]))
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=[end, pad], pad_token_id=pad)
-    return model
-
-
-def make_mixture(tokenizer):
-    """A Qwen3-MoE with random weights, two of eight experts for a token."""
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
-        moe_intermediate_size=128, norm_topk_prob=True, max_position_embeddings=4096,
-        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None, eos_token_id=end,
-        pad_token_id=pad, dtype="float32", architectures=["Qwen3MoeForCausalLM"]))
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=[end, pad], pad_token_id=pad)
     return model

@@ -1,14 +1,15 @@
 """Pages without the names that are gone: the row, the item, the sentence or the command goes.
 
 A name is the target of a link, a flag, a job of run.sh, or a word in backticks. It is gone if the
-project had it before and has it no more, so a page needs no marks.
+project had it before and has it no more, so a page needs no marks. Words of plain English that only
+a part gives a meaning are in the table of the parts.
 """
 import posixpath
 import re
 import textwrap
 
 NAMES = re.compile(r"\]\(([^)#\s]+)[^)]*\)|--(?:no-)?([a-z]\w+)|\./run\.sh (\w+)|`([^`]+)`|"
-                   r"\b([\w/]+\.py\b|parts/\w+|variants(?=/))")
+                   r"\b([\w/]+\.py\b|parts/\w+|variants/)")
 NAME = re.compile(r"`[^`]+`|\[[^\]]+\]\([^)]+\)")
 BLOCK = re.compile(r" *```.*?^ *```\n|\|[^\n]*\n|#+ [^\n]*\n|\n|"  # code, row, heading, blank line
                    r"[^\n]+\n(?:(?!\* |\d+\. |\||#+ | *```|\n)[^\n]*\n)*", re.S | re.M)
@@ -19,7 +20,7 @@ CLAUSE = re.compile(r"(?<=;) |(?<=[.!?]) +(?=[A-Z`*\[])")  # of a cell
 def names_of(files: dict[str, str]) -> set[str]:
     """What a page may name: files, words of the code, metrics, "--flag", "job NAME"."""
     found = {part for name in files for part in (
-        name, posixpath.dirname(name), posixpath.basename(name),
+        name, posixpath.dirname(name) + "/", posixpath.dirname(name), posixpath.basename(name),
         posixpath.basename(name).partition(".")[0])}
     for name, text in files.items():
         if name.endswith((".py", ".sh", ".html")) and "other_systems" not in name:
@@ -31,14 +32,14 @@ def names_of(files: dict[str, str]) -> set[str]:
 
 
 def named(text: str, page: str) -> set[str]:
-    """The names in a text of a page, as names_of has them."""
-    found = set()
+    """The names in a text of a page, as names_of has them, and "word WORD"."""
+    found = {f"word {word}" for word in re.findall(r"\w+", text)}
     for link, flag, job, code, file in NAMES.findall(re.sub("^ *```.*", "", text, flags=re.M)):
         found |= {posixpath.normpath(posixpath.join(posixpath.dirname(page), link))} - {"."}
         found |= {file, f"--{flag}", f"job {job}"} - {"", "--", "job "}
         found |= {f"--{flag}" for flag in re.findall(r"--(?:no-)?([a-z]\w+)", code)}
         found |= {f"job {job}" for job in re.findall(r"\./run\.sh (\w+)", code)}
-        found |= {*re.findall(r"[\w@]+(?:[./][\w@]+)*", code), *re.findall(r"[A-Za-z_]\w+", code)}
+        found |= {*re.findall(r"[\w@]+(?:[./][\w@]+)*/?", code), *re.findall(r"[A-Za-z_]\w+", code)}
     return found
 
 

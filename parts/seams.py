@@ -1,8 +1,9 @@
 """What stands outside the folder of each part: the table that `./run.sh strip` carries out.
 
-PARTS: files that are of a part alone. SEAMS: where the rest names it, in the order in which a run
-meets it: (file, what stands there, what stands there without the part). Jobs of run.sh that use a
-file that is gone, and what pages say of names that are gone, are found by strip itself.
+PARTS: files that are of a part alone, and words that mean nothing without it. SEAMS: where the rest
+names it, in the order in which a run meets it: (file, what stands there, what stands there without
+the part). Jobs of run.sh that use a file that is gone, and what pages say of names and words that
+are gone, are found by strip itself.
 """
 ROADS = ("results/roads.*", "docs/pictures/roads.svg")
 PARTS = {
@@ -10,12 +11,14 @@ PARTS = {
         "examples/again.py", "examples/doors.py", "examples/frozen_lake.py",
         "examples/gem_games.py", "examples/tools.py",
         "variants/turn_credit.py", "results/environments.*", "results/doors*.json",
-        "results/game*.json", "docs/pictures/game.svg", "docs/pictures/turns.svg"]},
-    "judges": {"files": ["examples/judge.py", "examples/reward_model.py"]},
-    "lora": {"files": ["results/instructions-lora.json"]},
-    "experts": {"files": ["results/sort-experts*.json"]},
+        "results/game*.json", "docs/pictures/game.svg", "docs/pictures/turns.svg"],
+        "words": ["reply", "replies", "episode", "episodes"]},
+    "judges": {"files": ["examples/judge.py", "examples/reward_model.py"], "words": ["async"]},
+    "lora": {"files": ["results/instructions-lora.json"], "words": ["LoRA"]},
+    "experts": {"files": ["results/sort-experts*.json"],
+                "words": ["experts", "mixture", "mixtures"]},
     "states": {},
-    "pictures": {"files": ["examples/squares.py", "results/vision*.json"]},
+    "pictures": {"files": ["bench/trl_vision.py", "examples/squares.py", "results/vision*.json"]},
     "carry": {"files": ["bench/carry.py"]},
     "sft": {"files": ["sft.py", *ROADS]},
     "distill": {"files": ["distill.py", *ROADS]},
@@ -69,6 +72,13 @@ SEAMS = {
         ("flags.py", "    expert_args: ExpertArgs = field(default_factory=ExpertArgs)\n", ""),
         ("model_files.py", "from parts.experts.experts import Mixture\n", ""),
         ("model_files.py", "    Mixture,\n", ""),
+        ("examples/tiny.py", "from parts.experts.tiny import make_mixture\n", ""),
+        ("examples/tiny.py", """\
+         # A mixture of experts learns the same.
+         "experts": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),
+""", ""),
+        ("examples/tiny.py", 'make_mixture(tokenizer) if task == "experts" else make_model',
+                             "make_model"),
     ],
     "pictures": [
         ("flags.py", "from parts.pictures.flags import PictureArgs\n", ""),

@@ -84,7 +84,8 @@ class House:
         files["run.sh"] = without_jobs(files["run.sh"], lost)
         if "parts/pairs.py" in files:
             files["parts/pairs.py"] = without_entries(files["parts/pairs.py"], lost)
-        lost = pages.names_of(self.files) - pages.names_of(files)
+        lost = pages.names_of(self.files) - pages.names_of(files) | {
+            f"word {word}" for name in names for word in self.parts[name].get("words", ())}
         for file in files:
             if file.endswith(".md") and file != "CHANGELOG.md":
                 files[file] = pages.without(files[file], file, lost)

@@ -1,5 +1,7 @@
-"""A file imports only what stands below it, so no import runs in a circle."""
+"""A file imports only what stands below it, so no import runs in a circle. CONTRIBUTING.md draws
+the house in the words with which its files begin."""
 import ast
+import re
 from pathlib import Path
 
 from tracked import ROOT, tracked
@@ -7,8 +9,8 @@ from tracked import ROOT, tracked
 ORDER = """errors verifiers worker parts.turns.replies parts.judges.waiting dist losses
            rewards parts.judges.pool data batch family parts.pictures.eyes parts.pictures.idefics3
            parts.pictures.qwen2_vl parts.pictures.rows parts.pictures.engine parts.pictures.seeing
-           parts.pictures.flags parts.experts.experts parts.states.states model_files model rollout
-           parts.turns.turns parts.carry.carry parts.sft.targets
+           parts.pictures.flags parts.experts.experts parts.experts.tiny parts.states.states
+           model_files model rollout parts.turns.turns parts.carry.carry parts.sft.targets
            parts.report.tokens plan inputs parts.distill.divergence parts.distill.teacher log
            parts.report.report parts.report.args parts.lora.lora parts.trial.trial
            parts.other_systems.other_systems checkpoint evaluate flags run
@@ -36,6 +38,16 @@ def test_a_file_imports_what_stands_before_it_alone():
     house = {name for name in files if "." not in name or name.startswith("parts.")
              and ".tests." not in name and not name.endswith("__init__")}
     assert not house - PLACE.keys() - {"nano", *(f"parts.{name}" for name in TOOLS)}
+
+
+def test_the_house_is_drawn_in_the_words_with_which_its_files_begin():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    drawn = re.findall(r"^(\w+)\.py +(.+)", page.split("```")[1], re.M)
+    names = [name for name, _ in drawn]
+    assert names == [name for name in ORDER if name in names] + ["nano"]
+    assert {*names} == {path.stem for path in ROOT.glob("*.py")} - {"sft", "distill"}
+    assert not [name for name, words in drawn
+                if not (ROOT / f"{name}.py").read_text().startswith(f'"""{name}.py: {words}')]
 
 
 def test_a_folder_that_is_imported_is_a_package():

@@ -18,7 +18,7 @@ from tracked import ROOT, tracked
 
 HOUSE = {
     "parts/seams.py": '''PARTS = {
-    "wings": {"files": ["fly.py"]},
+    "wings": {"files": ["fly.py"], "words": ["airborne"]},
     "fins": {},
     "parts": {"folder": "parts", "files": ["tests/test_strip.py"]},
 }
@@ -40,7 +40,8 @@ SEAMS = {
     "tests/test_strip.py": "", "picture.png": "\udcff\n",
     "README.md": """# A house
 
-`walk()` is the core. `flap()` makes it fly, and `fly.py` is a script. The end.
+`walk()` is the core. `flap()` makes it fly, and `fly.py` is a script. What is airborne is fast. The
+end.
 
 ## Flight
 
@@ -152,8 +153,11 @@ TABLE = runpy.run_path(str(ROOT / "parts/seams.py"))
 PARTS = [name for name in TABLE["PARTS"] if name != "parts"
          and (ROOT / TABLE["PARTS"][name].get("folder", f"parts/{name}")).is_dir()]
 # What the core means by words that a part has too.
-PLAIN = set("""args engine flags reading report rows states targets tokens trial turns waiting
+PLAIN = set("""args engine flags reading report rows states targets tiny tokens trial turns waiting
     divergence Call Group Base pool pass_at_k geometric""".split())
+
+
+READ = "CHANGELOG.md", "draw.py"  # what was; and pictures, of which it draws those that are there
 
 
 def words_of(name: str) -> set[str]:
@@ -172,9 +176,20 @@ def words_of(name: str) -> set[str]:
     return found - PLAIN
 
 
+def imports(text: str) -> set[str]:
+    """The modules that a Python file imports, wherever it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
 def stripped(folder: Path, *names: str) -> Path:
-    """A copy of this checkout without these parts. Ruff finds nothing there, and no core file has a
-    name of theirs."""
+    """A copy of this checkout without these parts. Ruff finds nothing there, no file names or
+    imports one that is gone, and no core file has a name of theirs."""
     for path in tracked():
         to = folder / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +211,18 @@ def stripped(folder: Path, *names: str) -> Path:
         {"parts/", "from parts", "strip.py"} if names == ("--all",) else
         {f"parts.{name}" for name in gone})
     pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})\b")
+    lost = {path.relative_to(ROOT) for path in tracked()} - {
+        path.relative_to(folder) for path in tracked(folder)}
+    texts = {path.relative_to(folder): path.read_text() for path in tracked(folder)
+             if path.suffix in (".py", ".sh", ".md", ".toml", ".txt", ".ipynb")}
+    paths = "|".join(re.escape(str(path)) for path in lost)
+    assert not [(str(path), found) for path, text in texts.items()
+                if path.parts[0] != "tests" and path.name not in READ
+                for found in re.findall(rf"(?<![\w/.])(?:{paths})(?!\w)", text)]
+    modules = {".".join(path.with_suffix("").parts) for path in lost if path.suffix == ".py"}
+    assert not [(str(path), name) for path, text in texts.items()
+                if path.suffix == ".py" and path.parts[0] != "tests" and path.name not in READ
+                for name in imports(text) & modules]
     front = sorted({*folder.glob("*.py")} - {folder / "nano.py"})
     assert not [f"{path.name}:{i}: {line.strip()}" for path in front
                 for i, line in enumerate(path.read_text().splitlines(), 1) if pattern.search(line)]

@@ -1,7 +1,7 @@
 """tools/prove.py: does `learn` keep six promises, with your settings and in your own file?
 
     ./run.sh prove --advantage rloo     grpo.py with these flags; --loss mine.py:NAME too
-    ./run.sh prove ppo.py --lam 0.9     ppo.py; sft.py and distill.py too
+    ./run.sh prove ppo.py --lam 0.9     another script
     ./run.sh prove mine.py --beta 0.1   your copy of one
 
 The file's own `learn` gets made-up samples and a random Qwen2 of two layers, in float64, on CPU, in

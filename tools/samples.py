@@ -55,7 +55,7 @@ def worst_first(row: dict) -> float:
 
 
 def role(turn: dict) -> str:
-    """Of a turn, and what it was paid (parts/turns/)."""
+    """Of a turn, and what it was paid."""
     return turn["role"] + (f", paid {turn['paid']:g}" if turn.get("paid") is not None else "")
 
 
