@@ -258,8 +258,8 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     A = own.function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, turn=turn,
-        turn_rewards=paid * parts.get("turns", (0.0,))[0], old_logprobs=old_logprobs,
-        engine_logprobs=engine_logprobs)
+        turn_rewards=paid * parts.get("turns", (0.0,))[0],  # times its weight
+        old_logprobs=old_logprobs, engine_logprobs=engine_logprobs)
     like = row if own.per == "token" else rewards
     if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "

@@ -162,7 +162,7 @@ def whiten(values, among):
 #
 # All take logp (n,) with gradient, old, A, row (n,), and by name n_rows, engine_logprobs (n,),
 # clip_low, clip_high, dual_clip, and draws: a function that gives each token a random number, for
-# losses that draw. They return token_loss (n,), metrics. A loss names what it uses, and **others
+# a loss that draws. They return token_loss (n,), metrics. A loss names what it uses, and **others
 # takes the rest. row and n_rows are for a loss of a whole completion. With one update per rollout
 # r = 1, and the gradient is REINFORCE's.
 # Metrics, (n,), are averaged with the loss's weights:
@@ -280,7 +280,8 @@ def adaptive_kl(coef, kl, *, target, horizon, n):
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1)), never negative
 
-    OpenAI's target of 6 is per sequence, verl's 0.1 per token.
+    n / horizon is that of OpenAI's code (the paper has 0.1). Its target, 6, is per sequence; verl's
+    0.1 is per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 
@@ -312,10 +313,10 @@ def engine_correction(old, engine, row, *, n_rows, kind, low, high):
 
 # ---- aggregation: the weight of a token's loss
 #
-#   token       1 / (all tokens in the loss)          DAPO
+#   token       1 / (all tokens in the loss)          DAPO's code
 #   sequence    1 / (|o_i| * sequences)               GRPO, GSPO
 #   constant    1 / (max_tokens * sequences)          Dr. GRPO
-#   prompt      1 / (its prompt's tokens * prompts)   ScaleRL, arXiv:2510.13786
+#   prompt      1 / (its prompt's tokens * prompts)   DAPO's equation; ScaleRL, arXiv:2510.13786
 #
 # A completion not in the loss is in no denominator; one of advantage 0 is in them.
 

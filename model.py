@@ -78,7 +78,7 @@ HEAD_LOGITS = 2**27  # of one chunk where --head_chunk is 0
 
 @dataclass
 class ModelArgs:
-    """Weights and memory. Only --dtype changes numbers, by rounding."""
+    """Weights and memory. None of these changes numbers, but for rounding."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Of the computation (auto: bfloat16 on GPU). Master weights are at least float32."""
     checkpointing: bool = False
@@ -200,8 +200,8 @@ def whole(tensor):
 
 def hidden_states(family, lm, inputs, source):
     """(n, H) at the places `source` of the packed input (batch.Micro), which may repeat. On a CPU
-    the gradient of x[source] depends on the threads; that of index_select does not. On CUDA both
-    are sums by atomics, in any order."""
+    the gradient of x[source] depends on the threads; that of index_select does not. On CUDA it is a
+    sum by atomics, in any order."""
     return family.hidden(lm, inputs).flatten(0, 1).index_select(0, source)
 
 
@@ -210,7 +210,7 @@ class Model(nn.Module):
     frozen = False  # True: only what is added to its weights is trained; they need no float32
 
     def start(self, seed: int):
-        """Fills the parameters that a subclass adds: no file has them."""
+        """Fills what a subclass adds to the files' parameters. (Critic fills its own head.)"""
 
 
 class LogprobModel(Model):
@@ -321,7 +321,7 @@ class Policy(Trained):
         """flags: the script's Args, for the family; None: their defaults."""
         lm, self.family = module.lm, module.family
         self.family.freeze(lm, flags)
-        self.family.follow(lm, flags)
+        self.family.follow(lm, flags)  # see `around`, in run
         super().__init__(module, world, model_args, args)
         self.metrics: dict[str, float] = {}  # the family's, of the last update
         # vLLM refuses Gemma 2's tied head.

@@ -1,6 +1,6 @@
 """plan.py: memory and sizes of a step, from the settings alone, and what is wrong there.
 
-docs/use/memory_and_machines.md has the formulas in words. Each is an upper bound.
+docs/use/memory_and_machines.md has most of the formulas in words. Each is an upper bound.
 """
 from dataclasses import dataclass, is_dataclass, replace
 
@@ -282,7 +282,7 @@ class Memory:
                       "engine": self.engine() if self.args.needs_engine else (0.0, 0.0)}
         self.sums = [sum(column) for column in zip(*self.parts.values(), strict=True)]
         cached = self.holds > 0 or not self.args.needs_engine
-        self.fits = max(self.sums) <= 0.97 * self.room and cached
+        self.fits = max(self.sums) <= 0.97 * self.room and cached  # 3 % to spare
 
     @property
     def trained(self) -> int:

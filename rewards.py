@@ -136,7 +136,7 @@ def parse(specs: list[str]) -> list[Part]:
         path, weight = path and file_of(path), math.nan
         with contextlib.suppress(ValueError):
             weight = float(number or 1)
-        metrics = ["mean", "std", "turns"] if path else []  # reward/mean is one
+        metrics = ["mean", "std", "turns"] if path else []  # reward/turns: of an environment
         taken = [part.name for part in parts] + metrics
         if not (os.path.isfile(path) if path else name in REWARDS):
             what = f"file, here or in {ROOT}" if path else "reward"

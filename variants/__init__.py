@@ -9,5 +9,5 @@ part is NaN where it does not apply. turn: the number of a token's turn in its c
 turn_rewards: at the last token of a turn what it was paid, as it counts in `rewards`, else 0.
 PER = "token" in a file says that its function returns (M,). **others must stand for what a function
 does not use. What they mean: losses.py. refuses(args): why the flags do not fit, or None. Constants
-are at the top: edit them there. Only losses, dist and errors are imported.
+are at the top: edit them there. Of the project only files in front are imported.
 """
