@@ -77,7 +77,7 @@ CASES = kept({
         logits_scaling=3.0, embedding_multiplier=5.0, residual_multiplier=0.3,
         attention_multiplier=0.1, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=2,
         layer_types=["full_attention"] * 2, position_embedding_type="rope",
-        shared_intermediate_size=96), "without Mamba and experts"),
+        shared_intermediate_size=96), "dense, without Mamba"),
     "Cohere": ("cohere", dict(logit_scale=0.3), "scales its logits; attention beside the MLP"),
     "OLMo2": ("olmo2", {}, "norms after attention and MLP"),
     "OLMo 3": ("olmo3", dict(sliding_window=64, layer_types=WINDOWS, rope_parameters=dict(

@@ -4,6 +4,9 @@
 
 It still counts in the denominators; a KL or entropy term stays. This is a loss of its own: it does
 not combine with another --loss, nor with --engine_correction, which is about the same ratio.
+
+The made-up samples of ./run.sh prove lie outside of these bounds. With wider ones it is proved:
+./run.sh prove --loss tests/often.py:geometric
 """
 import losses
 
