@@ -68,8 +68,8 @@ class Args(flags.LossArgs, CommonArgs):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether something needs old_logprobs before the update."""
-        return (self.minibatches * self.epochs > 1 or self.engine_correction != "none"
-                or self.kl_reward_coef > 0 or flags.own("advantage", self.advantage).uses_old)
+        return (self.minibatches * self.epochs > 1 or self.kl_reward_coef > 0
+                or flags.own("advantage", self.advantage).uses_old)
 
     @property
     def needs_reference(self) -> bool:
@@ -123,7 +123,7 @@ def train(args: Args) -> int:
             run.save(step + 1)
         if stopping:
             return run.stopped(step + 1)
-    return run.finish()  # the last evaluation, the export, the grade
+    return run.finish()  # the last evaluation, the export, --target_reward
 
 
 def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr: float,
@@ -227,7 +227,7 @@ def compute_advantages(args: Args, batch: Batch, loss_tokens, old_logprobs, ref_
     rewards = batch.rewards  # (N,)
     if args.overlong_buffer:
         rewards = rewards + losses.overlong_penalty(
-            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: unsampled tokens too
+            batch.lengths, args.max_tokens, args.overlong_buffer)  # lengths: an environment's too
     in_loss = batch.of_rows(loss_tokens > 0)  # (M,)
     if args.advantage == "reinforce++":  # A_t = sum over u >= t of ([u is last] R - beta k1_u)
         rewards = losses.token_rewards(
@@ -255,11 +255,11 @@ def advantages_of_a_file(args: Args, batch: Batch, rewards, loss_tokens, old_log
     # The number of each token's turn; at the last token of a turn, what an environment paid for it.
     turn, paid, engine_logprobs = batch.turns()  # (M,)
     row = batch.of_rows(torch.arange(len(rewards)))  # (M,)
+    pay, _ = parts.get("turns", (0.0, None))  # the weight of --reward turns
     A = own.function(
         rewards, args.group, scored=batch.scored, eps=args.advantage_eps, parts=parts,
         trained=loss_tokens > 0, row=row, lengths=batch.tokens, turn=turn,
-        turn_rewards=paid * parts.get("turns", (0.0,))[0],  # times its weight
-        old_logprobs=old_logprobs, engine_logprobs=engine_logprobs)
+        turn_rewards=paid * pay, old_logprobs=old_logprobs, engine_logprobs=engine_logprobs)
     like = row if own.per == "token" else rewards
     if getattr(A, "shape", A) != like.shape or not torch.as_tensor(A).isfinite().all():
         raise SettingsError(f"--advantage {args.advantage} must return a tensor of {len(like):,} "

@@ -278,10 +278,10 @@ def kl_estimate(logp, ref, *, kind, old=None):
 def adaptive_kl(coef, kl, *, target, horizon, n):
     """The coefficient after a rollout of n completions.    https://arxiv.org/abs/1909.08593
 
-        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1)), never negative
+        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
 
-    n / horizon is that of OpenAI's code (the paper has 0.1). Its target, 6, is per sequence; verl's
-    0.1 is per token.
+    n / horizon is that of OpenAI's code (the paper has 0.1); with the min the result is positive.
+    OpenAI's target, 6, is per sequence; verl's 0.1 is per token.
     """
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 

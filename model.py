@@ -164,7 +164,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
             for p in module.parameters():
                 p._is_hf_initialized = True  # so that _init_weights fills the buffers alone
             lm.base_model._init_weights(module)
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:  # FSDP casts none
             setattr(module, name, getattr(module, name).to(compute))
     root.start(seed)
     load(lm, names, folder)
@@ -207,7 +207,7 @@ def hidden_states(family, lm, inputs, source):
 
 class Model(nn.Module):
     """A language model."""
-    frozen = False  # True: only what is added to its weights is trained; they need no float32
+    frozen = False  # True: only adapters are trained, so the weights need no float32
 
     def start(self, seed: int):
         """Fills what a subclass adds to the files' parameters. (Critic fills its own head.)"""
@@ -290,7 +290,7 @@ class Trained:
         return out
 
     def backward(self, loss):
-        """Adds the gradient, if there is one. FSDP sums it over ranks."""
+        """Adds the gradient, if there is one: on all ranks or none (Batch.micros). FSDP sums it."""
         if loss.requires_grad:
             loss.backward()
 
@@ -315,13 +315,13 @@ class Trained:
 
 class Policy(Trained):
     """The language model that is trained, or the reference model, whose optimizer has nothing to
-    do. A subclass may train what it adds to the model instead."""
+    do. A subclass may train adapters instead."""
 
     def __init__(self, module, world, model_args, args, flags=None):
         """flags: the script's Args, for the family; None: their defaults."""
         lm, self.family = module.lm, module.family
         self.family.freeze(lm, flags)
-        self.family.follow(lm, flags)  # see `around`, in run
+        self.family.follow(lm, flags)  # so that `around` can watch its forwards
         super().__init__(module, world, model_args, args)
         self.metrics: dict[str, float] = {}  # the family's, of the last update
         # vLLM refuses Gemma 2's tied head.
@@ -356,7 +356,7 @@ class Policy(Trained):
         return value
 
     def beginning(self):
-        """The model that training started from, if this one still has its weights: here None."""
+        """The model that training started from, if its weights stand beside adapters: here None."""
         return None
 
     def engine(self, kind: type, args, inputs) -> type:

@@ -102,13 +102,13 @@ class Phase:
     budget: int  # tokens of a micro-batch
     longest: int  # tokens of a sequence
     ranks: int
-    keys: int  # keys that attention gathers for a token of the budget, on average, at most
+    keys: int  # copies of keys that attention makes for a token, on average: see Plan.phases
 
     def __post_init__(self):
         self.tokens = min(self.budget, self.rows * self.longest)  # of the largest micro-batch
         self.width = max(1, self.budget // self.longest)  # sequences of a micro-batch
         self.micros = max(1, ceil_div(self.rows, self.width * self.ranks))  # of a rank
-        # Rows of padding, a micro-batch each: there are fewer rows than micro-batches.
+        # Rows of padding, a micro-batch each, where there are fewer rows than micro-batches.
         self.padding = max(0, self.micros * self.ranks - self.rows)
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ class Plan:
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
         for group in groups(a):
-            if hasattr(group, "sizes"):  # its flags change them
+            if hasattr(group, "sizes"):  # its flags change them, such as in_flight
                 group.sizes(self)
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
@@ -267,11 +267,12 @@ class Memory:
         model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        # A rank keeps 1 / self.ranks of the weights. It may be a fraction (Shape.cuts) or infinite.
+        # A rank keeps 1 / self.ranks of the weights. A family may have a number that is not whole
+        # (Shape.cuts). Infinite: the GPU keeps none.
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
-        if card and model.cpu_offload:  # the GPU keeps none
+        if card and model.cpu_offload:
             self.ranks = float("inf")
-        # Parameters that flags add, which alone are trained, and their bytes in the engine.
+        # Of adapters: parameters, which alone are trained, and their bytes in the engine.
         self.added = self.taken = 0
         for group in groups(self.args):
             if hasattr(group, "added"):
@@ -305,7 +306,7 @@ class Memory:
         critic = reference = 0.0
         if args.critic_args:  # it has all of these too
             critic = weights + 3 * gradients
-        if args.needs_reference and (shape.reference or not self.added):  # else it is the policy's
+        if args.needs_reference and (shape.reference or not self.added):  # else the policy has it
             reference = self.c * (shape.reference or shape).params / self.ranks
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
         reference = 0.0 if "reference" in away else reference
@@ -327,21 +328,21 @@ class Memory:
         if phase.name == "score" and other and other.params > shape.params:
             shape = other  # it scores too
         root = shape.vocab * shape.hidden if critic else shape.root
-        # FSDP holds the whole root, its shard of it as the computation needs it, and of the layers
-        # this one and the next.
+        # FSDP holds the whole root, its own shard cast to --dtype, and two layers: this one and
+        # the next.
         gathered = c * (root + root / self.ranks + 2 * shape.layer)
         again = update and args.model_args.checkpointing  # layers keep inputs, and compute again
         kept = shape.layers if update and not again else 1  # layers, for backward
         mlp, layer = 4 * c * shape.wide, shape.layer_bytes(c, phase.keys)
-        # In backward two of an MLP's four columns have gradients. A score pass has the MLP or the
-        # rest of one layer.
+        # Backward has gradients of two of an MLP's four activations. A score pass has the MLP, or
+        # the rest of one layer.
         size = kept * layer + mlp / 2 if update else max(mlp, layer - mlp)
-        size += 8 * c * shape.hidden  # what goes from layer to layer, and behind the last
+        size += 8 * c * shape.hidden  # 8 vectors: between the layers, and after the last
         if again:
             size += shape.layers * c * shape.hidden
-        if update and not self.added:  # gradients before FSDP reduces them; the head is half a root
+        if update and not self.added:  # gradients before FSDP's sum: a layer, about half the root
             gathered += self.m * (shape.layer + root / 2)
-        whole, each = shape.beside(c, args, update)
+        whole, each = shape.beside(c, args, update)  # of a text model: nothing
         gathered, size = gathered + whole, size + each
         copies = UPDATE_HEAD if update else SCORE_HEAD
         chunk = args.model_args.head_chunk or max(1, HEAD_LOGITS // shape.vocab)

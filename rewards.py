@@ -30,7 +30,7 @@ from worker import Item, Part, names_twice
 ROOT = os.path.dirname(os.path.abspath(__file__))
 START_SECONDS = 120  # a worker's start, at most
 MEMORY_GB = 4  # of a worker
-FAILED_CALLS = 8  # the run ends after so many calls, in batches without one answer
+FAILED_CALLS = 8  # the run ends after so many calls, in batches without one score
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Answer:
             silent = parts[self.values.index(None)]
             return Score(None, found, self.error or f"{silent.name} returned None")
         if not known:
-            return Score(None, found, "every reward returned None")
+            return Score(None, found, "every reward returned None: none applies to the row")
         return Score(sum(part.weight * value for part, value in known.items()), found, None)
 
 
@@ -81,7 +81,7 @@ def score_samples(run, samples: list, group: int) -> None:
         calls = [samples[i:i + size] for i in range(0, len(samples), size)]
         items = [item_of(sample, run.engine.text)
                  for call in run.world.mine(calls) for sample in call]
-        run.scorer.progress["global_step"] = max(run.world.step, 0)
+        run.scorer.progress["global_step"] = max(run.world.step, 0)  # -1: before the first
         scores = scores_of(run.scorer, items, size)
         texts = [item.completion for item in items]
         scored = run.world.gather(list(zip(texts, scores, strict=True)))
@@ -108,13 +108,13 @@ def scores_of(pool, items: list[Item], size: int = 1) -> list[Score]:
 
 
 def report(pool, log, errors: list[str | None], calls: int) -> None:
-    """Prints the first failure of a run. SettingsError after batches without one answer, if they
+    """Prints the first failure of a run. SettingsError after batches without one score, if they
     made FAILED_CALLS calls.
 
-    errors: of each completion, on all ranks; None: it has an answer. calls: how many were made.
+    errors: of each completion, on all ranks; None: it has a score. calls: how many were made.
     """
     failure = next(filter(None, errors), None)
-    # One answer (no error) starts the count again; a batch without any adds all its calls.
+    # One score (no error) starts the count again; a batch without any adds all its calls.
     pool.unanswered = 0 if None in errors else pool.unanswered + calls
     if pool.unanswered >= FAILED_CALLS:
         raise SettingsError(f"None of this batch's {len(errors)} completions has a reward, because "
@@ -292,7 +292,7 @@ class Pool:
 
     def put(self, calls: list[slice]) -> None:
         """Puts calls into the inboxes, in lists: a worker gets all of a list at once. Here each is
-        alone in its list."""
+        alone in its list; a subclass may put several."""
         for call in calls:
             self.inboxes[0].put([call])
 
