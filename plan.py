@@ -138,7 +138,7 @@ class Plan:
         self.batches = sorted({full, last}, reverse=True)  # in prompts
         self.in_flight = full  # prompts that the engine works on
         for group in groups(a):
-            if hasattr(group, "sizes"):  # its flags change them, such as in_flight
+            if hasattr(group, "sizes"):  # these flags change some, such as in_flight
                 group.sizes(self)
         most = self.n_eval * a.eval_args.eval_samples
         if not a.eval_args.eval_only:
@@ -160,7 +160,7 @@ class Plan:
         if self.n_eval and not a.needs_rollouts:  # rows have their completions
             passes.append(("score", self.n_eval, a.score_tokens))
         # Completions share their prompt's tokens, but each copies the prompt's keys for its
-        # attention: on average less than group + 1 a token. dist.cut allows KEYS.
+        # attention: on average less than group + 1 a token. dist.cut allows KEYS a token.
         keys = min(KEYS, a.group + 1)
         return [Phase(*each, self.longest, self.ranks, keys) for each in passes]
 
@@ -267,8 +267,8 @@ class Memory:
         model = self.args.model_args
         self.c = {"auto": 2 if card else 4, "bfloat16": 2, "float32": 4, "float64": 8}[model.dtype]
         self.m = max(4, self.c)
-        # A rank keeps 1 / self.ranks of the weights. A family may have a number that is not whole
-        # (Shape.cuts). Infinite: the GPU keeps none.
+        # A rank keeps at most 1 / self.ranks of the weights (Shape.cuts). Infinite: its GPU keeps
+        # none.
         self.ranks = shape.cuts(model.shard_size or plan.ranks)
         if card and model.cpu_offload:
             self.ranks = float("inf")
@@ -309,7 +309,7 @@ class Memory:
         if args.needs_reference and (shape.reference or not self.added):  # else the policy has it
             reference = self.c * (shape.reference or shape).params / self.ranks
         away = args.model_args.offload if self.card else ()  # without a GPU there is one memory
-        reference = 0.0 if "reference" in away else reference
+        reference = 0.0 if "reference" in away else reference  # it stays there
         return {"weights": (0.0 if "params" in away else weights, weights),
                 "gradients": (0.0, gradients),
                 "moments": (0.0 if "optimizer" in away else 2 * gradients, 2 * gradients),
@@ -337,11 +337,11 @@ class Memory:
         # Backward has gradients of two of an MLP's four activations. A score pass has the MLP, or
         # the rest of one layer.
         size = kept * layer + mlp / 2 if update else max(mlp, layer - mlp)
-        size += 8 * c * shape.hidden  # 8 vectors: between the layers, and after the last
+        size += 8 * c * shape.hidden  # beside the layers' own: 8 vectors between and after them
         if again:
             size += shape.layers * c * shape.hidden
-        if update and not self.added:  # gradients before FSDP's sum: a layer, about half the root
-            gathered += self.m * (shape.layer + root / 2)
+        if update and not self.added:  # gradients: a layer's in FSDP's sum, the root's before it
+            gathered += self.m * shape.layer + c * root
         whole, each = shape.beside(c, args, update)  # of a text model: nothing
         gathered, size = gathered + whole, size + each
         copies = UPDATE_HEAD if update else SCORE_HEAD
@@ -351,7 +351,7 @@ class Memory:
             logits = 0
         # A score pass never holds a layer's work and logits at once, but the sum adds both.
         if not update:
-            layers, logits = max(layers - logits, tokens * 8 * c * shape.hidden), logits
+            layers = max(layers - logits, tokens * 8 * c * shape.hidden)
         return gathered + layers, logits
 
     def engine(self) -> tuple[float, float]:
@@ -375,9 +375,11 @@ class Memory:
             used = sequence * (1 + min(seqs, self.plan.requests))
             self.cache = max(block + sequence, min(CPU_CACHE, used))
         self.holds = max(0, min(seqs, int((self.cache - block) // sequence)))  # vLLM keeps a block
-        # A sync holds the largest weight, the embedding, four times; there is no cache yet.
-        awake = weights + work + max(self.cache, 4 * c * shape.vocab * shape.hidden)
-        return awake, graphs if card and e.sleep_level else awake
+        # A sync holds the largest weight, the embedding, four times. An engine that slept has no
+        # cache yet.
+        sync, sleeps = 4 * c * shape.vocab * shape.hidden, card and e.sleep_level
+        awake = weights + work + (max(self.cache, sync) if sleeps else self.cache + sync)
+        return awake, graphs if sleeps else awake
 
     def sentence(self) -> str:
         """It fits, or what does not."""
