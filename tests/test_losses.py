@@ -38,6 +38,9 @@ def gradient(y, x):
     return torch.autograd.grad(y, x, retain_graph=True)[0]
 
 
+TURNS = ("turn_credit",) if has("turns") else ()
+
+
 def variant(name: str) -> str:
     if not has("variants"):
         pytest.skip("without variants", allow_module_level=True)  # test_variants.py
@@ -183,7 +186,7 @@ def decided(rewards) -> dict[str, float]:
     """What each that asks whether rewards differ makes of groups of 3. 0: no. nan: not scored."""
     known = rewards[~rewards.isnan()]
     found = {name: advantages(name, rewards, 3, eps=0.0) for name in (
-        "grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo", "gdpo", "turn_credit")}
+        "grpo", "dr_grpo", "rloo", "reinforce++-baseline", "lite_ppo", "gdpo", *TURNS)}
     found["maxrl"] = advantages("maxrl", rewards * float(known.sum().sign()), 3)
     samples = []
     for value in rewards.tolist():

@@ -16,7 +16,7 @@ import rewards
 from data import DataArgs
 from errors import SettingsError
 from examples import convert, tiny
-from house import module
+from house import module, needs
 from worker import Part
 
 sft = module("sft")
@@ -156,6 +156,11 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "an object"),
                           ({"add_generation_prompt": False}, "multiple values")):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
+
+
+@needs("sft", "turns")
+def test_switches_of_the_template_need_one_turn(tmp_path):
+    row = {"prompt": "q", "answer": "a", "chat_template_kwargs": {"enable_thinking": False}}
     args = plan.changed(sft.Args(), reply="x.py:f")
     with pytest.raises(SettingsError, match="chat_template_kwargs take no --reply"):
         files = inputs.ModelFiles(None, None, "", None)

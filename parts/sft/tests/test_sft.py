@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import data
+import house
 import plan
 import sft
 from errors import SettingsError
@@ -165,14 +166,15 @@ def test_flags_without_use_are_refused():
 
     assert not broken() and not broken(eval_data="tiny", reward=("exact",), eval_samples=1)
     assert "--group must be 1" in broken(group=4)
-    for flag in {"stop": ("x",)}, {"reply": "x.py:f"}:  # nobody would listen
+    for flag in house.kept([{"stop": ("x",)}, {"reply": "x.py:f"}]):  # nobody would listen
         assert "is for an engine" in broken(**flag)
     assert "--reward needs --eval_data" in broken(reward=("exact",))
     assert broken(temperature=0.7) == (
         "--temperature must be 1: nothing is sampled (got 0.7). For an evaluation there is "
         "--eval_temperature.")
     assert "--target_reward grades rollouts" in broken(target_reward=(0.0, 1.0))
-    assert "--replay_routing needs an engine" in broken(replay_routing=True)
+    for flag in house.kept(["replay_routing"]):
+        assert f"--{flag} needs an engine" in broken(**{flag: True})
 
 
 def test_the_plan_has_an_engine_only_for_an_evaluation_with_a_reward():
