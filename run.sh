@@ -33,10 +33,10 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 
 setup() {
   # The stamp is a hash of what was installed. A second call installs nothing. After an edit of
-  # requirements.txt or of this file, the next call installs again.
+  # requirements.txt or of this function, the next call installs again.
   local kind stamp
   kind=$([ "$gpus" -gt 0 ] && echo gpu || echo cpu)
-  stamp=.venv/.ready-$(cat requirements.txt run.sh | sha256sum | cut -c1-12)-$kind
+  stamp=.venv/.ready-$({ cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12)-$kind
   [ -e "$stamp" ] && return
   local python='' ok='import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
   for p in python3.12 python3.11 python3.13 python3; do

@@ -1,5 +1,4 @@
 """What a new user meets: unlucky files, rates, and run.sh."""
-import hashlib
 import json
 import os
 import re
@@ -114,6 +113,10 @@ def copied(folder: Path, **programs: str) -> dict:
     return os.environ | {"PATH": f"{folder}/stub:{os.environ['PATH']}"}
 
 
+STAMP = """source <(sed -n '/^setup() {/,/^}/p' run.sh)
+{ cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12"""
+
+
 @pytest.mark.parametrize("line, ranks, words, graded", [
     ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
     ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
@@ -128,12 +131,12 @@ def copied(folder: Path, **programs: str) -> dict:
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """Its torchrun prints its command."""
     env = copied(tmp_path) | {"PYTHONDONTWRITEBYTECODE": "1", "RANKS": ranks}
-    both = (tmp_path / "requirements.txt").read_bytes() + (tmp_path / "run.sh").read_bytes()
     (tmp_path / ".venv/bin").mkdir(parents=True)
     torchrun = tmp_path / ".venv/bin/torchrun"
     torchrun.write_text('#!/bin/sh\necho "$@" "kept ${PYTHONDONTWRITEBYTECODE-kept}"\n')
     torchrun.chmod(0o755)
-    (tmp_path / f".venv/.ready-{hashlib.sha256(both).hexdigest()[:12]}-cpu").touch()
+    done = subprocess.run(["bash", "-c", STAMP], cwd=tmp_path, text=True, capture_output=True)
+    (tmp_path / f".venv/.ready-{done.stdout.strip()}-cpu").touch()
     for name in ("squares/model/processor_config.json", "squares/qwen2_5_vl/processor_config.json",
                  "squares-sft/model/x", "squares-sft-qwen2_5_vl/model/x"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True)
