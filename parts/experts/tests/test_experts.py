@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import families
 import grpo
+import house
 import learning
 import model
 import plan
@@ -61,8 +62,8 @@ def test_a_mixture_is_its_equation(folder, name):
 
 def built(world, folder: str, **options):
     args = learning.arguments(**options)
-    adapters = args.lora_args if args.lora_args.lora_rank else None
-    module = float64.build(model.LogprobModel, folder, world, args.model_args, adapters=adapters)
+    module = float64.build(model.LogprobModel, folder, world, args.model_args,
+                           adapters=house.adapters(args))
     return model.Policy(module, world, args.model_args, args.optimizer_args, args)
 
 
