@@ -12,11 +12,12 @@ import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 from tqdm import tqdm
 
 from errors import Count, SettingsError
@@ -27,6 +28,7 @@ from verifiers import last_boxed
 KEYS = ("role", "content", "name", "tool_call_id", "weight")  # of a message: OpenAI's
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 SHAREGPT = {"human": "user", "gpt": "assistant"}
+WORDS = (nodes.Name, "name"), (nodes.Getattr, "attr"), (nodes.Const, "value")  # of a template
 # Columns that would change the prompt, where they hold this. A text `history` is a subject.
 UNREAD = {"history": list, "functions": list, "videos": list, "audios": list, "images": object,
           "image": object}
@@ -162,12 +164,24 @@ def options_of(columns: dict, messages: list[dict], tokenizer) -> dict:
     meant += [m["role"] for m in messages if m["role"] not in ROLES]
     unread = [name for name, kind in UNREAD.items()
               if there.get(name) and isinstance(there[name], kind)]
+    several = template.values() if isinstance(template, dict) else [template]
+    known = {*options, *meant} if template == "" else set().union(*map(words_of, several))
     for key in [*options, *meant, *unread]:
-        known = template == "" or re.search(rf"\b{re.escape(key)}\b", str(template))
-        if key in unread or not known:
+        if key in unread or key not in known:
             raise SettingsError(f"the chat template of the model has no place for {key}. Would "
                                 f"work: rows without it, or another model; {PAGE}.")
     return options
+
+
+@cache
+def words_of(template: str | None) -> set[str]:
+    """What a chat template can read: its names, attributes and whole strings, as `tools`, `m.name`,
+    `m['role'] == 'tool'`; not its comments, and not what it writes."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+    with suppress(TemplateError):  # `templated` says why it cannot be compiled
+        tree = _compile_jinja_template(template or "").environment.parse(template or "")
+        return {getattr(node, field) for kind, field in WORDS for node in tree.find_all(kind)}
+    return set()
 
 
 # ---- rows ----
@@ -406,7 +420,10 @@ def read_datasets(path: str, config: str | None, split: str) -> list[dict]:
         made = datasets.load_dataset_builder(  # `datasets` alone takes no folder of save_to_disk
             "arrow" if saved else path, config, data_files=saved, cache_dir=cache)
         files = made.config.data_files  # of each split
-        if not all(file.endswith(FILES) for file in sum(files.values(), [])):
+        others = [file for file in sum(files.values(), []) if not file.endswith(FILES)]
+        if others and type(made).__name__.startswith(("Csv", "Json")):  # it would read 007 as 7
+            raise SettingsError(f"{others[0]} does not end in {', '.join(FILES)}.")
+        if others:
             made.download_and_prepare()
             return from_arrow(made.as_dataset(split).with_format("arrow")[:])
         rows = {name: sum(map(read_file, paths), []) for name, paths in files.items()}
@@ -523,7 +540,7 @@ class Marks(NamedTuple):
         """SettingsError: what is said (messages, schemas) holds one of `silent`."""
         text = json.dumps(said, ensure_ascii=False, default=str)
         for mark in self.silent:
-            if mark in text:
+            if json.dumps(mark, ensure_ascii=False)[1:-1] in text:  # a quote in it is \" there
                 raise SettingsError(f"its words hold {mark}, which begins, ends or pads a text of "
                                     "this model. Would work: without it.")
 

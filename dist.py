@@ -212,7 +212,12 @@ def place():
             raise SettingsError(
                 f"the environment has {' '.join(others)} and no WORLD_SIZE: each process would be "
                 f"a run of its own. Would work: torchrun --nproc_per_node N, or WORLD_SIZE=1.")
-    if os.environ.get("WORLD_SIZE", "1") == "1" and not td.is_torchelastic_launched():
+    size = os.environ.get("WORLD_SIZE", "1")
+    lost = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if size != "1" and lost:
+        raise SettingsError(f"the environment has WORLD_SIZE={size} and no {', '.join(lost)}. "
+                            f"Would work: torchrun --nproc_per_node {size}, or unset WORLD_SIZE.")
+    if size == "1" and not td.is_torchelastic_launched():
         os.environ.update(ALONE)
     for name in "LOCAL_RANK", "LOCAL_WORLD_SIZE":  # some schedulers start one rank a machine
         os.environ.setdefault(name, ALONE[name])
@@ -232,7 +237,14 @@ def join(timeout: float = 600.0) -> World:
     if given is None:  # this machine's ranks divide its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     limit = datetime.timedelta(seconds=timeout)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+    except td.DistError as error:
+        said = " ".join(f"{name}={os.environ[name]}" for name in (
+            "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        why = str(error).split("\n")[0].rstrip(".")
+        raise SettingsError(f"not all ranks met within --timeout {timeout:g} s ({said}): {why}. "
+                            f"Would work: to start all of them, or to unset these.") from error
     # torchrun's store outlives its ranks. Those of a restart must not read the addresses of before.
     attempt = td.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     td.init_process_group(backend, timeout=limit, store=attempt, rank=rank, world_size=size)
@@ -297,7 +309,8 @@ def say_why(error: BaseException, report):
     said = f"[rank {rank}] failed:\n{traceback.format_exc()}"
     if isinstance(error, SettingsError):
         said, error = f"error: {error}", error.with_traceback(None)
-    elif "/gloo/" in str(error) and "by peer" in str(error):
+    elif ("/gloo/" in str(error) and "by peer" in str(error)
+          and os.environ.get("WORLD_SIZE", "1") != "1"):
         said = f"[rank {rank}] ends because another rank ended ({error})"
     print(said, file=sys.stderr)
     report.record_exception(error)

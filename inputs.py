@@ -180,14 +180,16 @@ def load_tokenizer(name: str, source: str, flag: str = "model"):
 
 
 def dated(template, began: str | None):
-    """A chat template that writes when the run began, also after a resume."""
-    if not began or not isinstance(template, str):
+    """A chat template, or several by name, that writes when the run began, also after a resume."""
+    if isinstance(template, dict):
+        return {name: dated(one, began) for name, one in template.items()}
+    if not began or not template:
         return template
 
     def then(call) -> str:
         return repr(datetime.fromisoformat(began).strftime(call[2]))
 
-    return re.sub(r"""strftime_now\((?:format=)?(['"])(.*?)\1\)""", then, template)
+    return re.sub(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""", then, template)
 
 
 def check_ends(args, ends: list[int], vocab: int, notes: list[str]) -> list[int]:

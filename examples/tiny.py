@@ -31,8 +31,8 @@ from transformers import (
 
 from errors import SettingsError
 from examples import guess
+from examples.tiny_experts import make_mixture
 from model_files import family_of
-from parts.experts.tiny import make_mixture
 
 
 def sort_digits(rng, clumsy):

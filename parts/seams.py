@@ -15,7 +15,7 @@ PARTS = {
         "words": ["reply", "replies", "episode", "episodes"]},
     "judges": {"files": ["examples/judge.py", "examples/reward_model.py"], "words": ["async"]},
     "lora": {"files": ["results/instructions-lora.json"], "words": ["LoRA"]},
-    "experts": {"files": ["results/sort-experts*.json"],
+    "experts": {"files": ["examples/tiny_experts.py", "results/sort-experts*.json"],
                 "words": ["experts", "mixture", "mixtures"]},
     "states": {},
     "pictures": {"files": ["bench/trl_vision.py", "examples/squares.py", "results/vision*.json"]},
@@ -25,7 +25,7 @@ PARTS = {
     "report": {"files": ["tools/report.py"]},
     "trial": {},
     "other_systems": {},
-    "variants": {"folder": "variants"},
+    "variants": {"folder": "variants", "files": ["results/doors*.json"]},
     "parts": {"folder": "parts", "files": ["tests/test_strip.py"]},  # the last to go
 }
 SEAMS = {
@@ -72,7 +72,7 @@ SEAMS = {
         ("flags.py", "    expert_args: ExpertArgs = field(default_factory=ExpertArgs)\n", ""),
         ("model_files.py", "from parts.experts.experts import Mixture\n", ""),
         ("model_files.py", "    Mixture,\n", ""),
-        ("examples/tiny.py", "from parts.experts.tiny import make_mixture\n", ""),
+        ("examples/tiny.py", "from examples.tiny_experts import make_mixture\n", ""),
         ("examples/tiny.py", """\
          # A mixture of experts learns the same.
          "experts": Task(sort_digits, batch=128, skill_steps=70, habit_steps=40, clumsy=0.75),

@@ -215,11 +215,14 @@ def test_no_prompt_left():
     ("a.csv", b"a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
     ("a.csv", b'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
     ("a.jsonl.gz", b"", "or does not end in .jsonl, .json, .parquet, .csv."),
+    ("a/train.tsv", b"prompt\tanswer\nq\t007\n", "train.tsv does not end in .jsonl,"),
     ("pipe.csv", None, "is no file on this machine"),
     ("a", None, "a cannot be loaded: FileNotFoundError: "), ("a.csv", b"a,b\n", "has no rows")])
 def test_files_with_mistakes(tmp_path, name, content, what):
     if content is not None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
+        name = name.removesuffix("/train.tsv")
     elif name == "pipe.csv":  # would be read for ever
         os.mkfifo(tmp_path / name)
     message = sentence(read, f"{tmp_path}/{name}")

@@ -1,5 +1,6 @@
 """dist.py: the splits as pure functions (any sizes), and the collectives (real gloo processes)."""
 import os
+import socket
 import subprocess
 
 import pytest
@@ -181,6 +182,19 @@ def test_copies_that_would_not_know_of_each_other_are_refused(monkeypatch, given
     monkeypatch.setattr(os, "environ", dict([given.split("=")]))
     with pytest.raises(SettingsError, match=f"has {given} and no WORLD_SIZE: .* torchrun .*=1"):
         dist.place()
+
+
+def test_what_another_job_left_is_refused(monkeypatch):
+    given = {"WORLD_SIZE": "2", "RANK": "0"}
+    monkeypatch.setattr(os, "environ", given)
+    with pytest.raises(SettingsError, match="WORLD_SIZE=2 and no MASTER_ADDR, MASTER_PORT"):
+        dist.place()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.raises(SettingsError, match=f"met within --timeout 1 s .*MASTER_PORT={port}"):
+        dist.join(timeout=1)
 
 
 RESTARTED = f"""

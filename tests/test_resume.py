@@ -169,7 +169,8 @@ LLAMA = ("{%- if not date_string is defined %}{%- set date_string = strftime_now
 SMOL = ("{%- set today = strftime_now(\"%d %B %Y\") -%}\n{{- 'Today Date: ' ~ today ~ '\\n' -}}\n"
         "{% macro turn(m) %}{{ strftime_now(format='%H:%M') + m['content'] }}{% endmacro %}"
         "{{ turn(messages[0]) }}")
-OTHERS = ["  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
+OTHERS = ["{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
+          "  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
           "\n{{ strftime_now('%-d') }}",
           "{{ strftime_now('%-d %-m %I %p %j %A|100%') }}"]
 
@@ -186,6 +187,7 @@ def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch
     dated = inputs.dated(template, then.isoformat(" ", "seconds"))
     assert render_jinja_template(chat, chat_template=dated)[0] == expected
     assert inputs.dated(template, None) == template
+    assert inputs.dated({"a": template}, then.isoformat()) == {"a": dated}
 
 
 def test_a_template_without_a_clock_stays_as_it_is():

@@ -154,8 +154,22 @@ def test_switches_of_the_template_are_those_of_the_row(tmp_path):
     made, whole = of(learned, row, tmp_path), template([user(), said("a")], False, effort="low")
     assert made.prompt + texts(made)[1] == whole.rstrip()
     for kwargs, words in (({"thinking": 1}, "no place for thinking"), ([1], "an object"),
+                          ({"think": 1}, "no place for think"),  # it is written, and no name
                           ({"add_generation_prompt": False}, "multiple values")):
         assert words in refusal(asked, row | {"chat_template_kwargs": kwargs}, tmp_path)
+
+
+@pytest.mark.parametrize("mark", ['<|"|>', "<|\\|>", "＜end＞"])
+def test_a_mark_that_json_writes_in_another_way_is_found(mark):
+    with pytest.raises(SettingsError, match="its words hold"):
+        data.Marks([], [], [mark]).check([{"role": "user", "content": f"Write {mark} twice."}])
+
+
+def test_a_comment_of_the_template_reads_nothing(tmp_path):
+    tokenizer = make_tokenizer(tiny.CHATML + "{# train on what bing says #}")
+    for message in user() | {"train": 1}, {"role": "bing", "content": "x"}:
+        assert "no place for" in refusal(asked, {"prompt": [message]}, tmp_path,
+                                         tokenizer=tokenizer)
 
 
 @needs("sft", "turns")

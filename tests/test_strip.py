@@ -153,7 +153,7 @@ TABLE = runpy.run_path(str(ROOT / "parts/seams.py"))
 PARTS = [name for name in TABLE["PARTS"] if name != "parts"
          and (ROOT / TABLE["PARTS"][name].get("folder", f"parts/{name}")).is_dir()]
 # What the core means by words that a part has too.
-PLAIN = set("""args engine flags reading report rows states targets tiny tokens trial turns waiting
+PLAIN = set("""args engine flags reading report rows states targets tokens trial turns waiting
     divergence Call Group Base pool pass_at_k geometric""".split())
 
 
