@@ -78,8 +78,10 @@ class Args(ClipArgs, CommonArgs):
                    "work: --reward exact.")
         if self.run_args.target_reward and not self.reward:
             yield "--target_reward needs --reward."
-        if self.reward_coef and not (self.reward and self.group > 1):
-            yield "--reward_coef needs --reward, and --group of at least 2."
+        if self.reward_coef and not self.reward:
+            yield "--reward_coef needs --reward."
+        if self.reward_coef and self.group == 1:
+            yield "--group must be at least 2 (got 1) with --reward_coef."
         if self.divergence != "none" and not self.reward_coef:
             sampled = {"clip_low", "clip_high", "dual_clip", "engine_correction"}
             yield from (f"--{name} is for the loss of sampled tokens, which --divergence without "

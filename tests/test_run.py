@@ -205,6 +205,7 @@ def test_how_a_process_ends(tmp_path, monkeypatch, capsys, ending, status, words
 
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("faulthandler.enable", lambda **options: None)
     monkeypatch.setattr(dist.os, "_exit", leave)
     monkeypatch.setattr(dist.World, "joined", SimpleNamespace(again="./run.sh --name x"))

@@ -145,7 +145,8 @@ def test_what_teaches_nothing_is_refused():
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)
     prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
-    assert "no experts for the prompts of --teacher_prompt" in broken(replay_routing=True, **prompt)
+    for flag in house.kept(["replay_routing"]):
+        assert "no experts for the prompts of --teacher_prompt" in broken(**{flag: True}, **prompt)
     assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
     assert "--eval_data needs --reward" in broken(eval_data="tiny")
     assert "--target_reward needs --reward." in broken(target_reward=(0.1, 0.9))
