@@ -16,7 +16,7 @@ import ranks
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from house import module
+from house import kept, module
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
@@ -145,7 +145,7 @@ def test_what_teaches_nothing_is_refused():
     assert not broken() and not broken(teacher=None, teacher_prompt="{question} {answer}")
     assert "--teacher or --teacher_prompt" in broken(teacher=None)
     prompt = dict(teacher=None, teacher_prompt="{question} {answer}")
-    for flag in house.kept(["replay_routing"]):
+    for flag in kept(["replay_routing"]):
         assert "no experts for the prompts of --teacher_prompt" in broken(**{flag: True}, **prompt)
     assert "--reward_coef needs --reward" in broken(reward_coef=0.5)
     assert "--eval_data needs --reward" in broken(eval_data="tiny")
