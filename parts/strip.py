@@ -82,6 +82,8 @@ class House:
             files["parts/seams.py"] = without_entries(files["parts/seams.py"], gone.union(names))
         lost = pages.names_of(self.files) - pages.names_of(files)
         files["run.sh"] = without_jobs(files["run.sh"], lost)
+        lost = pages.names_of(self.files) - pages.names_of(files)
+        files = {file: text for file, text in files.items() if not result_of(file, text) & lost}
         if "parts/pairs.py" in files:
             files["parts/pairs.py"] = without_entries(files["parts/pairs.py"], lost)
         lost = pages.names_of(self.files) - pages.names_of(files) | {
@@ -114,6 +116,13 @@ def without_jobs(script: str, lost: set[str]) -> str:
             job, cases = re.match(r" *(\w+)", case)[1], cases.replace(case, "")
             before = re.sub(rf"^# \./run\.sh {job}\b.*\n(#  .*\n)*", "", before, flags=re.M)
     return before + mark + cases
+
+
+def result_of(file: str, text: str) -> set[str]:
+    """What the command of a measured job names, if the file is one of results/."""
+    command = re.search(r'"command": "(.*?)"', text) if fnmatch.fnmatch(
+        file, "results/*.json") else None
+    return pages.named(f"`{command[1]}`", file) if command else set()
 
 
 def without_entries(table: str, names: set[str]) -> str:

@@ -117,6 +117,9 @@ STAMP = """source <(sed -n '/^setup() {/,/^}/p' run.sh)
 { cat requirements.txt; declare -f setup; } | sha256sum | cut -c1-12"""
 
 
+OF_SFT = (("sft", "="), ("vision", " ")) if has("sft") else ()  # vision begins with it
+
+
 @pytest.mark.parametrize("line, ranks, words, graded", [
     ("", "", "grpo.py --warmup_steps 10 --steps 35 --eval_data tiny@test", True),
     ("ppo --lr 1e-5", "1", "ppo.py --steps 35 --lr 1e-5", True),
@@ -125,7 +128,7 @@ STAMP = """source <(sed -n '/^setup() {/,/^}/p' run.sh)
     ("vision:qwen2_5_vl", "", "grpo.py --model runs/squares-sft-qwen2_5_vl/model", True),
     ("kk --reward own.py:one", "", "grpo.py --model tiny:kk --reward own.py:one", False),
     *[(f"{job} --data{sep}mine.jsonl".strip(), "", f"--data{sep}mine.jsonl", False)
-      for job, sep in (("", " "), ("sft", "="), ("kk", "="), ("vision", " "))],
+      for job, sep in (("", " "), ("kk", "="), *OF_SFT)],
     ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):

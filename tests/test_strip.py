@@ -37,6 +37,8 @@ SEAMS = {
     "run.sh": ("# ./run.sh fly [FLAGS]   with fly.py\n#    far\n# ./run.sh walk\ncase x in\n"
                "  fly)   train fly.py\n         land ;;\n"
                "  walk)  train core.py ;;\n  strip) python3 parts/strip.py ;;\n  *) ;;\nesac\n"),
+    "results/fly.json": '{"command": "./run.sh fly --fast"}',
+    "results/walk.json": '{"command": "./run.sh walk"}',
     "tests/test_strip.py": "", "picture.png": "\udcff\n",
     "README.md": """# A house
 
@@ -92,6 +94,7 @@ def test_a_part_goes_with_its_seams_its_job_and_what_pages_say_of_it(house):
     done = strip(house, "wings", answer="y\n")
     assert done.returncode == 0 and "./run.sh test" in done.stdout, done.stderr
     assert not (house / "parts/wings").exists() and not (house / "fly.py").exists()
+    assert [path.name for path in house.glob("results/*")] == ["walk.json"]
     text = {name: (house / name).read_text() for name in ("core.py", "run.sh", "README.md")}
     assert text["core.py"] == (
         "\nDEPTH = 7  # of fins\n\n\ndef walk():\n    go = walk\n    return go\n")

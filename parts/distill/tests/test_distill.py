@@ -16,7 +16,7 @@ import ranks
 from data import DataArgs
 from errors import SettingsError
 from examples import tiny
-from house import kept, module
+from house import kept, module, needs
 from live import Live
 from parts.distill import divergence as head
 from parts.distill.teacher import HEAD, TeacherMemory, add_teacher_prompts, find_teacher
@@ -128,6 +128,7 @@ def tried(world, folder: str) -> dict[str, tuple]:
     return found
 
 
+@needs("sft", "trial")
 def test_the_worst_case_has_the_divergence_too(tmp_path):
     """Its head is called again in the backward: the teacher's must be whole there."""
     float64.make(str(tmp_path), 64)
