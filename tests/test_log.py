@@ -13,7 +13,7 @@ import torch
 import log
 from errors import SettingsError
 from fakes import World, sample
-from house import module
+from house import module, needs
 
 WORLD = World()
 
@@ -164,6 +164,7 @@ def test_samples_are_one_object_a_line_and_half_a_surrogate_pair_is_kept(tmp_pat
     assert "[unscored] p7 -> é" in capsys.readouterr().out
 
 
+@needs("carry", "report")
 def test_the_step_that_sampled_a_token_is_a_whole_number():
     it = sample(1.0, text="ab", advantages=torch.full((3,), -1 / 3))
     it.completion = module("parts.carry.carry").Carried(

@@ -218,7 +218,7 @@ def test_held_out_rows_are_predicted_as_by_transformers_and_each_checkpoint_expo
     model = tiny.ensure(str(ROOT / "runs"))
     done = script(ROOT / "sft.py", "--model", model, *"""--data rows.jsonl --eval_data rows.jsonl
         --steps 2 --batch 8 --max_prompt_tokens 40 --max_tokens 12 --score_tokens 60 --name x
-        --eval_every 1 --save_every 1 --no-report""".split(), *flags, cwd=tmp_path)
+        --eval_every 1 --save_every 1""".split(), *house.QUIET, *flags, cwd=tmp_path)
     for step in ["1"], []:  # the newest
         script(ROOT / "tools/export.py", "runs/x", *step, cwd=tmp_path)
     folders = [tmp_path / f"runs/x/{name}" for name in ("step_1", "step_2", "model")]
