@@ -477,6 +477,7 @@ def tried(world, folder: Path) -> tuple[list[int], int, int]:
     return saw, len(seen.eyes.pixels(seen.sources)[0]), len(rows[1].prompt_ids)
 
 
+@needs("trial")
 def test_the_worst_case_has_as_many_pictures_as_fit(family):
     (saw, picture, row), = results(1, tried, family)
     assert saw == [picture * (240 // row), picture * (480 // row)] * 2
