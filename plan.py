@@ -1,6 +1,6 @@
 """plan.py: memory and sizes of a step, from the settings alone, and what is wrong there.
 
-docs/use/memory_and_machines.md has most of the formulas in words. Each is an upper bound, but for 2 %.
+docs/use/memory_and_machines.md has most of the formulas in words. Each is a bound, but for 2 %.
 """
 from dataclasses import dataclass, is_dataclass, replace
 
