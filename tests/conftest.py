@@ -6,11 +6,13 @@ import gc
 import os
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tyro._docstrings import _ClassTokenization
 
 from house import of_a_part
 
@@ -23,6 +25,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests have more ranks than a mac
 os.environ["PYTHON_EXEC"] = str(Path(__file__).parent / "python")  # torchrun's ranks: forked.py
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in run.sh
 
+# tyro reads the source of each class of flags again in each call: half of its time.
+_ClassTokenization.make = cache(_ClassTokenization.make)
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 

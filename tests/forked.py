@@ -215,6 +215,8 @@ def become(request: dict, files: list[int]) -> None:
     os.environ.update(request["environ"])
     time.tzset()
     os.chdir(request["cwd"])
+    from huggingface_hub import constants
+    constants.HF_HUB_CACHE = os.environ.get("HF_HUB_CACHE", constants.HF_HUB_CACHE)
     os.getppid = partial(int, request["parent"])  # the client's, as where nothing is forked
     import torch
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))

@@ -74,8 +74,7 @@ def hub(tmp_path_factory):
 
 def printed(*command: str, status: int | None = 0) -> str:
     """status: the one that it must end with. None: any."""
-    python = sys.executable if "--plan" in command else PYTHON  # reads HF_HUB_CACHE at its start
-    done = subprocess.run([python, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    done = subprocess.run([PYTHON, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=600)
     assert status is None or done.returncode == status, done.stdout
     return done.stdout
