@@ -235,14 +235,13 @@ def blocks(runs: list[Path], room: int, most_read: int) -> tuple[list[dict], lis
     return [one for one, _ in found], [text for _, text in found]
 
 
-def page(folders: list[Path], most_read: int = 2**32, folder: Path | None = None) -> str:
-    """The page of these runs. most_read: bytes of samples/ to read. folder: where it will be."""
+def page(folders: list[Path], place: Path, most_read: int = 2**32) -> str:
+    """The page of these runs. place: its folder. most_read: bytes of samples/ to read."""
     groups = plot.find(folders)
     runs = [run.path for group in groups for run in group]
-    place = (folder or folders[0]).resolve()
     head = {"runs": [about(run.path, g) for g, group in enumerate(groups) for run in group],
             "groups": plot.titles(groups), "healthy": healthy(),
-            "docs": os.path.relpath(ROOT / SICK, place)}
+            "docs": os.path.relpath(ROOT / SICK, place.resolve())}
     empty = Path(__file__).with_name("report.html").read_text()
     room = PAGE - len(empty) - len(packed(head)) - 100_000
     head["blocks"], texts = blocks(runs, room, most_read)
@@ -258,7 +257,7 @@ def main():
     args = parser.parse_args()
     path = args.out or args.runs[0] / "report.html"
     try:
-        text = page(args.runs, folder=path.parent)
+        text = page(args.runs, path.parent)
         write_whole(path, text)
     except (SettingsError, OSError) as error:
         sys.exit(f"error: {error}")

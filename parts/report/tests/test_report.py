@@ -39,7 +39,7 @@ def run_of(folder: Path, steps: int, rows, samples_every: int = 1, **args) -> Pa
 
 def write_page(runs: list[Path], **limits) -> Path:
     path = runs[0] / "report.html"
-    path.write_text(report.page(runs, folder=path.parent, **limits))
+    path.write_text(report.page(runs, path.parent, **limits))
     return path
 
 
@@ -82,6 +82,11 @@ def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sen
     assert "report.html" in capsys.readouterr().out
     head, blocks = parts(folder / "report.html")
     assert not head["runs"][0]["done"] and [len(b["rows"]) for b in blocks] == [1, 1, 1]
+    other = tmp_path / "far/away/page.html"
+    other.parent.mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", str(other)])
+    report.main()
+    assert (other.parent / parts(other)[0]["docs"].partition("#")[0]).resolve().is_file()
     monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", f"{folder}/args.json/x"])
     with pytest.raises(SystemExit, match="^error: .*args.json/x cannot be written"):
         report.main()
