@@ -34,7 +34,8 @@ def test_wandb_gets_every_metric_of_every_step_and_is_finished(tmp_path, monkeyp
     import wandb
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "init", MagicMock())
-    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    asked = {"prompt": False, "verify": False}  # nobody is asked, nor the server
+    monkeypatch.setattr(wandb, "login", lambda **how: how != asked)
     it, run = opened(tmp_path / "a-run", project="test"), wandb.init.return_value
     assert wandb.init.call_args.kwargs["mode"] == "offline"
     it.lock.close()
