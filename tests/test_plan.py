@@ -133,7 +133,8 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("words, flags", [
-    ("must be at most the 64 positions of small", dict(model="small")),
+    (r"tokens 30 \+ --max_tokens 35 must be at most the 64 positions of small. Would work: "
+     r"--max_tokens 34\.", dict(model="small", max_prompt_tokens=30, max_tokens=35)),
     (r"positions of small\.$", dict(model="small", max_prompt_tokens=64)),
     ("long.jsonl: no prompt is left", dict(model="small", data="long.jsonl")),
     ("odd.jsonl, row 0 .*no prompt column", dict(model="good", data="odd.jsonl")),
