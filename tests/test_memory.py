@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -346,6 +347,15 @@ def test_out_of_memory_in_a_layer_ends_all_ranks_with_one_sentence(two_ranks, wh
     suggested = int(re.search(r"at most --update_tokens (\d+)", sentences[0]).group(1))
     failed = int(re.search(r"with (\d+) tokens", sentences[0].replace(",", "")).group(1))
     assert learning.LONGEST <= suggested < failed
+
+
+@needs("trial")
+@pytest.mark.parametrize("failed, advice", [
+    (80, "at most --update_tokens 40"), (79, "--checkpointing or more ranks")])
+def test_a_budget_that_would_fit_holds_a_longest_row(failed, advice):
+    phase = SimpleNamespace(name="update", longest=40, budget=99)
+    with pytest.raises(SettingsError, match=f"with {failed} tokens .* Use {advice}"):
+        trial.end(SimpleNamespace(rank=0), phase, failed)
 
 
 # ---- without a GPU ----
