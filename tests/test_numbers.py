@@ -115,6 +115,10 @@ def test_math_reads_a_box_as_easyr1_does():
                       "18.": "18", "2√3": r"2\sqrt{3}", "5²": "25", "90°": "90", "∞": r"\infty",
                       r"\frac { 15 } { 2 }": "7.5"}.items():
         assert math(rf"\boxed{{{box}}}", gold) == 1, gold
+    for gold in "√π", "∛8", "A∪B":  # of these LaTeX would get 0
+        with pytest.raises(ValueError, match=f"no answer in '{gold}': write LaTeX"):
+            math(r"\boxed{\sqrt{\pi}}", gold)
+    assert math(r"\boxed{\emptyset}", "∅") == math(r"\boxed{x \le 3}", "x≤3") == 1
 
 
 @pytest.mark.parametrize("text, gold", [
