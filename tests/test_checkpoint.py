@@ -225,3 +225,10 @@ def test_a_run_does_not_go_back_to_fewer_steps(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match="--steps 20: .*step_40 .* Would work: --steps 40"):
         newest(20)
     assert newest(40) == newest(20, only=True) == saved
+
+
+def test_a_checkpoint_that_any_rank_sees_is_not_written_again(tmp_path):
+    asked = []
+    world = SimpleNamespace(any_rank=lambda flag: asked.append(flag) or True)
+    checkpoint.save(tmp_path, world, {}, {"step": 3}, 2)
+    assert asked == [False] and not any(tmp_path.iterdir())

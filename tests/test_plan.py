@@ -150,6 +150,11 @@ def test_a_plan_and_a_run_refuse_the_same_before_a_model_is_made(place, words, f
     assert not Path("runs").exists()
 
 
+def test_an_engine_stays_on_a_machine(place):
+    with pytest.raises(SettingsError, match="^--tp must divide the 3 ranks of a machine"):
+        inputs.read_inputs(fakes.args(tp=2), 6, 3)
+
+
 def test_a_plan_makes_no_model_and_a_runs_folder_that_is_a_file_is_told(place, capsys):
     with pytest.raises(SettingsError, match="odd.jsonl, row 0 .*no prompt column"):
         inputs.show_plan(fakes.args(plan=True, data="odd.jsonl"))

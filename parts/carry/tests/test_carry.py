@@ -15,7 +15,7 @@ import plan
 import test_layouts
 from batch import Completion
 from data import Row, Stream
-from parts.carry.carry import Carry, CarryArgs
+from parts.carry.carry import Carry, CarryArgs, carrying
 from rollout import Request, hash_seed
 
 END = 99
@@ -172,7 +172,8 @@ def test_what_is_in_flight_comes_back_from_a_checkpoint():
         one.stream.rows = [replace(row, index=3 * row.index + 1) for row in one.stream.rows]
     steps(it, 5)
     again.stream.position = it.stream.position
-    again.restore(json.loads(json.dumps(it.state())), it.stream.rows)
+    before, after = carrying(object, it)(), carrying(object, again)()
+    after.restore(json.loads(json.dumps(before.state())), it.stream.rows)
     for step in range(5, 10):
         for a, b in zip(one_step(it, step), one_step(again, step), strict=True):
             assert a.prompt.position == b.prompt.position and a.prompt.row == b.prompt.row

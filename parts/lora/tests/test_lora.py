@@ -181,3 +181,13 @@ def test_ppo_trains_adapters_beside_the_model_they_started_from_and_exports_them
         a, b = (made[f"base_model.model.{name.removesuffix('.weight')}.{part}.weight"]
                 for part in ("lora_A", "lora_B"))
         assert torch.allclose(now[name], was[name] + 1.5 * b @ a, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank, room", [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
+def test_an_engine_has_room_for_the_rank(rank, room):
+    class Plain:
+        def options(self, max_len):
+            return {}
+
+    kind = lora.taking(Plain, {"r": rank, "target_modules": ["q_proj"]})
+    assert kind.options(object.__new__(kind), 9)["max_lora_rank"] == room

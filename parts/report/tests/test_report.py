@@ -3,11 +3,13 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from house import parts, write_run
 from parts.report import report
+from parts.report.args import ReportArgs
 from tracked import ROOT
 
 HOSTILE = ["</script><script>document.title = 'bad'</script>", "<img src=x onerror=alert(1)>",
@@ -90,6 +92,13 @@ def test_a_run_that_goes_on_has_a_page_and_one_that_cannot_be_written_is_one_sen
     monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", f"{folder}/args.json/x"])
     with pytest.raises(SystemExit, match="^error: .*args.json/x cannot be written"):
         report.main()
+
+
+def test_a_run_reads_no_more_of_its_samples_at_its_end_than_it_may(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(report, "page", lambda *given, most_read: read.append(most_read) or "")
+    ReportArgs().write(SimpleNamespace(writing=True, folder=tmp_path))
+    assert read == [report.AT_THE_END] and (tmp_path / "report.html").exists()
 
 
 def test_a_token_is_as_old_as_the_step_that_learns_from_it_says(tmp_path):
