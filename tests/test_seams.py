@@ -171,7 +171,7 @@ def test_a_rank_on_another_disk_ends_the_run_on_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("name, bound", [
-    ("dual_clip", 1), ("gpu_memory_utilization", 0), ("temperature", 0)])
+    ("dual_clip", 1), ("gpu_memory_utilization", 0)])
 def test_a_bound_that_must_be_exceeded_is_refused(name, bound):
     text, *_ = plan.problems(fakes.args(**{name: float(bound)}), 1)
     assert text.startswith(f"--{name} must be more than {bound}")
