@@ -9,10 +9,11 @@ from fakes import World
 
 
 class Spy(model.Policy):
-    """A random Qwen2 of three layers in float64 that keeps its gradients."""
+    """A random Qwen2 of three layers or fewer in float64 that keeps its gradients."""
 
-    def __init__(self, noise: float = 0.0):
+    def __init__(self, noise: float = 0.0, layers: int = 3):
         lm = test_packing.small()
+        del lm.model.layers[layers:]
         with torch.no_grad():
             for p in lm.parameters():
                 p *= 1 + noise * torch.randn_like(p)

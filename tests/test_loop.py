@@ -148,7 +148,7 @@ LARGE = "advantage", "loss", "aggregation", "engine_correction"
 @pytest.mark.parametrize("flag", [*LARGE, "others"])
 def test_any_two_flags_of_an_update_work_or_are_refused(flag):
     """--advantage reinforce++ with --kl_loss_coef ended in an AttributeError."""
-    policy, reference, tried = probes.Spy(), probes.Spy(0.05), 0
+    policy, reference, tried = probes.Spy(layers=1), probes.Spy(0.05, layers=1), 0
     for first, second in itertools.combinations(FLAGS, 2):
         if first[0] == second[0] or flag != (first[0] if first[0] in LARGE else "others"):
             continue

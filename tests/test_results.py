@@ -1,6 +1,7 @@
 """results/ against its table, and the tools that read runs: the intervals of tools/compare.py hold
 what they promise, tools/plot.py, tools/samples.py; the reward of the real model's job."""
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,7 +117,8 @@ def test_mistakes_are_one_sentence(tmp_path):
         with pytest.raises(SystemExit, match=f"^error: .*{sentence}.*$") as error:
             compare.main([str(word) for word in words])
         assert "\n" not in str(error.value)
-    for tool in [plot.find] + ([module("parts.report.report").page] if has("report") else []):
+    for tool in [plot.find] + ([partial(
+            module("parts.report.report").page, place=Path(b))] if has("report") else []):
         with pytest.raises(SettingsError, match="x is not a run: it has no"):
             tool([Path(a), Path("x")])
 
