@@ -273,3 +273,10 @@ def test_no_token_at_all_has_no_weight():
             0 * lengths, aggregation, max_tokens=20, prompts=prompts).any()
     alone = losses.token_weights(lengths, "prompt", max_tokens=9)
     assert torch.equal(alone, losses.token_weights(lengths, "sequence", max_tokens=9))
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "grpo", "rloo"])
+def test_a_lone_reward_has_no_advantage(kind):
+    found = losses.group_advantages(torch.tensor([3.0, 7.0]), 2, kind=kind, eps=0.0,
+                                    scored=torch.tensor([True, False]))
+    assert found.tolist() == [0, 0]
