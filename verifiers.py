@@ -162,7 +162,7 @@ def math_reward(completion, answer, **row):
 
 @functools.lru_cache(maxsize=256)  # a group shares it
 def math_gold(answer: str) -> list:
-    """The row's answer as math-verify parses it."""
+    """The row's answer as math-verify parses it. As a text √ or ∪ would equal no LaTeX."""
     from math_verify import parse
     text = answer.rpartition("####")[2].strip()
     gold = parse(in_box(plain(last_boxed(text) or text)), parsing_timeout=None)

@@ -215,7 +215,7 @@ def become(request: dict, files: list[int]) -> None:
     os.environ.update(request["environ"])
     time.tzset()
     os.chdir(request["cwd"])
-    from huggingface_hub import constants
+    from huggingface_hub import constants  # it has read the server's variable
     constants.HF_HUB_CACHE = os.environ.get("HF_HUB_CACHE", constants.HF_HUB_CACHE)
     os.getppid = partial(int, request["parent"])  # the client's, as where nothing is forked
     import torch
