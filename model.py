@@ -95,8 +95,7 @@ class ModelArgs:
     def rules(self, plan):
         """See plan.problems."""
         if self.shard_size and plan.ranks % self.shard_size:
-            works = max(k for k in range(1, plan.ranks + 1)
-                        if plan.ranks % k == 0 and k <= self.shard_size)
+            works = max(k for k in range(1, self.shard_size + 1) if plan.ranks % k == 0)
             yield (f"--shard_size must divide the {plan.ranks:,} ranks (got {self.shard_size}). "
                    f"Would work: --shard_size {works}, or 0.")
 
@@ -131,6 +130,11 @@ def skeleton(folder: str, dtype=torch.float32, flag: str = "model"):
     with as_sentence(unfit):
         lm = family.skeleton(dtype)
         family.parts(lm)[0].set_attn_implementation("packed")
+    # torch gives the row `padding_idx` no gradient. transformers sets it to config.json's
+    # pad_token_id, which may be the end token. Nothing is padded here: every row is trained.
+    for module in lm.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
     # vLLM, in this process, may give transformers' class a __call__ that reads this.
     lm.base_model.do_not_compile = True
     return lm
@@ -176,8 +180,7 @@ def build(kind, folder: str, world: World, args: ModelArgs, trained: bool = True
 
 def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: bool):
     """FSDP2, in place. Parameters, gradients and sums are in `master`, the rest in `compute`."""
-    low = {} if compute == master else {"param_dtype": compute, "reduce_dtype": master}
-    options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**low)}
+    options = {"mesh": mesh, "mp_policy": fsdp.MixedPrecisionPolicy(compute, master)}
     if offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in layers:
