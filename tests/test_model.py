@@ -1,5 +1,7 @@
 """model.py: a folder of weights goes in, and what comes out is the model that transformers has."""
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from batch import pack
 from checkpoint import export_model
 from errors import SettingsError
 from examples import tiny
-from families import ROUNDINGS
+from families import ROUNDINGS, batch_of
 from ranks import results
 from test_families import refused
 
@@ -105,3 +107,36 @@ def test_a_weight_that_is_not_finite_is_named_on_every_rank(tmp_path):
     save_file(weights, path, metadata={"format": "pt"})
     for sentence in results(2, refusal, folder):
         assert f"{UP} has values that are not finite" in sentence
+
+
+def updated(world, folders: list[str]) -> list[dict]:
+    """The weights of policies and critics after a step on equal samples, with a token 7 inside."""
+    found = []
+    for folder in folders:
+        args, optimizer = model.ModelArgs(), model.OptimizerArgs()
+        policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
+                              optimizer)
+        critic = model.Critic(model.build(model.ValueModel, folder, world, args), world, args,
+                              optimizer)
+        torch.nn.init.ones_(critic.module.head.weight)
+        micro, = batch_of([[3, 7, 5]], [[4, 7, 9]]).micros(world, [0], 99, "update")
+        policy.backward(policy.logprobs(micro, 1.0)[0].sum())
+        critic.backward(critic.values(micro).sum())
+        for trained in policy, critic:
+            assert trained.step(1e-3) > 0
+            found.append({name: model.whole(p.detach()) for name, p in trained.parameters.items()})
+    return found
+
+
+def test_what_pads_elsewhere_is_trained_as_any_other_token(tmp_path):
+    """Two folders differ in pad_token_id alone. The row moves by the learning rate in both."""
+    folders = [make(tmp_path / f"{pad}", tied=False) for pad in (7, None)]
+    path = Path(folders[0], "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": 7}))
+    policy, critic, *plain = results(1, updated, folders)[0]
+    for found, others in zip((policy, critic), plain, strict=True):
+        assert all(torch.equal(p, others[name]) for name, p in found.items())
+        rows = found["lm.model.embed_tokens.weight"]
+        was = load_file(f"{folders[0]}/model.safetensors")["model.embed_tokens.weight"]
+        assert torch.allclose((rows - was)[7].abs(), torch.tensor(1e-3), rtol=1e-2)
+        assert not (rows - was)[8].any()  # of no sample
