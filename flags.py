@@ -118,6 +118,7 @@ class Own(NamedTuple):
     function: Callable
     refuses: Callable | None = None  # args -> why they do not fit it, or None
     per: str = "completion"  # or token: what an advantage has a number of
+    least: int = 1  # scored completions that an advantage needs in a group
     uses_old: bool = False  # it takes old_logprobs
 
 
@@ -125,7 +126,7 @@ class Own(NamedTuple):
 def own(flag: str, spec: str) -> Own:
     """What --loss or --advantage names. SettingsError if it cannot be loaded."""
     if spec in NAMES[flag]:
-        return Own(NAMES[flag][spec])
+        return Own(NAMES[flag][spec], least=1 if spec == "reinforce++" else 2)
     path, name = find(flag, spec)
     try:
         module = load_file(path)
@@ -145,7 +146,7 @@ def own(flag: str, spec: str) -> Own:
     if flag == "loss":
         try_loss(spec, function)
     return Own(function, getattr(module, "refuses", None), getattr(module, "PER", "completion"),
-               "old_logprobs" in signature.parameters)
+               getattr(module, "LEAST", 1), "old_logprobs" in signature.parameters)
 
 
 def try_loss(spec: str, function: Callable):
@@ -180,9 +181,6 @@ def find(flag: str, spec: str) -> tuple[Path, str]:
 
 def rules(args):
     """Yields a sentence for what does not fit --loss or --advantage."""
-    if args.group == 1 and args.advantage != "reinforce++":
-        yield (f"--advantage {args.advantage} compares the completions of a prompt, so --group "
-               f"must be at least 2 (got 1). With one completion: --advantage reinforce++.")
     updates = args.minibatches * args.epochs
     if args.loss == "reinforce" and updates > 1:
         yield (f"--loss reinforce has no ratio: --minibatches x --epochs must be 1 (got "
@@ -198,6 +196,9 @@ def rules(args):
         if flag == "loss" and "others" in takes:  # it names what it uses
             yield from (f"--{name} does nothing with --loss {spec}. Would work: without it."
                         for name in args.bounds if name in not_default(args) and name not in takes)
+        if flag == "advantage" and args.group < one.least:
+            yield (f"--advantage {spec} compares the completions of a prompt, so --group must be "
+                   f"at least {one.least} (got {args.group}). With fewer: --advantage reinforce++.")
         if refused := one.refuses and one.refuses(args):
             yield f"--{flag} {spec} {refused} Would work: --{flag} {next(iter(names))}."
 

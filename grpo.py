@@ -207,7 +207,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
     """How many tokens of each completion are in the loss, (N,), and why some have none."""
     scored = batch.scored  # (N,) bool
-    least = 1 if args.advantage == "reinforce++" else 2  # scored ones that a group must have
+    least = flags.own("advantage", args.advantage).least  # scored ones that a group must have
     paired = (scored.view(-1, args.group).sum(1) >= least).repeat_interleave(args.group)
     cut = batch.truncated & args.overlong_filter
     keep = scored & paired & ~cut  # (N,)

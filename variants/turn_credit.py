@@ -11,7 +11,7 @@ import torch
 
 import losses
 
-PER = "token"
+PER, LEAST = "token", 2
 
 
 def turn_credit(rewards, group, *, scored, eps, row, turn, turn_rewards, **others):
