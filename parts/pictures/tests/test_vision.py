@@ -174,6 +174,22 @@ def test_bytes_structs_and_modes_are_taken(folder):
         assert eyes.pixels([made.getvalue()])[0].shape == (1, 3, 32, 32)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L", "1", "CMYK"])
+def test_a_picture_is_what_the_server_of_the_exported_model_makes_of_it(mode, folder):
+    """With any opacity; in a palette, and in three channels, with a color that stands for none: of
+    three channels vLLM shows it."""
+    from vllm.multimodal.media.image import ImageMediaIO
+    image, made = Image.open(folder / "a.png").convert("RGBA"), io.BytesIO()
+    image.putalpha(Image.effect_noise(image.size, 90))
+    image = image.convert("RGB" if mode in ("P", "CMYK") else "RGBA").convert(mode)
+    clear = {"transparency": image.getpixel((0, 0))} if mode in ("P", "RGB") else {}
+    image.save(made, "tiff" if mode == "CMYK" else "png", **clear)
+    theirs = ImageMediaIO().load_bytes(made.getvalue()).media
+    assert opened(made.getvalue()).tobytes() == theirs.tobytes()
+    plain = Image.open(made).convert("RGB").tobytes()
+    assert (theirs.tobytes() == plain) == (mode not in ("RGBA", "LA", "P"))
+
+
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_a_picture_is_upright_as_transformers_opens_it(folder, tmp_path, turn):
     """A camera stores what it saw, and beside it in EXIF how it was held."""
