@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import model
+import model_files
 from batch import pack
 from checkpoint import export_model
 from errors import SettingsError
@@ -140,3 +141,21 @@ def test_what_pads_elsewhere_is_trained_as_any_other_token(tmp_path):
         was = load_file(f"{folders[0]}/model.safetensors")["model.embed_tokens.weight"]
         assert torch.allclose((rows - was)[7].abs(), torch.tensor(1e-3), rtol=1e-2)
         assert not (rows - was)[8].any()  # of no sample
+
+
+@pytest.mark.parametrize("name, why", [
+    ("runs/x", "this is the folder of a run"), ("runs/x/adapter", "this is an adapter"),
+    ("runs/x/checkpoints/step_2", "this is a checkpoint"), ("theirs", "this is an adapter"),
+    ("empty", "this folder has no config.json")])
+def test_a_folder_that_is_no_model_is_named_and_the_model_beside_it(
+        name, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/x/args.json", "runs/x/model/config.json", "theirs/adapter_config.json",
+                 "runs/x/adapter/adapter_config.json", "runs/x/checkpoints/step_2/.metadata",
+                 "empty/notes.txt"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("{}")
+    with pytest.raises(SettingsError) as caught:
+        model_files.find(name)
+    assert why in str(caught.value)
+    assert ("Would work: --model runs/x/model." in str(caught.value)) == name.startswith("runs")
