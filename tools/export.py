@@ -3,7 +3,8 @@
     python tools/export.py runs/NAME             the newest one, to runs/NAME/step_N
     python tools/export.py runs/NAME 40 --to X   that of step 40, to X
 
-Run it in the folder of the run's command: it reads --model again. Adapters are merged.
+It reads --model again, which may be a path from the folder of the run's command. Adapters are
+merged.
 """
 import argparse
 import os
@@ -50,8 +51,10 @@ def load(settings: dict, source: str, path: Path, world: dist.World) -> model.Po
 
 def export(run: Path, step: int | None, to: Path | None) -> None:
     """Writes the folder. SettingsError: there is no such checkpoint or model."""
-    path = find(run, step)
-    to = to or run / path.name
+    path = find(run := run.absolute(), step)
+    to = (to or run / path.name).absolute()
+    if run.parent.name == "runs":
+        os.chdir(run.parent.parent)
     if to.exists():
         raise SettingsError(f"{to} exists. Would work: --to and the name of a new folder.")
     settings = read(path / "state.json")["settings"]

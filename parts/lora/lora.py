@@ -173,7 +173,8 @@ class Adapted(Policy):
 
 def kinds(args: LoraArgs, name: str, folder: str) -> tuple:
     """What run.py builds with --lora_rank: LogprobModel, ValueModel, Policy. name: --model."""
-    base = folder if is_tiny(name) else name
+    # It outlives the run, and may be read in another folder: a name of the hub, or a whole path.
+    base = str(Path(folder).absolute()) if folder == name or is_tiny(name) else name
     return (adapted(LogprobModel, args), adapted(ValueModel, args),
             partial(Adapted, lora=args, base=base))
 
