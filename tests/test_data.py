@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import rewards
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
@@ -117,6 +119,30 @@ def test_reasoning_gym_rows():
     assert "spell_backwrd cannot be generated: " in sentence(read, "reasoning_gym:spell_backwrd")
     for spec, seed in ("reasoning_gym:gcd", 2), ("reasoning_gym:gcd@test", 1):
         assert len(asked & set(questions(spec, seed=seed))) < 50    # by chance: about 5
+
+
+def test_a_scorer_that_pays_anything_is_refused():
+    """Of game_of_life_halting any text that is not empty would be right."""
+    pytest.importorskip("reasoning_gym")
+    words = "reasoning_gym:game_of_life_halting cannot be learned: the library's scorer gives full"
+    assert words in sentence(read, "reasoning_gym:game_of_life_halting")
+    import reasoning_gym
+    row = reasoning_gym.create_dataset("game_of_life_halting", size=1, seed=1)[0]
+    with pytest.raises(ValueError, match="gives full pay to any text"):
+        reasoning_gym_tasks.score("zzz", **row)
+
+
+def test_puzzles_without_an_answer_of_their_own_are_scored_by_their_metadata():
+    pytest.importorskip("reasoning_gym")
+    rows, _ = load("reasoning_gym:graph_color", seed=1)
+    needs, _ = rewards.check(["reasoning_gym"])
+    rewards.check_rows(needs, rows)
+    right = json.dumps(rows[0].columns["metadata"]["possible_answer"])
+    items = [rewards.Item("", text, rows[0].answer, rows[0].columns, 1, False)
+             for text in (f"<answer>{right}</answer>", "zzz", "{}")]
+    with closing(rewards.Pool(["reasoning_gym"], rewards.RewardArgs(1))) as pool:
+        scores = [score.total for score in rewards.scores_of(pool, items)]
+    assert rows[0].answer is None and scores[0] == 1 and max(scores[1:]) < 0.1
 
 
 def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
