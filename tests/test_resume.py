@@ -116,7 +116,7 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
     saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
     assert checkpoint.check(saved, settings).changed == []
     again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
-    with pytest.raises(SettingsError, match=r"row 2 of --data \(counted from 0\) differs"):
+    with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
         checkpoint.check(saved, again)
 
 

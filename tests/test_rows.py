@@ -116,8 +116,8 @@ def schema(name, **properties):
 def refusal(load, row, folder, **flags) -> str:
     with pytest.raises(SettingsError) as error:
         of(load, row, folder, **flags)
-    assert "row 0 (counted from 0): " in str(error.value)
-    return str(error.value).partition("from 0): ")[2]
+    assert "row 1: " in str(error.value)
+    return str(error.value).partition("row 1: ")[2]
 
 
 # ---- nulls and calls
