@@ -333,7 +333,7 @@ def make_row(index: int, columns: dict, name: str, tokenizer, marks: "Marks",
     ids = prompt_ids(text, tokenizer, plain)
     asked = "--prompt_template" if args.prompt_template else first_of((*PROMPTS, *CHATS), columns)
     return Row(index, text, ids, answer, columns, source, finished,
-               {"prompt": asked, "answer": column})
+               {"prompt": asked, "answer": column if str(answer).strip() else None})
 
 
 def one_line(error) -> str:

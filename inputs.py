@@ -21,7 +21,7 @@ import rewards
 from data import eos_ids
 from errors import Mistakes, SettingsError, as_sentence
 from model_files import family_of, shape_from
-from plan import GIB, Plan, Shape, groups, problems
+from plan import GIB, Plan, Shape, count, groups, problems
 from verifiers import number_of
 
 
@@ -99,7 +99,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     eval_rows = args.load_rows("eval_data", 0, files, notes)  # for any --seed
     everything = rows + eval_rows
     check_tokenizer(tokenizer, folder, rows[:FIRST] + eval_rows[:FIRST])
-    notes += [f"--{flag}: {what_is_read(found)}"
+    notes += [f"--{flag} has {what_is_read(found)}"
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
     rewards.check_rows(needs, everything if trains else eval_rows)
@@ -134,9 +134,9 @@ def what_is_read(rows: list[data.Row]) -> str:
     forms = Counter(", ".join(f"{what} from {column}" if column else f"no {what}"
                               for what, column in row.read.items()) for row in rows)
     words = Counter(str(row.answer) for row in rows if row.read.get("answer"))
-    common = [f"{word!r:.40} {count:,}" for word, count in words.most_common()
-              if count > 1 and number_of(word) is None][:3]
-    found = [f"{count:,} with {form}" for form, count in forms.most_common()]
+    common = [f"{word!r:.40} {n:,} times" for word, n in words.most_common()
+              if n > 1 and number_of(word) is None][:3]
+    found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
     return "; ".join(found + ["answers that are no number: " + ", ".join(common)] * bool(common))
 
 
