@@ -140,7 +140,7 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
     before = was.get("row_digests", rows)  # an older checkpoint has none
     if not wrong and rows != before:
         first = next(new for new, old in zip(rows, before, strict=True) if new != old)[0]
-        wrong = [f"row {first} of --data (counted from 0) differs, or its prompt or a file of it"]
+        wrong = [f"row {first + 1} of --data differs, or its prompt or a file of it"]
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Would work: those of before, or another --name.")

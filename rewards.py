@@ -175,7 +175,7 @@ def check_rows(needs: list, rows: list, flag: str = "reward"):
     """SettingsError if a row lacks what a reward needs, or has an answer that none can read."""
     for name, column in needs:
         for row in rows:
-            where = f"--{flag} {name} needs {column!r}: row {row.index} of {row.source}"
+            where = f"--{flag} {name} needs {column!r}: row {row.number} of {row.source}"
             if column == "answer":
                 with as_sentence(where):
                     answers_of(row.answer)

@@ -19,7 +19,8 @@ from fractions import Fraction
 
 SAME = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width
 SAME |= {ord("°"): r"^{\circ}", ord("∞"): r"\infty"}
-SAME |= str.maketrans("−–‒‐‑﹣\u00a0\u2007\u2009\u202f", "------    ")
+SAME |= {code: "-" for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd"}  # dashes
+SAME |= str.maketrans("−\u00a0\u2007\u2009\u202f", "-    ")
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 DIGITS = (r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]+)?"
           r"|(?<![A-Za-z0-9)])\.[0-9]+)")

@@ -185,7 +185,7 @@ def test_prompt_template_takes_any_column_and_either_name_of_the_prompt(row, tem
 def test_a_template_that_names_no_column_is_refused_by_its_flag():
     for template in "{question} {subject}", "Solve it.":
         words = f" {template!r} must name one or more columns of the row (question, answer"
-        assert "row 0 (counted from 0): --prompt_template" + words in sentence(
+        assert "row 1: --prompt_template" + words in sentence(
             load_rows, QA, template=template)
         if not teacher:
             continue
@@ -200,7 +200,7 @@ def test_system_replaces_the_rows_own_message_and_a_template_may_refuse_it():
     assert prompt(QA, tokenizer=make_tokenizer(None), system="S") == "S\n\nq"
     strict = make_tokenizer("{{ raise_exception('System role refused') }}" + CHATML)
     message = sentence(load_rows, {"prompt": "q"}, tokenizer=strict, system="S")
-    assert "row 0 (counted from 0): the chat template: System role refused" in message
+    assert "row 1: the chat template: System role refused" in message
 
 
 # ---- What is left out
@@ -236,7 +236,7 @@ def test_no_prompt_left():
 
 @pytest.mark.parametrize("name, content, what", [
     ("a.jsonl", b'{"a": 1}\n\n{"a": 1\n{"a": 2}\n', "Expecting ',' delimiter: line 4 column 1"),
-    ("a.jsonl", b'{"a": 1}\nnull\n', "row 1 (counted from 0) is not a JSON object"),
+    ("a.jsonl", b'{"a": 1}\nnull\n', "row 2 is not a JSON object"),
     ("a.parquet", b"PAR1 no table", "cannot be loaded: ArrowInvalid: "),
     ("a.csv", b"a,b\n1,2\n\n1,2,3\n", "line 4 does not fit the first line"),
     ("a.csv", b'a\n1\n"open', "cannot be loaded: Error: unexpected end of data"),
@@ -286,7 +286,7 @@ def test_parquet_files_may_be_empty_or_have_maps(tmp_path):
 
 def test_a_mistake_names_its_row_and_a_finished_chat_takes_no_system():
     message = sentence(load_rows, {"prompt": "q"}, {"text": "q"})
-    assert "rows.jsonl, row 1 (counted from 0): no prompt column" in message
+    assert "rows.jsonl, row 2: no prompt column" in message
     finished = {"prompt": chat("q")}
     assert "finished chat text takes no --system" in sentence(load_row, finished, system="S")
 

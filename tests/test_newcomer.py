@@ -45,7 +45,7 @@ def mistakes(*flags: str) -> str:
 
 def test_rows_that_are_not_scored_need_no_answer(place):
     flags = "--data bare.jsonl --eval_data held.jsonl --batch 1".split()
-    assert "--reward exact needs 'answer': row 0 of " in mistakes(*flags)
+    assert "--reward exact needs 'answer': row 1 of " in mistakes(*flags)
     assert inputs.read_inputs(args(*flags, "--eval_only"), 1, 1).eval_rows
 
 

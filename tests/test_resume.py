@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
+import data
 import faults
 import inputs
 import log
@@ -21,6 +22,7 @@ import plan
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
+from examples import tiny
 from forked import PYTHON
 from house import QUIET, SCRIPTS, has, module, needs
 
@@ -116,7 +118,7 @@ def test_another_row_is_refused_and_named(tmp_path, changes):
     saved = checkpoint.Saved(tmp_path, json.loads(json.dumps({"step": 1, "settings": settings})))
     assert checkpoint.check(saved, settings).changed == []
     again = settings | {"row_digests": checkpoint.row_digests(rows(**changes))}
-    with pytest.raises(SettingsError, match=r"row 2 of --data \(counted from 0\) differs"):
+    with pytest.raises(SettingsError, match=r"row 3 of --data differs"):
         checkpoint.check(saved, again)
 
 
@@ -169,7 +171,9 @@ LLAMA = ("{%- if not date_string is defined %}{%- set date_string = strftime_now
 SMOL = ("{%- set today = strftime_now(\"%d %B %Y\") -%}\n{{- 'Today Date: ' ~ today ~ '\\n' -}}\n"
         "{% macro turn(m) %}{{ strftime_now(format='%H:%M') + m['content'] }}{% endmacro %}"
         "{{ turn(messages[0]) }}")
-OTHERS = ["{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
+OTHERS = ["{% set form = '%d %b %Y' %}{{ strftime_now(form) }}{{ strftime_now('%d' ~ ' %b') }}",
+          "{% set now = strftime_now %}{{ now('%d %b') }}{{ strftime_now(('%d', '%b') | join) }}",
+          "{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
           "  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}",
           "\n{{ strftime_now('%-d') }}",
           "{{ strftime_now('%-d %-m %I %p %j %A|100%') }}"]
@@ -178,21 +182,17 @@ OTHERS = ["{{ strftime_now( \"%d\" ) ~ strftime_now (format = '%H') }}",
 @pytest.mark.parametrize("template", [LLAMA, SMOL, *OTHERS])
 def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch):
     """As transformers would have written it then."""
-    then = datetime(2024, 2, 3, 4, 5, 6)
-    chat = [[{"role": "user", "content": "x"}]]
+    then, chat = datetime(2024, 2, 3, 4, 5, 6), [{"role": "user", "content": "x"}]
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime",
                         SimpleNamespace(now=lambda: then))
-    expected = render_jinja_template(chat, chat_template=template)[0]
+    expected = render_jinja_template([chat], chat_template=template)[0]
     monkeypatch.undo()
-    dated = inputs.dated(template, then.isoformat(" ", "seconds"))
-    assert render_jinja_template(chat, chat_template=dated)[0] == expected
-    assert inputs.dated(template, None) == template
-    assert inputs.dated({"a": template}, then.isoformat()) == {"a": dated}
-
-
-def test_a_template_without_a_clock_stays_as_it_is():
-    for template in None, "{{ messages[0]['content'] }}":
-        assert inputs.dated(template, "2024-02-03 04:05:06") == template
+    tokenizer = tiny.make_tokenizer()
+    for tokenizer.chat_template in template, {"default": template, "tool_use": ""}:
+        assert data.templated(chat, tokenizer, {}) != expected[0]
+        tokenizer.clock = then.strftime
+        assert data.templated(chat, tokenizer, {}) == expected[0]
+        del tokenizer.clock
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +203,8 @@ def with_date(tmp_path_factory) -> str:
     template = (folder / "chat_template.jinja")
     text = template.read_text()
     template.unlink()
-    template.write_text("{{ '<|im_start|>system\n' + strftime_now('%Y%m%d') + '<|im_end|>\n' }}"
-                        + text)
+    template.write_text("{% set form = '%Y%m' ~ '%d' %}{{ '<|im_start|>system\n' + "
+                        "strftime_now(form) + '<|im_end|>\n' }}" + text)
     return str(folder)
 
 

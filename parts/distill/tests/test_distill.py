@@ -190,9 +190,9 @@ def test_the_teachers_prompt_has_more_in_it():
     assert tokenizer.decode(made.teacher_ids) == row.prompt.replace("31", "31 hint: 13")
     row.columns |= {"note": " \n", "half": "\ud800"}
     for template, limit in ("{note}", 512), ("{question} {question} {answer}", 15):
-        with pytest.raises(SettingsError, match="--teacher_prompt gives row 0"):
+        with pytest.raises(SettingsError, match="--teacher_prompt gives row 1"):
             add_teacher_prompts([row], tokenizer, DataArgs(limit), template)
-    with pytest.raises(SettingsError, match="--teacher_prompt, row 0: .*surrogates"):
+    with pytest.raises(SettingsError, match="--teacher_prompt, row 1: .*surrogates"):
         add_teacher_prompts([row], tokenizer, DataArgs(), "{question} {half}")
 
 

@@ -225,7 +225,7 @@ def broken(folder: Path, name: str) -> None:
     ({"prompt": "see <image>"}, "has 1 places <image> and the row 0 pictures")])
 def test_a_bad_row_is_one_sentence_with_its_number(folder, row, words):
     broken(folder, str(row.get("image")))
-    with pytest.raises(SettingsError, match=f"rows.jsonl, row 1 .counted from 0.: .*{words}"):
+    with pytest.raises(SettingsError, match=f"rows.jsonl, row 2: .*{words}"):
         read(folder, {"prompt": "q", "image": "a.png"}, row)
 
 
@@ -341,7 +341,7 @@ def test_a_text_model_takes_no_flag_of_pictures_and_no_picture(folder, flags):
         part.save_pretrained(folder / "plain")
     args = plan.changed(grpo.Args(), data=f"{folder}/rows.jsonl", max_tokens=64,
                         model=f"{folder}/plain")
-    with pytest.raises(SettingsError, match="row 0 .*has no place for image. Would work: rows"):
+    with pytest.raises(SettingsError, match="row 1.*has no place for image. Would work: rows"):
         inputs.read_files(args, 1, 1)
 
 
