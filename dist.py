@@ -21,7 +21,7 @@ import torch
 import torch.distributed as td
 from torch.distributed.rendezvous import rendezvous
 
-from errors import Mistakes, SettingsError
+from errors import Mistakes, SettingsError, tell
 
 KEYS = 4  # a micro-batch gathers at most so many keys for each token of its budget: batch.py
 SAVED = 75  # exit status after SIGTERM when the state is saved: sysexits' EX_TEMPFAIL, "try again"
@@ -289,8 +289,7 @@ def run(main, *args):
         status = 130
         if os.environ.get("RANK", "0") == "0":
             again = World.joined and World.joined.again
-            print(f"interrupted. This goes on: {again}" if again else "interrupted",
-                  file=sys.stderr)
+            tell(f"interrupted. This goes on: {again}" if again else "interrupted", sys.stderr)
     except BaseException as error:
         status = error.status if isinstance(error, SettingsError) else 1
         say_why(error, report)
@@ -312,5 +311,5 @@ def say_why(error: BaseException, report):
     elif ("/gloo/" in str(error) and "by peer" in str(error)
           and os.environ.get("WORLD_SIZE", "1") != "1"):
         said = f"[rank {rank}] ends because another rank ended ({error})"
-    print(said, file=sys.stderr)
+    tell(said, sys.stderr)
     report.record_exception(error)

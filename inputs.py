@@ -16,7 +16,7 @@ import model
 import model_files
 import rewards
 from data import eos_ids
-from errors import Mistakes, SettingsError, as_sentence
+from errors import Mistakes, SettingsError, as_sentence, tell
 from model_files import family_of, shape_from
 from plan import GIB, Plan, Shape, groups, problems
 
@@ -43,7 +43,7 @@ def show_plan(args) -> int:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
     planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
-    print(found.plan.text())
+    tell("\n  ".join([found.plan.text(), *found.notes]))
     return int(found.shape.fused and not planned.fits)
 
 
@@ -96,6 +96,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
     everything = rows + eval_rows
     trains = args.needs_rollouts and not args.eval_args.eval_only
     rewards.check_rows(needs, everything if trains else eval_rows)
+    rewards.try_once(args, everything if trains else eval_rows, waits, notes)
     for group in groups(args):
         if hasattr(group, "inspect"):  # what its flags ask of files and rows
             group.inspect(args, files, everything)
