@@ -223,9 +223,19 @@ def place():
         os.environ.setdefault(name, ALONE[name])
 
 
+def quiet_torch():
+    """torch's C++ prints errors alone, unless TORCH_CPP_LOG_LEVEL says more: it would warn of each
+    binding to a memory node. It read the variable when it was imported, so it is asked again."""
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+        library._ZN3c1011initLoggingEv()  # c10::initLogging()
+
+
 def join(timeout: float = 600.0) -> World:
     """Join the other ranks, before vLLM turns `torch.set_num_threads` into a no-op."""
     place()
+    quiet_torch()
     local_rank, local_size = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
     if td.is_torchelastic_launched():  # a torchrun that is killed must leave no rank behind
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PDEATHSIG

@@ -208,7 +208,8 @@ def open_folder(run_log: log.Log, args, inputs: Inputs, start: int, kept: dict):
 
 
 def again(world: dist.World, name: str) -> str:
-    """The command that goes on with this run: its flags are in args.json. STARTED_AS is run.sh's."""
+    """The command that goes on with this run, whose flags are in args.json. STARTED_AS is of
+    run.sh."""
     named = f"--name {shlex.quote(name)}"
     if started := os.environ.get("STARTED_AS"):
         return f"{started} {named}"
