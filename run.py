@@ -185,8 +185,10 @@ def set_up(args, kind=None) -> "Run":
     if not args.eval_args.eval_only:
         world.again = again(world, folder.name)
         after = "a kill" if plan.save_every(args) else "SIGTERM"
-        what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
-        run_log.say(f"{folder}: {what if saved else 'a new run'}; after {after} this goes on: "
+        what = "a new run"
+        if saved:
+            what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
+        run_log.say(f"{folder}: {what}; after {after} this goes on: "
                     f"{world.again}")
     run_log.say(inputs.plan.text(short=True))
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []

@@ -29,6 +29,7 @@ import losses
 import model
 import plan
 from batch import Batch, Completion, Micro, Sample
+from errors import command
 from flags import parse
 from parts.lora import lora
 from rewards import Score
