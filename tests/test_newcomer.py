@@ -134,7 +134,8 @@ OF_SFT = (("sft", "="), ("vision", " ")) if has("sft") else ()  # vision begins 
     ("--data mine.jsonl --eval_data other.jsonl", "", "--eval_data other.jsonl", False),
     ("--reward=own.py:one", "", "grpo.py --reward=own.py:one", False),
     ("--data mine.jsonl", "", "2 grpo.py --data mine.jsonl kept", False),
-    ("kk --data=mine.jsonl", "", "2 grpo.py --model tiny:kk --lr 1e-4 --data=mine.jsonl kept", False),
+    ("kk --data=mine.jsonl", "",
+     "2 grpo.py --model tiny:kk --lr 1e-4 --data=mine.jsonl kept", False),
     ("--name there", "", "2 grpo.py --name there kept", False)])
 def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks, words, graded):
     """Its torchrun prints its command."""
@@ -145,8 +146,8 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
     torchrun.chmod(0o755)
     done = subprocess.run(["bash", "-c", STAMP], cwd=tmp_path, text=True, capture_output=True)
     (tmp_path / f".venv/.ready-{done.stdout.strip()}-cpu").touch()
-    for name in ("there/args.json", "squares/model/processor_config.json", "squares/qwen2_5_vl/processor_config.json",
-                 "squares-sft/model/x", "squares-sft-qwen2_5_vl/model/x"):
+    for name in ("there/args.json", "squares/model/processor_config.json",
+                 "squares/qwen2_5_vl/processor_config.json", "squares-sft/model/x", "squares-sft-qwen2_5_vl/model/x"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True)
         (tmp_path / "runs" / name).touch()
     if not ranks:
