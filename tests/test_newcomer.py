@@ -147,7 +147,8 @@ def test_run_sh_gives_a_job_its_flags_its_grade_and_ranks(tmp_path, line, ranks,
     done = subprocess.run(["bash", "-c", STAMP], cwd=tmp_path, text=True, capture_output=True)
     (tmp_path / f".venv/.ready-{done.stdout.strip()}-cpu").touch()
     for name in ("there/args.json", "squares/model/processor_config.json",
-                 "squares/qwen2_5_vl/processor_config.json", "squares-sft/model/x", "squares-sft-qwen2_5_vl/model/x"):
+                 "squares/qwen2_5_vl/processor_config.json", "squares-sft/model/x",
+                 "squares-sft-qwen2_5_vl/model/x"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True)
         (tmp_path / "runs" / name).touch()
     if not ranks:
