@@ -25,7 +25,8 @@ import losses
 from data import DataArgs, Row, load, make_row
 from errors import Count, Mistakes, Number, Positive, Range, SettingsError, not_default
 from evaluate import EvalArgs
-from model import ModelArgs, OptimizerArgs
+from log import read
+from model import ModelArgs, OptimizerArgs, learning_rate
 from model_files import family_of
 from parts.experts.experts import ExpertArgs
 from parts.judges.pool import JudgeArgs, JudgePool
@@ -35,7 +36,7 @@ from parts.pictures.flags import PictureArgs
 from parts.report.args import ReportArgs
 from parts.trial.trial import TrialArgs
 from parts.turns.turns import TurnArgs
-from plan import Memory, PlanArgs, groups
+from plan import Memory, PlanArgs, groups, restored
 from rewards import Pool, RewardArgs
 from rollout import EngineArgs
 from worker import ROOT, load_file
@@ -314,6 +315,20 @@ class CommonArgs:
         if self.critic_args:
             self.critic_args.critic_lr = self.critic_args.critic_lr or factor * critic_lr
 
+    def rates(self, step: int) -> dict[str, float]:
+        """What flags that a resume may change give a step, counted from 0."""
+        def rate(peak: float) -> float:
+            return learning_rate(step, self.steps, peak, self.optimizer_args)
+
+        found = {"lr": rate(self.lr)}
+        if critic := self.critic_args:
+            waits = step < critic.critic_warmup_steps
+            found = {"lr": 0.0 if waits else rate(self.lr), "critic_lr": rate(critic.critic_lr)}
+        for spec in self.reward:
+            name, weight = re.fullmatch(r"(.+?)(?::([-+.\de]+))?", spec).groups()
+            found[f"the weight of {name}"] = float(weight or 1)
+        return found
+
     def pool(self, waits: list[str]) -> Pool:
         """The workers of --reward. waits: those that are `async def`."""
         if waits:
@@ -367,18 +382,42 @@ Start with these ten. All have defaults: ./run.sh sets them for a small task.
 """
 
 
+OF_A_CALL = frozenset("eval_only name ranks resume".split())  # not of the run that it names
+
+
 def parse(kind: type, description: str):
-    """The command line → Args."""
-    said, mistakes = io.StringIO(), Mistakes()
+    """The command line → Args. If --name is a run that is there, flags that are not given have its
+    values."""
+    mistakes, words = Mistakes(), sys.argv[1:]
     # A file gets each line at once, and a terminal without é gets an escape.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    args = mistakes.attempt(parse_words, kind, description, words)
+    path = Path("runs", args.name, "args.json") if args and args.name else None
+    if path and path.is_file():
+        kept = mistakes.attempt(read, path)
+        if kept and kept.get("script") == kind.script:
+            args = mistakes.attempt(parse_words, kind, description, words,
+                                    default=restored(kind(), kept, OF_A_CALL))
+    if mistakes:
+        dist.run(mistakes.stop)  # prints and ends
+    return args
+
+
+def parse_words(kind: type, description: str, words: list[str], **options):
+    """The words → Args. SettingsError: what tyro says of them, or those of other systems."""
+    said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(kind, description=TEN + description, use_underscores=True,
-                            config=(tyro.conf.OmitArgPrefixes,))
+            return tyro.cli(kind, description=TEN + description, args=words, use_underscores=True,
+                            config=(tyro.conf.OmitArgPrefixes,), **options)
     except BrokenPipeError:  # --help | head
         os._exit(0)
     except SystemExit as end:
-        if end.code:  # 0: --help
-            mistakes.append("\n".join(["", *theirs(sys.argv[1:]), said.getvalue().rstrip()]))
-    dist.run(mistakes.stop)  # prints and ends
+        if not end.code:  # --help
+            dist.run(Mistakes().stop)
+        found, rest = theirs(words)
+        if found:
+            mistakes = Mistakes(found)
+            mistakes.attempt(parse_words, kind, description, rest, **options)
+            mistakes.stop()
+        raise SettingsError(f"\n{said.getvalue().rstrip()}") from None

@@ -19,7 +19,7 @@ import model
 import model_files
 import rewards
 from data import eos_ids
-from errors import Mistakes, SettingsError, as_sentence
+from errors import Mistakes, SettingsError, as_sentence, tell
 from model_files import family_of, shape_from
 from plan import GIB, Plan, Shape, count, groups, problems
 from verifiers import number_of
@@ -47,7 +47,7 @@ def show_plan(args) -> int:
         found = read_files(args, args.plan_args.ranks, sketches=sketches)
     planned = args.memory(found.plan, found.shape, args.plan_args.gpu_gb * GIB)
     found.plan.memory = planned
-    print("\n  ".join([found.plan.text(), *found.notes]))
+    tell("\n  ".join([found.plan.text(), *found.notes]))
     return int(found.shape.fused and not planned.fits)
 
 
@@ -103,6 +103,7 @@ def read_files(args, ranks: int, local_size: int | None = None, began: str | Non
               for flag, found in (("data", rows), ("eval_data", eval_rows)) if found]
     trains = args.needs_rollouts and not args.eval_args.eval_only
     rewards.check_rows(needs, everything if trains else eval_rows)
+    rewards.try_once(args, everything if trains else eval_rows, waits, notes)
     for group in groups(args):
         if hasattr(group, "inspect"):  # what its flags ask of files and rows
             group.inspect(args, files, everything)

@@ -62,6 +62,13 @@ def changed(args, **values):
     return replace(args, **values)
 
 
+def restored(args, kept: dict, but=frozenset()):
+    """A copy of args with what `kept` (of args.json or state.json) has of its flags."""
+    names = flags(args).keys() & kept.keys() - but
+    return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
+                            for name in names})
+
+
 def budgets(args) -> dict[str, int]:
     """{flag: tokens of a micro-batch}."""
     return {name: value for name, value in flags(args).items()

@@ -114,7 +114,13 @@ SEAMS = {
     ],
     "other_systems": [
         ("flags.py", "from parts.other_systems.other_systems import theirs\n", ""),
-        ("flags.py", '["", *theirs(sys.argv[1:]), said', '["", said'),
+        ("flags.py", """\
+        found, rest = theirs(words)
+        if found:
+            mistakes = Mistakes(found)
+            mistakes.attempt(parse_words, kind, description, rest, **options)
+            mistakes.stop()
+""", ""),
         ("docs/use/recipes.md", "`python grpo.py --num_generations 3` says so too. ", ""),
     ],
     "trial": [

@@ -63,7 +63,8 @@ def test_another_value_of_a_flag_is_refused_or_said(script, tmp_path):
             assert str(caught.value).endswith("Would work: those of before, or another --name.")
             continue
         said = checkpoint.check(saved, changed, flags, fixed).changed
-        expected = f"resumed with --{name} {other} (was {state['settings'][name]}) from step 8 on"
+        old = checkpoint.words(state["settings"][name])
+        expected = f"resumed with --{name} {other} (was {old}) from step 8 on"
         assert said == [expected], name
     assert checkpoint.check(saved, flags, flags).changed == []
 
@@ -268,11 +269,12 @@ def test_a_run_resumed_on_another_day_has_the_same_prompts(with_date, tmp_path):
                         "resumed with --steps 2 (was 1) from step 2 on"]
     kept = json.loads((tmp_path / "runs/x/args.json").read_text())
     assert kept["changes"] == said and kept["temperature"] == 0.7
-    # A second resume keeps what the first one said.
+    # A second resume keeps what the first one said, and the flags that it does not give.
     status, text = go(tmp_path, *flags, "--steps", "3", "--lr", "2e-3", TZ=EAST)
     kept = json.loads((tmp_path / "runs/x/args.json").read_text())["changes"]
-    assert kept[:3] == said and kept[3].startswith("resumed with --temperature 1.0 (was 0.7)")
-    assert "was 0.7" in text and "was 1.0" not in text
+    assert kept[:3] == said and kept[3].startswith("resumed with --steps 3 (was 2)")
+    assert kept[5] == "lr is 0.002 in step 3 (it was 0.001 in step 2)", kept
+    assert "temperature" not in text and "goes on after step 2 of 3, begun " in text
     # What a resume is compared by is there.
     settings = json.loads((faults.last(tmp_path / "runs/x") / "state.json").read_text())["settings"]
     named = {*FACTS - {"teacher_files"}, "row_digests", "group"}

@@ -18,7 +18,7 @@ import dist
 import inputs
 import model
 from data import eos_ids
-from errors import SettingsError
+from errors import SettingsError, tell
 from log import read
 from parts.lora import lora
 
@@ -67,7 +67,7 @@ def export(run: Path, step: int | None, to: Path | None) -> None:
         source).get_text_config().vocab_size
     checkpoint.export_model(load(settings, source, path, dist.join()), source, to,
                             [i for i in ends if 0 <= i < vocab])
-    print(to)
+    tell(str(to))
 
 
 def main():

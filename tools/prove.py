@@ -29,6 +29,7 @@ import losses
 import model
 import plan
 from batch import Batch, Completion, Micro, Sample
+from errors import command
 from flags import parse
 from parts.lora import lora
 from rewards import Score
@@ -316,4 +317,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -13,6 +13,7 @@ class ReportArgs:
     def write(self, log: Log):
         """The page of this run, by rank 0."""
         if self.report and log.writing:
-            from parts.report import report  # nothing else needs it
-            text = report.page([log.folder], log.folder, most_read=report.AT_THE_END)
-            write_whole(log.folder / "report.html", text)
+            with log.decoration("report.html is not written"):
+                from parts.report import report  # nothing else needs it
+                text = report.page([log.folder], log.folder, most_read=report.AT_THE_END)
+                write_whole(log.folder / "report.html", text)
