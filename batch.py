@@ -13,7 +13,7 @@ A micro-batch is one input with each prompt once. Its completions attend to it, 
     packed                     [p p p q a b b]      a: position 3, b: positions 3 and 4
 
 All prompts come first, then all completions without their last tokens, which predict nothing. A
-row's attention is what it was: this changes no log-prob (bench/packing.py).
+row's attention is what it was: this changes no log-prob (bench/learn.py).
 """
 import math
 from collections import defaultdict
