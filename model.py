@@ -194,7 +194,9 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
 
 def whole(tensor):
     """The full tensor of one that FSDP has sharded. A collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def hidden_states(family, lm, inputs, source):
