@@ -18,7 +18,6 @@ after another. These are the same on every rank. A micro-batch has n of the toke
 """
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -141,10 +140,22 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     batch = Batch(samples)
     loss_tokens, metrics = tokens_in_loss(args, batch)  # (N,): how many of each completion
 
+    def before_update(among=None):
+        """log π_old and log π_ref of the sampled tokens, (M,), None if nothing needs it. With one
+        update per rollout the update computes log π_old itself, and the ratio is exactly 1. among
+        (N,) bool: which completions; the others have NaN."""
+        needed = ((policy, "old logprobs", args.needs_old_logprobs),
+                  (reference, "reference", args.needs_reference))
+        with phase("score"):
+            return [batch.score(world, args.score_tokens, name, lambda micro, model=model:
+                                model.logprobs(micro, args.temperature)[0], among)
+                    if wanted else None for model, name, wanted in needed]
+
     # Advantage: A_i = R_i - mean(R of its group), the same for all tokens of a completion: (M,).
     # This is the default; `compute_advantages` has the others, some of them by token.
-    score = partial(logprobs_before, args, world, batch, policy, reference, phase)
-    old_logprobs, ref_logprobs = score() if args.advantage_uses_old else (None, None)  # (M,)
+    old_logprobs = ref_logprobs = None  # (M,)
+    if args.advantage_uses_old:
+        old_logprobs, ref_logprobs = before_update()
     advantages = compute_advantages(args, batch, loss_tokens, old_logprobs, ref_logprobs)
     batch.note_advantages(advantages, loss_tokens)  # for samples/
 
@@ -155,7 +166,7 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
     size = batch.of_tokens(advantages.abs())  # (M,) → (N,): the sum over each one's tokens
     learns = ((size > 0) | others_act) & (loss_tokens > 0)  # (N,) bool
     if not args.advantage_uses_old:
-        old_logprobs, ref_logprobs = score(learns)
+        old_logprobs, ref_logprobs = before_update(learns)
 
     # Update:   L = sum_it weight_it * loss_it
     #   weight_it = 1 / tokens of the global minibatch, or as --aggregation says
@@ -202,20 +213,6 @@ def learn(args: Args, world: World, policy: Policy, samples: list[Sample], *, lr
                 meter.add(w, details)
             meter.norms.append(policy.step(lr))
     return metrics | meter.metrics() | policy.metrics | {"lr": lr}
-
-
-def logprobs_before(args: Args, world: World, batch: Batch, policy: Policy, reference,
-                    phase, among=None):
-    """log π_old and log π_ref of the sampled tokens, from before the update: (M,) each, None if
-    nothing needs it. With one update per rollout the update computes log π_old itself, and the
-    ratio is exactly 1. among (N,) bool: completions that need them; the others have NaN."""
-    def score(model, name: str):
-        return batch.score(world, args.score_tokens, name,
-                           lambda m: model.logprobs(m, args.temperature)[0], among)
-
-    with phase("score"):
-        return (score(policy, "old logprobs") if args.needs_old_logprobs else None,
-                score(reference, "reference") if args.needs_reference else None)
 
 
 def tokens_in_loss(args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:

@@ -183,7 +183,7 @@ def test_same_update_and_metrics_on_any_ranks(models):
                for _, tokens in micros)
     # A completion whose advantage is 0 is in no pass, neither of the update nor of a score.
     for outcomes, c in ((runs[size][n], c) for n, c in enumerate(SOME) for size in runs):
-        idle = {"equal": range(0, 4), "mixed": (1, 2)}.get(c.samples)  # prompts p % 4: see fabricate
+        idle = {"equal": range(0, 4), "mixed": (1, 2)}.get(c.samples)  # p % 4: see fabricate
         if idle is None or {"advantage", "kl_reward_coef", "kl_loss_coef", "loss"} & {*c.options}:
             continue
         passes = [(phase, row) for o in outcomes for phase, _, micros in o.micros
