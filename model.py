@@ -25,11 +25,11 @@ from model_files import config_of, family_of, load, names_in_files
 recomputed = partial(recompute, use_reentrant=False, preserve_rng_state=False)
 
 
-def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: str):
+def token_logprobs(hidden, head, targets, temperature, chunk: int, entropy: bool):
     """log π(target) and the entropy of π = softmax(head(hidden) / temperature).
 
-    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,).
-    entropy: "none" (zeros), "value" (no gradient) or "grad".
+    hidden (n, H), head(hidden) (n, V), targets (n,) → (n,), (n,). Without `entropy`, which takes
+    a pass over all logits, the second is zeros.
     """
     def part(hidden, targets):
         logits = head(hidden)
@@ -50,18 +50,17 @@ def in_chunks(part, chunk: int, *tensors):
     return tuple(map(torch.cat, zip(*(part(*some) for some in chunks), strict=True)))
 
 
-def of_logits(logits, targets, temperature: float, entropy: str):
+def of_logits(logits, targets, temperature: float, entropy: bool):
     """The same from logits (n, V)."""
     if temperature != 1:  # a pass over all logits
         logits = logits / temperature
     logz = logits.logsumexp(-1, keepdim=True)  # (n, 1)
     # Both are squeezed before the difference: FSDP's hooks cannot take an output that is a view.
     logp = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logz.squeeze(-1)  # (n,)
-    if entropy == "none":
+    if not entropy:
         return logp, torch.zeros_like(logp)
-    logps = logits - logz if entropy == "grad" else logits.detach() - logz.detach()  # (n, V)
-    p = logps.exp()
-    return logp, -(p * logps if entropy == "grad" else p.mul_(logps)).sum(-1)
+    logps = logits - logz  # (n, V)
+    return logp, -(logps.exp() * logps).sum(-1)
 
 
 @cache
@@ -198,7 +197,9 @@ def shard(root, layers, mesh, compute, master, checkpointing: bool, offload: boo
 
 def whole(tensor):
     """The full tensor of one that FSDP has sharded. A collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def hidden_states(family, lm, inputs, source):
@@ -284,18 +285,16 @@ class Trained:
                                            weight_decay=args.weight_decay, fused=True)
 
     def run(self, micro: Micro, *inputs):
-        """The module's forward. It has a gradient if the micro-batch learns."""
+        """The module's forward of a micro-batch."""
         seen = micro.inputs | self.module.family.inputs(micro)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and micro.learns):
-            out = self.module(seen, micro.source, *inputs)
-            if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
-                self.module.reshard()
+        out = self.module(seen, micro.source, *inputs)
+        if not torch.is_grad_enabled():  # without a backward the root's weights stay whole
+            self.module.reshard()
         return out
 
     def backward(self, loss):
-        """Adds the gradient, if there is one: on all ranks or none (Batch.micros). FSDP sums it."""
-        if loss.requires_grad:
-            loss.backward()
+        """Adds the gradient of a micro-batch's loss. FSDP sums it over the ranks."""
+        loss.backward()
 
     def step(self, lr: float) -> float:
         """One AdamW step on the clipped gradient → the norm before. Not finite: no step."""
@@ -340,7 +339,7 @@ class Policy(Trained):
         self.metrics = self.family.metrics(self.world)
         return super().step(lr)
 
-    def logprobs(self, micro: Micro, temperature: float, entropy: str = "none", formula=None):
+    def logprobs(self, micro: Micro, temperature: float, entropy: bool = False, formula=None):
         """log π and entropy of each sampled token: (n,) each; or what another formula gives."""
         return self.run(micro, micro.targets, temperature, entropy, formula)
 

@@ -56,8 +56,8 @@ def load_and_export(world, folders: list[str]) -> list[torch.Tensor]:
             [*range(len(IDS))], IDS.tolist(), [row[:1] for row in IDS], world.device)
         inputs = {"input_ids": ids, "position_ids": positions, "packed": packed}
         with torch.no_grad():
-            micro = SimpleNamespace(inputs=inputs, source=SOURCE, learns=False)
-            found.append(policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, "none")[0])
+            micro = SimpleNamespace(inputs=inputs, source=SOURCE)
+            found.append(policy.run(micro, IDS.flatten()[SOURCE + 1], 1.0, False)[0])
         export_model(policy, folder, f"{folder}-out", [3])
     return found
 

@@ -68,7 +68,7 @@ def test_the_divergences_memory_is_within_the_plan(kind):
     teacher = head.Teacher(torch.randn(n, hidden), lambda x: x @ theirs.T, 1.0, kind)
     with Live() as live:
         logp, _, divergence = head.token_divergences(
-            h, lambda x: x @ weight.T, t, 1.0, chunk, "value", teacher)
+            h, lambda x: x @ weight.T, t, 1.0, chunk, False, teacher)
         (logp + divergence).sum().backward()
     assert live.largest <= chunk * vocab * 4
     copies = (live.peak - 3 * weight.nbytes) / (chunk * vocab * 4)
