@@ -138,7 +138,9 @@ def what_is_read(rows: list[data.Row]) -> str:
     common = [f"{word!r:.40} {n:,} times" for word, n in words.most_common()
               if n > 1 and number_of(word) is None][:3]
     found = [f"{count(n, 'row')}: {form}" for form, n in forms.most_common()]
-    return "; ".join(found + ["answers that are no number: " + ", ".join(common)] * bool(common))
+    if common:
+        found.append("answers that are no number: " + ", ".join(common))
+    return "; ".join(found)
 
 
 # ---- the model ----
