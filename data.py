@@ -22,8 +22,9 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from tqdm import tqdm
 
-from errors import Count, SettingsError
+from errors import Count, SettingsError, as_sentence
 from verifiers import last_boxed
+from worker import ROOT, load_file
 
 # ---- messages ----
 
@@ -343,6 +344,8 @@ def one_line(error) -> str:
 
 def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     """The raw rows of `spec`, and its name."""
+    if ".py:" in spec:
+        return rows_of_function(spec, seed), Path(spec).name
     name, config, split = parts_of(spec)
     if name in ("tiny", "reasoning_gym"):
         from examples import reasoning_gym_tasks, tiny
@@ -352,7 +355,8 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
     is_file = name.endswith(FILES) and not os.path.isdir(name)
     if is_file != os.path.isfile(name) or is_file and config + split:
         raise SettingsError(f"{spec} is no file on this machine, or does not end in "
-                            f"{', '.join(FILES)}.")
+                            f"{', '.join(FILES)}. Rows of another form: FILE.py:NAME, a function "
+                            "that returns or yields dicts.")
     try:
         rows = read_file(name) if is_file else read_datasets(
             name, config or None, split or "train")
@@ -364,6 +368,23 @@ def read(spec: str, seed: int = 0) -> tuple[list[dict], str]:
         raise SettingsError(f"{spec} has no rows.")
     parts = Path(os.path.splitext(name)[0] if is_file else name).parts[-2:]
     return rows, "/".join(parts).lstrip("./")
+
+
+def rows_of_function(spec: str, seed: int) -> list[dict]:
+    """The rows that the function of FILE.py:NAME returns or yields. It is called once on each rank,
+    with the seed. SettingsError: there is none, it fails, or what it gives is no rows."""
+    path, _, name = spec.rpartition(":")
+    found = [it for it in (Path(path), ROOT / path) if it.is_file()]
+    if not found:
+        raise SettingsError(f"{spec}: there is no file {path} here or in {ROOT}.")
+    with as_sentence(f"{spec} must be a function of a seed that returns or yields rows"):
+        rows = list(getattr(load_file(found[0].resolve()), name)(seed))
+        wrong = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
+        if wrong:
+            raise ValueError(f"row {wrong} is {rows[wrong - 1]!r:.80}, which is no dict")
+        if not rows:
+            raise ValueError("it gave none")
+    return rows
 
 
 def parts_of(spec: str) -> tuple[str, str, str]:

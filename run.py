@@ -168,8 +168,9 @@ def set_up(args, kind=None) -> "Run":
     world.together(mistakes.stop)
     flags, facts = plan.flags(args), checkpoint.facts(args, inputs, world)
     same = {f"--{name}": value for name, value in flags.items()} | facts | {
-        "row_digests": checkpoint.digest(facts["row_digests"]),
-        "eval_digests": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
+        "row_digests": None,
+        "the digest of --data's rows": checkpoint.digest(facts["row_digests"]),
+        "that of --eval_data's": checkpoint.digest(checkpoint.row_digests(inputs.eval_rows))}
     Mistakes(world.differences(same)).stop()
     # 3. Find the newest checkpoint, if this run has one.
     versions = log.versions()
