@@ -200,7 +200,7 @@ def try_once(args, rows: list, waits: list[str], notes: list[str]) -> None:
         return
     lines = error.strip().splitlines()
     why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    said = f"--reward, for {text!r} of row {row.index} of {row.source}: {why}"
+    said = f"--reward, for {text!r} of row {row.number} of {row.source}: {why}"
     if why.startswith("TypeError: a reward must be "):
         raise SettingsError(said)
     notes.append(f"{said} (it may be right for a real one)")
