@@ -189,8 +189,7 @@ def set_up(args, kind=None) -> "Run":
         what = "a new run"
         if saved:
             what = f"goes on after step {saved.state['step']} of {args.steps}, begun {began}"
-        run_log.say(f"{folder}: {what}; after {after} this goes on: "
-                    f"{world.again}")
+        run_log.say(f"{folder}: {what}. After {after}: {world.again}")
     run_log.say(inputs.plan.text(short=True))
     resumed = [f"resumed from {saved.path}", *saved.changed] if saved else []
     for note in inputs.notes + resumed:
