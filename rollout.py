@@ -20,10 +20,11 @@ import torch
 from tqdm import tqdm
 
 from batch import Completion, Sample
-from data import Prompt, Row, reader
+from data import Prompt, Row
 from dist import World, assert_divisible, share
 from errors import Count, Range
 from model import Policy, Trained
+from texts import reader
 
 
 @dataclass

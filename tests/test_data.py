@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import data
 import rewards
+import texts
 from data import DataArgs, Row, Stream, read
 from errors import SettingsError
 from examples import reasoning_gym_tasks, tiny
@@ -190,7 +191,7 @@ def test_a_template_that_names_no_column_is_refused_by_its_flag():
             load_rows, QA, template=template)
         if not teacher:
             continue
-        made = data.make_row(0, QA, "", TOKENIZER, data.marks_of(TOKENIZER), DataArgs())
+        made = data.make_row(0, QA, "", TOKENIZER, texts.marks_of(TOKENIZER), DataArgs())
         assert "--teacher_prompt" + words in sentence(
             teacher.add_teacher_prompts, [made], TOKENIZER, DataArgs(), template)
 

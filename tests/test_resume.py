@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import checkpoint
-import data
 import faults
 import inputs
 import log
 import plan
+import texts
 from checkpoint import FIXED
 from data import Row
 from errors import SettingsError
@@ -191,9 +191,9 @@ def test_a_template_writes_the_date_on_which_the_run_began(template, monkeypatch
     monkeypatch.undo()
     tokenizer = tiny.make_tokenizer()
     for tokenizer.chat_template in template, {"default": template, "tool_use": ""}:
-        assert data.templated(chat, tokenizer, {}) != expected[0]
+        assert texts.templated(chat, tokenizer, {}) != expected[0]
         tokenizer.clock = then.strftime
-        assert data.templated(chat, tokenizer, {}) == expected[0]
+        assert texts.templated(chat, tokenizer, {}) == expected[0]
         del tokenizer.clock
 
 

@@ -24,6 +24,7 @@ import data
 import flags
 import ranks
 import rewards
+import texts
 from batch import Completion, Sample
 from errors import SettingsError
 from examples import tiny
@@ -443,7 +444,7 @@ def scored(world, spec):
     """(text and score of each sample, how often this rank decoded)"""
     decoded, tokenizer = [], tiny.make_tokenizer()
     ids = np.array([*tokenizer("12")["input_ids"], tokenizer.eos_token_id], np.int32)
-    reads = data.reader(tokenizer, [tokenizer.eos_token_id])
+    reads = texts.reader(tokenizer, [tokenizer.eos_token_id])
     samples = [Sample(data.Prompt(i, data.Row(i, "q", [1], "3", {}, "")),
                       Completion(ids, np.zeros(len(ids)), False)) for i in range(4)]
     with closing(Pool([spec], RewardArgs(1))) as pool:

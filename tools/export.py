@@ -17,10 +17,10 @@ import checkpoint
 import dist
 import inputs
 import model
-from data import eos_ids
 from errors import SettingsError, tell
 from log import read
 from parts.lora import lora
+from texts import eos_ids
 
 
 def find(run: Path, step: int | None) -> Path:
