@@ -1,8 +1,9 @@
-"""bench/head.py: log π of the targets by model.token_logprobs and by torch's F.linear_cross_entropy.
+"""bench/head.py: log π of the targets, by model.token_logprobs and by F.linear_cross_entropy of torch.
 
     python bench/head.py            a table: CPU seconds, peak memory, errors
 
-Forward and backward of (n, H) hidden states through a head (V, H), each way in a process of its own.
+Forward and backward of (n, H) hidden states through a head (V, H), each way in a process of its
+own.
 """
 import resource
 import subprocess
