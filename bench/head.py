@@ -1,4 +1,4 @@
-"""bench/head.py: log π of the targets, by model.token_logprobs and by F.linear_cross_entropy of torch.
+"""bench/head.py: log π of the targets, by model.token_logprobs and by F.linear_cross_entropy.
 
     python bench/head.py            a table: CPU seconds, peak memory, errors
 
