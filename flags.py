@@ -36,7 +36,8 @@ from parts.pictures.flags import PictureArgs
 from parts.report.args import ReportArgs
 from parts.trial.trial import TrialArgs
 from parts.turns.turns import TurnArgs
-from plan import Memory, PlanArgs, groups, restored
+from plan import Memory, PlanArgs, groups
+from plan import flags as plan_flags
 from rewards import Pool, RewardArgs
 from rollout import EngineArgs
 from worker import ROOT, load_file
@@ -397,11 +398,28 @@ def parse(kind: type, description: str):
     if path and path.is_file():
         kept = mistakes.attempt(read, path)
         if kept and kept.get("script") == kind.script:
-            args = mistakes.attempt(parse_words, kind, description, words,
-                                    default=restored(kind(), kept, OF_A_CALL))
+            args = mistakes.attempt(parse_again, kind, description, words, kept)
+            mistakes[:] = [f"{path}, beside the command line: {one}" for one in mistakes]
     if mistakes:
         dist.run(mistakes.stop)  # prints and ends
     return args
+
+
+def parse_again(kind: type, description: str, words: list[str], kept: dict):
+    """The words → Args, with what args.json has of the flags that are not given, which must be what
+    these flags take today."""
+    kept = {name: value for name, value in kept.items()
+            if name in plan_flags(kind()) and name not in OF_A_CALL}
+    before = []
+    for name, value in kept.items():
+        if isinstance(value, bool):
+            before.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, list):
+            before += [f"--{name}", *map(str, value)]
+        else:
+            before.append(f"--{name}={value}")
+    default = parse_words(kind, description, before)
+    return parse_words(kind, description, words, default=default)
 
 
 def parse_words(kind: type, description: str, words: list[str], **options):
@@ -421,4 +439,7 @@ def parse_words(kind: type, description: str, words: list[str], **options):
             mistakes = Mistakes(found)
             mistakes.attempt(parse_words, kind, description, rest, **options)
             mistakes.stop()
-        raise SettingsError(f"\n{said.getvalue().rstrip()}") from None
+        inside = " ".join(line.strip("│ ") for line in said.getvalue().splitlines()
+                          if line.startswith("│"))
+        parts = [part.strip() for part in re.split("─+", inside)]
+        raise SettingsError("\n  ".join(filter(None, parts))) from None

@@ -62,9 +62,9 @@ def changed(args, **values):
     return replace(args, **values)
 
 
-def restored(args, kept: dict, but=frozenset()):
+def restored(args, kept: dict):
     """A copy of args with what `kept` (of args.json or state.json) has of its flags."""
-    names = flags(args).keys() & kept.keys() - but
+    names = flags(args).keys() & kept.keys()
     return changed(args, **{name: tuple(kept[name]) if isinstance(kept[name], list) else kept[name]
                             for name in names})
 

@@ -55,7 +55,7 @@ def eos_ids(source: str, tokenizer) -> list[int]:
     ids = ids if isinstance(ids, list) else [ids]
     if any(i is not None and type(i) is not int for i in ids):
         raise SettingsError(f"{path}: eos_token_id must be the number of a token or a list of "
-                            f"numbers, not {found['eos_token_id']!r}.")
+                            f"numbers, not {ids!r}.")
     ends = tokenizer.convert_tokens_to_ids(marks_of(tokenizer).end)
     return sorted({i for i in [*ids, *ends, tokenizer.eos_token_id] if i is not None})
 

@@ -54,6 +54,8 @@ def score(completion, metadata, answer=None, **row):
     their own, and are scored by their metadata. A worker calls shut_eval before."""
     scorer, text = scorer_of(metadata["source_dataset"]), last_answer(completion)
     puzzle = row | {"answer": answer, "metadata": metadata}
+    if answer is None and has_answers(metadata["source_dataset"]):
+        raise ValueError("this task's puzzles have an answer, and the row has none.")
     if pays_anything(puzzle):
         raise ValueError(ANY)
     try:
@@ -79,3 +81,10 @@ def shut_eval():
 def scorer_of(task: str):
     import reasoning_gym
     return reasoning_gym.get_score_answer_fn(task)
+
+
+@functools.cache
+def has_answers(task: str) -> bool:
+    """Whether a puzzle that the library makes has an answer of its own."""
+    import reasoning_gym
+    return reasoning_gym.create_dataset(task, size=1, seed=0)[0]["answer"] is not None

@@ -147,6 +147,13 @@ def test_puzzles_without_an_answer_of_their_own_are_scored_by_their_metadata():
     assert rows[0].answer is None and scores[0] == 1 and max(scores[1:]) < 0.1
 
 
+def test_a_puzzle_that_lost_its_answer_is_refused():
+    pytest.importorskip("reasoning_gym")
+    columns = read("reasoning_gym:gcd", 1)[0][0] | {"answer": None}
+    with pytest.raises(ValueError, match="has an answer"):
+        reasoning_gym_tasks.score("3", **columns)
+
+
 def test_reasoning_gym_rows_do_not_depend_on_the_process(monkeypatch):
     """ransom_note iterates over sets of strings; list_functions uses the global generator."""
     monkeypatch.setenv("PYTHONHASHSEED", "7")

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,28 @@ def test_a_resume_has_the_flags_of_the_run(place, monkeypatch):
     assert not found.eval_args.eval_only
 
 
+@pytest.mark.parametrize("name, value", [("aggregation", "mean_of_all"), ("batch", "many")])
+def test_a_value_of_a_run_that_its_flag_does_not_take_is_one_sentence(
+        place, monkeypatch, capsys, name, value):
+    (place / "runs/old").mkdir()
+    (place / "runs/old/args.json").write_text(json.dumps({"script": "grpo.py", name: value}))
+    monkeypatch.setattr(sys, "argv", "grpo.py --name old".split())
+    with pytest.raises(SystemExit) as end:
+        grpo.parse(grpo.Args, "")
+    said = capsys.readouterr().err
+    assert end.value.code and "error: runs/old/args.json" in said and f"--{name}" in said
+
+
+def test_a_reward_of_the_first_page_gives_numbers_or_none():
+    page = Path(plan.__file__).with_name("docs") / "use" / "start.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    names = {}
+    exec(textwrap.dedent(code), names)
+    answers = [(7, 1.0), ("Red", 0.0), (None, None), ("7", 1.0)]
+    assert [names["named"]("It is 7", answer) for answer, _ in answers] == [
+        value for _, value in answers]
+
+
 def test_a_resume_says_what_becomes_of_rates_and_weights():
     before = plan.changed(grpo.Args(), lr=1e-3, steps=6, lr_schedule="cosine")
     state = {"step": 6, "kl_coef": 0.0, "settings": plan.flags(before)}
@@ -211,6 +234,8 @@ def test_another_systems_flag_is_one_sentence():
     assert str(error.value) == "TRL's --num_generations is --group here."
     with pytest.raises(SettingsError, match="(?s)2 problems.*--group here.*--bach"):
         flags.parse_words(grpo.Args, "", "--num_generations 8 --bach 3".split())
+    with pytest.raises(SettingsError, match=r"^Unrecognized options: --nonsense, 3\n"):
+        flags.parse_words(grpo.Args, "", "--nonsense 3".split())
 
 
 STUB = """#!{python}

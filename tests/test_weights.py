@@ -153,8 +153,12 @@ def exported(world, folder: str) -> None:
 
 
 def test_an_export_has_every_small_file_of_its_model(tmp_path):
+    """Of a folder that may not be written, such as a shared cache, to one that may be."""
     whole(tmp_path / "model")
+    for path in (tmp_path / "model").rglob("*.*"):
+        path.chmod(0o444)
     results(1, exported, str(tmp_path / "model"))
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "model-out").rglob("*.*"))
     there = {str(path.relative_to(tmp_path / "model")): path for path in (
         tmp_path / "model").rglob("*") if path.is_file() and "safetensors" not in path.name}
     for name, path in there.items():

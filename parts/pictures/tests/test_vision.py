@@ -574,3 +574,16 @@ def test_engine_trainer_and_transformers_see_the_same(family, tp):
     all_see(found, positions=not tiles)
     if tiles:  # without the reset an old picture is missed
         assert "cache miss" in found["stale"]
+
+
+def test_a_processor_with_another_chat_template_than_the_tokenizer_is_refused(folder, tmp_path):
+    """vllm serve takes the processor's."""
+    split = shutil.copytree(folder / "split", tmp_path / "split")
+    lm = model.skeleton(str(split))
+    files = inputs.ModelFiles(None, inputs.load_tokenizer("x", str(split)), str(split), lm)
+    seeing.check_template("x", files)
+    text = files.tokenizer.chat_template
+    (split / "chat_template.jinja").unlink()
+    (split / "chat_template.json").write_text(json.dumps({"chat_template": "Other" + text}))
+    with pytest.raises(SettingsError, match="no chat_template.json"):
+        seeing.check_template("x", files)
