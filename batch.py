@@ -221,12 +221,12 @@ class Batch:
 
     def __init__(self, samples: list[Sample]):
         self.samples, done = samples, [s.completion for s in samples]
-        self.lengths = torch.tensor([len(c.ids) for c in done])  # (N,)
-        self.tokens = torch.tensor([c.tokens for c in done])  # (N,) sampled ones
+        self.lengths = torch.tensor([len(c.ids) for c in done]).long()  # (N,)
+        self.tokens = torch.tensor([c.tokens for c in done]).long()  # (N,) sampled ones
         self.places = self.split(torch.arange(int(self.tokens.sum())))  # N parts of 0, …, M - 1
-        self.truncated = torch.tensor([c.truncated for c in done])  # (N,)
+        self.truncated = torch.tensor([c.truncated for c in done]).bool()  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
-        self.scored = torch.tensor([r is not None for r in rewards])  # (N,)
+        self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
         self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
@@ -241,7 +241,8 @@ class Batch:
 
     def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """(M,) → (N,) float64: the sum over each completion's tokens."""
-        return torch.stack([part.sum(dtype=torch.float64) for part in self.split(x)])
+        sums = [float(part.sum(dtype=torch.float64)) for part in self.split(x)]
+        return torch.tensor(sums, dtype=torch.float64)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(M,) → N views, each of one completion's tokens."""
