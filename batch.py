@@ -137,7 +137,7 @@ def varlen(q, k, v, packed: Packed, scale: float, window: int | None = None):
     and keys."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import
     keys, *sizes = packed.varlen
-    left = -1 if window is None else window - 1
+    left = (window or 0) - 1  # -1: no window
     return varlen_attn(q, k.index_select(0, keys), v.index_select(0, keys), *sizes,
                        window_size=(left, 0), scale=scale, enable_gqa=True)
 
@@ -221,12 +221,12 @@ class Batch:
 
     def __init__(self, samples: list[Sample]):
         self.samples, done = samples, [s.completion for s in samples]
-        self.lengths = torch.tensor([len(c.ids) for c in done], dtype=torch.long)  # (N,)
-        self.tokens = torch.tensor([c.tokens for c in done], dtype=torch.long)  # (N,) sampled ones
+        self.lengths = torch.tensor([len(c.ids) for c in done]).long()  # (N,)
+        self.tokens = torch.tensor([c.tokens for c in done]).long()  # (N,) sampled ones
         self.places = self.split(torch.arange(int(self.tokens.sum())))  # N parts of 0, …, M - 1
-        self.truncated = torch.tensor([c.truncated for c in done], dtype=torch.bool)  # (N,)
+        self.truncated = torch.tensor([c.truncated for c in done]).bool()  # (N,)
         rewards = [s.score.total for s in samples]  # None: not scored
-        self.scored = torch.tensor([r is not None for r in rewards], dtype=torch.bool)  # (N,)
+        self.scored = torch.tensor([r is not None for r in rewards]).bool()  # (N,)
         self.rewards = torch.tensor([r or 0.0 for r in rewards], dtype=torch.float64)  # (N,)
         self.sizes, last = [], None  # of each row: see dist.Size
         for i, sample in enumerate(samples):
@@ -251,7 +251,7 @@ class Batch:
     def part(self, name: str) -> torch.Tensor:
         """(N,) float64: one of the rewards of --reward, without its weight. NaN: it has none."""
         parts = [s.score.parts[name] for s in self.samples]
-        return torch.tensor([math.nan if x is None else x for x in parts], dtype=torch.float64)
+        return torch.from_numpy(np.array(parts, float))  # numpy makes NaN of None
 
     def turns(self) -> list[torch.Tensor]:
         """Of each token, (M,): the number of its turn; if it is the last one there, what the turn
@@ -312,8 +312,9 @@ class Micro:
 
     def __init__(self, batch: Batch, rows: list[int], device: torch.device):
         self.batch, self.rows, self.device = batch, rows, device
-        done = [batch.samples[row].completion for row in rows] or [NOTHING]
-        prompts = [batch.samples[row].prompt.row.prompt_ids for row in rows] or [[0]]
+        self.samples = [batch.samples[row] for row in rows]
+        done = [s.completion for s in self.samples] or [NOTHING]
+        prompts = [s.prompt.row.prompt_ids for s in self.samples] or [[0]]
         owners = [batch.sizes[row][0] for row in rows] or [0]
         completions = [torch.from_numpy(c.ids).long() for c in done]
         ids, positions, packed, sources = pack(owners, prompts, completions, device)
@@ -326,10 +327,10 @@ class Micro:
         engine_logprobs = torch.cat([torch.from_numpy(c.logprobs) for c in done])[sampled]
         self.engine_logprobs = to_device(engine_logprobs, device)  # (n,)
         counts = torch.tensor([c.tokens for c in done])
-        row = torch.arange(len(done)).repeat_interleave(counts)
-        self.row = to_device(row, device)  # (n,): whose each token is, counted in `rows`
-        places = [batch.places[row] for row in rows] or [torch.arange(0)]
-        self.places = torch.cat(places)  # (n,): where each token is among the batch's M
+        # (n,): whose each token is, counted in `rows`
+        self.row = to_device(torch.arange(len(done)).repeat_interleave(counts), device)
+        # (n,): where each token is among the batch's M
+        self.places = torch.cat([batch.places[row] for row in rows] or [torch.arange(0)])
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
         """(N,) of the batch → (n,)."""
@@ -337,9 +338,8 @@ class Micro:
 
     def draws(self) -> torch.Tensor:
         """(n,) in [0, 1), at random: a token has the same one in any order and batch."""
-        samples = [self.batch.samples[row] for row in self.rows]
         found = [np.random.default_rng([s.prompt.position, *s.completion.ids]).random(
-            s.completion.tokens) for s in samples]
+            s.completion.tokens) for s in self.samples]
         return to_device(torch.from_numpy(np.concatenate([[], *found])), self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:

@@ -289,7 +289,7 @@ def refill(run: Run, args: Args, samples: list[Sample]) -> tuple[list[Sample], d
     for more in range(args.refills + 1):
         batch = Batch(samples[looked_at:])
         differs = losses.keep_groups(batch.rewards, args.group, batch.scored)  # (P,)
-        for g in torch.nonzero(differs).flatten().tolist():
+        for g in differs.nonzero().flatten().tolist():
             start = looked_at + g * args.group
             kept.append(samples[start:start + args.group])
         if len(kept) >= args.batch or more == args.refills:

@@ -138,11 +138,11 @@ def learn(args: Args, world: World, models: tuple[Policy, Critic], samples: list
     policy, critic = models
     batch = Batch(samples)
     loss_tokens = batch.tokens * batch.scored  # (N,): how many of each completion are in the loss
+    dropped = int((~batch.scored).sum())
     metrics = {"batch/prompts": len(samples) // args.group,
                "batch/tokens": sum(p + c for _, p, c in batch.sizes),
-               "batch/trained": int(batch.scored.sum()),
-               "batch/dropped": int((~batch.scored).sum()),
-               "batch/dropped_unscored": int((~batch.scored).sum())}
+               "batch/trained": len(samples) - dropped,
+               "batch/dropped": dropped, "batch/dropped_unscored": dropped}
 
     # Log-probs and values from before the update: (M,). A value is V of the state before its token.
     ref_logprobs = None

@@ -318,8 +318,9 @@ def prepare_environment(gpu: bool, args: EngineArgs) -> None:
     for name in ("vllm.triton_utils.importing", "torch._library.triton"):  # a CPU has no Triton
         logging.getLogger(name).setLevel(logging.ERROR)
     if not gpu:
-        # vLLM would pack each linear layer anew at each sync. torch's kernel takes weights as they
-        # are: as fast for the many completions of a rollout, faster for small layers.
+        # vLLM would pack each linear layer anew at each sync, and drop the weights into which
+        # `take` copies. torch's kernel takes them as they are: of 106 million parameters it was as
+        # fast for 64 completions at once, and took 1.16 times as long for 8 (bench/RESULTS.md).
         from vllm.model_executor.layers.linear import LinearBase
         LinearBase._cpu_skip_gemm_dispatch = True
     if not gpu and args.tp > 1:

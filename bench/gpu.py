@@ -2,8 +2,10 @@
 measured memory.
 
     python bench/gpu.py                                    all parts, shapes 0.5b, 1.5b and 7b
-    python bench/gpu.py --only update,score --shapes 0.5b  some of update score head sync sleep
-                                                           rollout plan
+    python bench/gpu.py --only update,score --shapes 0.5b  some of update compiled whole score head
+                                                           sync sleep rollout plan awake lora
+    python bench/gpu.py --only update,compiled,whole,sync,awake,lora --shapes 0.5b,1.5b --limit 100
+                                                           what could make a step faster
     python bench/gpu.py --device cpu                       the tiny shape on a CPU: only to see that
                                                            every part runs
 
@@ -47,7 +49,7 @@ import log
 import model
 import plan
 import rollout
-from batch import Batch, Completion, Sample
+from batch import Batch, Completion, Sample, attention
 from data import DataArgs, Prompt, Row
 from examples import tiny
 from model_files import shape_from
@@ -63,6 +65,10 @@ PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
         "A100": 312e12}                                # FLOP/s, from NVIDIA's data sheets
 ROWS = {                                               # part → its lines of the table
     "update": ("update: tokens/s", "update: TFLOP/s", "update: micro-batch"),
+    "compiled": ("update, each layer compiled: tokens/s", "compiled: TFLOP/s",
+                 "compiled: micro-batch"),
+    "whole": ("update, all logits at once: tokens/s", "all at once: TFLOP/s",
+              "all at once: micro-batch"),
     "score": ("score pass: tokens/s", "score pass: TFLOP/s"),
     "head": ("head, forward and backward: ms in chunks", "head: ms with all logits at once",
              "head: peak GiB in chunks / at once"),
@@ -71,11 +77,17 @@ ROWS = {                                               # part → its lines of t
     "sleep": ("engine asleep: GiB freed / taken", "engine: s to sleep", "engine: s to wake"),
     "rollout": ("rollout: tokens/s",),
     "bare": ("the same requests through vLLM alone: tokens/s",),            # comes with rollout
-    "plan": ("plan / measured GiB at the peak of a step", "plan: flags needed")}
+    "plan": ("plan / measured GiB at the peak of a step", "plan: flags needed"),
+    # Three runs of grpo.py, whose seconds are of the last step.
+    "awake": ("engine asleep at level 2, s: step, rollout, sync, score, update",
+              "engine left awake, s: the same phases", "the comparison before the first step"),
+    "lora": ("--lora_rank 16, its adapter in the engine, s: the same phases",)}
 # An engine starts slowly, so its parts share a process. Each other part has its own.
 ENGINE = ("sync", "sleep", "rollout")
-TOGETHER = (("update",), ("score",), ("head",), ENGINE, ("bare",), ("plan",))
-ON_CPU = (("make", "update", "score", "head", *ENGINE), ("bare",), ("plan",))  # it has no peaks
+APART = (("bare",), ("plan",), ("awake",), ("lora",))
+TOGETHER = (("update",), ("compiled",), ("whole",), ("score",), ("head",), ENGINE, *APART)
+# It has no peaks.
+ON_CPU = (("make", "update", "whole", "score", "head", *ENGINE), ("compiled",), *APART)
 ANCHORS = (                                            # what others have published
     ("prime-rl, its trainer alone, 16,384 tokens, recomputation", "1 x H100", "Qwen3-0.6B: 11.9k "
      "tokens/s, 12.5 GiB; LoRA r16 13.3k tokens/s; Qwen3-4B LoRA 6.2k tokens/s, 23.3 GiB"),
@@ -140,10 +152,10 @@ class Bench:
             data_args=DataArgs(max_prompt_tokens=self.prompt))
         return plan.Plan(plan.changed(args, **flags), 1, None, 0)
 
-    def policy(self, checkpointing: bool = False) -> model.Policy:
+    def policy(self, checkpointing: bool = False, head_chunk: int = 0) -> model.Policy:
         self.world = dist.World.joined or dist.join()
         args = model.ModelArgs(dtype=str(self.dtype).removeprefix("torch."),
-                               checkpointing=checkpointing)
+                               checkpointing=checkpointing, head_chunk=head_chunk)
         module = model.build(model.LogprobModel, str(self.folder), self.world, args)
         return model.Policy(module, self.world, args, model.OptimizerArgs())
 
@@ -191,11 +203,11 @@ def median(values: list[float]) -> str:
 
 # ---- the trainer ---------------------------------------------------------------------------------
 
-def update(bench: Bench) -> list[str]:
+def update(bench: Bench, head_chunk: int = 0, ready=None) -> list[str]:
     """Forward, backward and AdamW's step on two micro-batches. They are as large as fits, by the
-    plan, without an engine."""
+    plan, without an engine. head_chunk: of the model's. ready(policy): what is done before."""
     def needs(**flags) -> float:
-        found = plan.Memory(bench.plan(**flags), bench.shape, bench.card)
+        found = plan.Memory(bench.plan(head_chunk=head_chunk, **flags), bench.shape, bench.card)
         return found.sums[1] - found.parts["engine"][1]  # in training
 
     ways = [dict(update_tokens=budget, checkpointing=on)
@@ -205,7 +217,10 @@ def update(bench: Bench) -> list[str]:
         least = min(needs(**way) for way in ways) / plan.GIB
         raise Skip(f"by the plan the smallest update needs {least:.0f} GiB, and the GPU has "
                    f"{bench.card / plan.GIB:.0f}")
-    policy, batch = bench.policy(way["checkpointing"]), bench.batch(way["update_tokens"])
+    policy = bench.policy(way["checkpointing"], head_chunk)
+    batch = bench.batch(way["update_tokens"])
+    if ready:
+        ready(policy)
     rows = list(range(len(batch.samples)))
     micros = batch.micros(bench.world, rows, way["update_tokens"], "update")
 
@@ -218,6 +233,24 @@ def update(bench: Bench) -> list[str]:
     seconds, = bench.seconds(step)
     shape = " x ".join(map(str, micros[0].inputs["input_ids"].shape))
     return [*bench.speed(batch, 3, seconds), shape + ", checkpointing" * way["checkpointing"]]
+
+
+def compiled(bench: Bench) -> list[str]:
+    """As update, with the forward of each layer compiled. FSDP's hooks and packed attention, whose
+    shapes change with each micro-batch, stay outside of the graphs."""
+    from transformers import AttentionInterface
+
+    def compile_layers(policy) -> None:
+        AttentionInterface.register("packed", torch.compiler.disable(attention))
+        for layer in policy.module.lm.model.layers:  # of Qwen2
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+    return update(bench, ready=compile_layers)
+
+
+def whole(bench: Bench) -> list[str]:
+    """As update, with the logits of all tokens of a micro-batch in one chunk."""
+    return update(bench, head_chunk=bench.budgets[0])
 
 
 def score(bench: Bench) -> list[str]:
@@ -352,21 +385,49 @@ def planned(bench: Bench) -> list[str]:
             bench.plan(**way), bench.shape, bench.card).fits), None)
     if flags is None:
         raise Skip("by the plan a step does not fit on one GPU without --cpu_offload")
+    rows, _ = train(bench, flags)
+    most = max(row["memory/peak_gb"] for row in rows)
+    planned = max(plan.Memory(bench.plan(**flags), bench.shape, bench.card).sums) / plan.GIB
+    return [f"{planned:.2f} / {most:.2f}", " ".join(spelled(flags)) or "none"]
+
+
+def train(bench: Bench, flags: dict) -> tuple[list[dict], str]:
+    """Three steps of grpo.py → the lines of metrics.jsonl, and what it printed."""
     given, names = plan.flags(bench.plan().args), (
         "model", "batch", "minibatches", "max_prompt_tokens", "max_tokens", "update_tokens",
         "score_tokens", "lr")
     given = ({name: given[name] for name in names}
              | dict(steps=3, name="plan", export=False, try_worst_case="off") | flags)
+    shutil.rmtree(bench.folder / "runs", ignore_errors=True)
     done = subprocess.run([sys.executable, ROOT / "grpo.py", *spelled(given)],
                           cwd=bench.folder, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise RuntimeError(f"grpo.py ended with status {done.returncode}: {last}")
-    rows = log.read_metrics(bench.folder / "runs/plan/metrics.jsonl")
+    return log.read_metrics(bench.folder / "runs/plan/metrics.jsonl"), done.stdout + done.stderr
 
-    most = max(row["memory/peak_gb"] for row in rows)
-    planned = max(plan.Memory(bench.plan(**flags), bench.shape, bench.card).sums) / plan.GIB
-    return [f"{planned:.2f} / {most:.2f}", " ".join(spelled(flags)) or "none"]
+
+def phases(rows: list[dict]) -> str:
+    """The seconds of the last step."""
+    names = "step", "rollout", "sync", "score", "update"
+    return ", ".join(f"{rows[-1].get(f'time/{name}', 0.0):.3g}" for name in names)
+
+
+def awake(bench: Bench) -> list[str]:
+    """Steps with the engine asleep at level 2 while the trainer works, and with one that is left
+    awake, where that fits by the plan."""
+    if bench.card and not plan.Memory(bench.plan(sleep_level=0), bench.shape, bench.card).fits:
+        raise Skip("by the plan the engine does not fit beside the trainer")
+    asleep, printed = train(bench, dict(sleep_level=2))
+    left, _ = train(bench, dict(sleep_level=0))
+    said = [line.strip() for line in printed.splitlines() if "in nats a token" in line]
+    return [phases(asleep), phases(left), *(said or ["0 lines of it were printed"])[:1]]
+
+
+def lora(bench: Bench) -> list[str]:
+    """Steps whose new weights are an adapter that the engine takes as one."""
+    rows, _ = train(bench, dict(lora_rank=16, lora_sync="adapter"))
+    return [phases(rows)]
 
 
 def spelled(flags: dict) -> list[str]:
@@ -404,7 +465,8 @@ def make(bench: Bench) -> None:
 
 
 PARTS = {"make": make, "update": update, "score": score, "head": head, "sync": sync,
-         "sleep": sleep, "rollout": engine_rollout, "bare": bare, "plan": planned}
+         "sleep": sleep, "rollout": engine_rollout, "bare": bare, "plan": planned,
+         "compiled": compiled, "whole": whole, "awake": awake, "lora": lora}
 
 
 def attempt(function, bench: Bench) -> dict:

@@ -1,7 +1,9 @@
 """The engine's new weights, beside another checkout: CPU seconds of one sync, of all ranks.
+With --completions N, those of sampling N completions of 32 tokens instead.
 
     python bench/sync.py --beside FOLDER               FOLDER: a checkout of another commit
     python bench/sync.py --beside FOLDER --only tiny   one model; --ranks 2: the ranks of both
+    python bench/sync.py --beside FOLDER --completions 64   what the engine's kernels cost
 
 Both load the same weights; after each sync the engine samples, and the table says whether the token
 ids are equal. That the engine's tensors are equal bit for bit: tests/test_engine.py. Both
@@ -46,21 +48,25 @@ def random_model(size: str) -> str:
     return str(folder)
 
 
-def serve(size: str) -> None:
-    """The process of a Contestant: a sync for each line of rank 0's input."""
+def serve(size: str, completions: int) -> None:
+    """The process of a Contestant: a sync, then samples, for each line of rank 0's input. Its
+    seconds are those of the sync, or of the samples if their number is given."""
     world, args, log = dist.join(120), model.ModelArgs(), lambda name: nullcontext()
     torch.set_num_threads(1)
     folder = str(ROOT / "runs" / f"bench-sync-{size}")
     policy = model.Policy(model.build(model.LogprobModel, folder, world, args), world, args,
                           model.OptimizerArgs())
-    engine = Engine(folder, world, EngineArgs(max_num_seqs=8), tokenizer=None, eos_ids=[2],
-                    dtype=torch.float32, max_len=64, max_tokens=8, seed=0, kv_cache=2**26,
+    engine = Engine(folder, world, EngineArgs(max_num_seqs=256), tokenizer=None, eos_ids=[],
+                    dtype=torch.float32, max_len=64, max_tokens=32 if completions else 8, seed=0,
+                    kv_cache=2**29 if completions else 2**26,
                     log=SimpleNamespace(time=log), trained=[policy])
     while any(world.gather([sys.stdin.readline() if world.rank == 0 else ""])):
         began = time.process_time()
         engine.bring(policy)
-        seconds = sum(world.gather([time.process_time() - began]))
-        done = engine.complete([Request([5, 6, 7 + i], i) for i in range(8)], 1.0)
+        brought = time.process_time()
+        done = engine.complete([Request([5, 6, 7 + i], i) for i in range(completions or 8)], 1.0)
+        sampled = time.process_time() - brought
+        seconds = sum(world.gather([sampled if completions else brought - began]))
         made = hashlib.sha256(b"".join(c.ids.tobytes() for c in done))
         if world.rank == 0:
             print(json.dumps({"seconds": seconds, "made": made.hexdigest()}), flush=True)
@@ -74,16 +80,18 @@ def main() -> None:
     parser.add_argument("--only", choices=SIZES)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--completions", type=int, default=0, help="time their sampling instead")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.only)
+        return serve(options.only, options.completions)
     if not options.beside:
         parser.error("--beside FOLDER must be given: seconds of one checkout say nothing.")
     print("| model | ranks | CPU seconds | ratio | the same samples |\n|---|---|---|---|---|")
     for size in [options.only] if options.only else SIZES:
         random_model(size)
-        other, ours = (Contestant("sync.py", folder, "--only", size, ranks=options.ranks)
+        other, ours = (Contestant("sync.py", folder, "--only", size, "--completions",
+                                  str(options.completions), ranks=options.ranks)
                        for folder in (options.beside, ROOT))
         cells, (theirs, mine) = measure(size, other, ours, options.times)
         same = "yes" if theirs["made"] == mine["made"] else "no"

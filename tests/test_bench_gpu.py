@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("only, lines", [
-    ("update,score,head", 8), pytest.param("sync,sleep,rollout,plan", 12, marks=pytest.mark.slow)])
+    ("update,whole,score,head", 11),
+    pytest.param("compiled,sync,sleep,rollout,plan", 15, marks=pytest.mark.slow),
+    pytest.param("awake,lora", 4, marks=pytest.mark.slow)])
 def test_every_part_of_the_benchmark_runs_on_a_cpu(tmp_path, only, lines):
     results = tmp_path / "RESULTS.md"
     results.write_text("\n\n".join(
