@@ -168,8 +168,9 @@ def check(saved: Saved, settings: dict, flags=(), fixed=FIXED) -> Saved:
     if wrong:
         raise SettingsError(f"{saved.path} was made with other settings: {'; '.join(wrong)}. "
                             f"Would work: those of before, or another --name.")
+    dropped = was.keys() - now.keys() - {"row_digests", "changes"}
     gone = [f"resumed without {name} {words(was[name])}, which is no setting any more"
-            for name in was.keys() - now.keys() - {"row_digests"} if "code of" not in name]
+            for name in dropped if "code of" not in name]
     return saved._replace(changed=gone + [
         f"resumed with {'--' if name in flags else ''}{name} {words(now[name])} (was "
         f"{words(was[name])}) from step {saved.state['step'] + 1} on" for name in changed])

@@ -439,7 +439,7 @@ def parse_words(kind: type, description: str, words: list[str], **options):
             mistakes = Mistakes(found)
             mistakes.attempt(parse_words, kind, description, rest, **options)
             mistakes.stop()
-        inside = " ".join(line.strip("│ ") for line in said.getvalue().splitlines()
-                          if line.startswith("│"))
-        parts = [part.strip() for part in re.split("─+", inside)]
-        raise SettingsError("\n  ".join(filter(None, parts))) from None
+        lines = said.getvalue().splitlines()  # in a frame, which some terminals have in ASCII
+        inside = " ".join(line.strip("│| ") for line in lines if line.startswith(("│", "|")))
+        parts = [part.strip() for part in re.split("─+|-{5,}", inside)]
+        raise SettingsError("\n  ".join(filter(None, parts)) or said.getvalue().strip()) from None

@@ -150,7 +150,7 @@ def test_puzzles_without_an_answer_of_their_own_are_scored_by_their_metadata():
 def test_a_puzzle_that_lost_its_answer_is_refused():
     pytest.importorskip("reasoning_gym")
     columns = read("reasoning_gym:gcd", 1)[0][0] | {"answer": None}
-    with pytest.raises(ValueError, match="has an answer"):
+    with pytest.raises(ValueError, match="have an answer, and the row has none"):
         reasoning_gym_tasks.score("3", **columns)
 
 
